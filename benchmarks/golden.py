@@ -209,13 +209,21 @@ def untimed(value: Any) -> Any:
     """Nested values without times, memory and the names of folders."""
     if isinstance(value, Mapping):
         return {
-            name: untimed(item)
+            renamed(name): untimed(item)
             for name, item in value.items()
             if not any(part in name for part in TIMES) and not str(item).startswith("/")
         }
     if isinstance(value, list):
         return [untimed(item) for item in value]
     return RANDOM_ID.sub("job", value) if isinstance(value, str) else value
+
+
+def renamed(metric: str) -> str:
+    """The present name of a metric, which may be one of an agent."""
+    for old, new in METRIC_NAMES.items():
+        if metric == old or metric.endswith(f"/{old}"):
+            return metric.removesuffix(old) + new
+    return metric
 
 
 def evaluated(run: Path, checkout: Path) -> Any:
@@ -235,6 +243,48 @@ PARENTS_N = [-1, -1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 5]
 DEPTHS_N = [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 UNUSED = ("normaliser", "max_length", "return")
 """Options that are left at their defaults, but for the length that one reduction needs."""
+OLDER_LOSSES = {
+    "ppo": "clipped_loss",
+    "importance_sampling": "importance_sampling_loss",
+    "cispo": "cispo_loss",
+    "gspo": "gspo_token_loss",
+    "sapo": "sapo_loss",
+}
+"""Policy losses, and their functions in older checkouts."""
+OBJECTIVE_NAMES: dict[tuple[str, str], str] = {
+    ("token_gae", "token_gae"): "tree_gae",
+    ("run_advantages", "run_advantages"): "group_advantages",
+    # Losses are compared by `policy_losses`; the rest takes other arguments or is gone.
+    **{("policy_losses", name): "" for name in (*OLDER_LOSSES, "rloo", "dro", "reinforce")},
+    **{("policy_losses", name): "" for name in ("cross_entropy", "policy_loss")},
+    **{("token_losses", name): "" for name in OLDER_LOSSES.values()},
+    **{("policy_gradient", f"{name}_loss"): "" for name in ("ppo_policy", "group_policy")},
+    ("policy_gradient", "reinforce_loss"): "",
+    **{("advantages", name): "" for name in ("gae", "discounted_sums", "compute_advantages")},
+    ("advantages", "codes_of"): "",
+    ("run_advantages", "codes_of"): "",
+    **{("episode_gae", name): "" for name in ("gae", "reward_to_go")},
+    ("advantages", "reward_to_go"): "",
+    **{("reductions", name): "" for name in ("batch_totals", "reduce_share")},
+    ("ippo", "normalise"): "",
+    ("ratios", "is_gradient_clipped"): "",
+    **{("registry", name): "" for name in ("with_options", "options_of", "has_option")},
+    **{("registry", f"register_{name}"): "" for name in ("policy_loss", "advantage")},
+}
+"""Functions that have another name in one of the checkouts; those without one are left out."""
+METRIC_NAMES = {
+    "clip_share": "clip_fraction",
+    "outside_share": "ratio_outside_clip",
+    "outside_fraction": "ratio_outside_clip",
+    "groups/zero_variance": "grpo/zero_variance_share",
+    "groups/used_share": "grpo/used_share",
+}
+"""Older names of metrics."""
+ADDED = (
+    *("logprob", "grpo/used_share", "grpo/num_groups", "grpo/group_std_mean"),
+    *(f"grpo/advantage_{name}" for name in ("mean", "std", "min", "max")),
+)
+"""Metrics that not all families logged in older checkouts."""
 NUMBERS = {"clip_range": 0.2, "beta": 0.3, "n": 3, "margin": 2, "max_length": 9, "alpha": 0.4}
 
 
@@ -245,15 +295,61 @@ def objectives() -> dict[str, Any]:
 
     import nip_astra.rl_objectives as package
 
-    found: dict[str, Any] = {}
+    found = policy_losses() | sibling_advantages()
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         space = vars(importlib.import_module(module.name))
         for name, function in sorted(space.items()):
             is_own = getattr(function, "__module__", "") == module.name
-            if name[0] != "_" and is_own and inspect.isfunction(function):
+            name = OBJECTIVE_NAMES.get((module.name.rpartition(".")[2], name), name)
+            is_public = name and name[0] != "_" and is_own and inspect.isfunction(function)
+            if is_public and "rewards_PG" not in inspect.signature(function).parameters:
                 for choice in choices_of(function):
                     said = ",".join(f"{key}={value}" for key, value in choice.items())
                     found[f"{name}({said})"] = value_of(function, choice)
+    return found
+
+
+def policy_losses() -> dict[str, Any]:
+    """The policy losses token by token, with their gradients, by their present names."""
+    names = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")
+    found = {}
+    for name, older in OLDER_LOSSES.items():
+        given = [tensor_of(one) for one in names]
+        try:
+            from nip_astra.rl_objectives import token_losses
+
+            loss_BT = getattr(token_losses, older)(*given)
+        except ImportError:
+            from nip_astra.rl_objectives.policy_losses import PolicyLoss
+
+            loss_BT = PolicyLoss.of(name).of_tokens(*given)
+        loss_BT.sum().backward()
+        values = (loss_BT.detach(), given[0].grad)
+        # A zero has no sign here.
+        found[f"policy loss {name}"] = [
+            [repr(x + 0.0) for x in one.flatten().tolist()] for one in values
+        ]
+    return found
+
+
+def sibling_advantages() -> dict[str, Any]:
+    """Advantages of groups of equal size, by any baseline, divided by the deviation or not."""
+    from nip_astra.rl_objectives import advantages
+
+    rewards_PG = tensor_of("rewards_PG").detach()
+    groups = tensor_of("group_N").new_tensor(range(len(rewards_PG)))
+    group_N = groups.repeat_interleave(rewards_PG.shape[1])
+    is_dense = "scale" not in inspect.signature(advantages.group_advantages).parameters
+    found = {}
+    for baseline, epsilon in product(("mean", "leave_one_out", "none"), (None, 1e-4)):
+        if baseline == "none" and epsilon:
+            continue
+        options: dict[str, Any] = {"baseline": baseline, "std_epsilon": epsilon}
+        if not is_dense:
+            options |= {"std_epsilon": epsilon or 0.0, "scale": "group" if epsilon else "none"}
+        given = (rewards_PG,) if is_dense else (rewards_PG.flatten(), group_N)
+        values = advantages.group_advantages(*given, **options)[0].flatten().tolist()
+        found[f"sibling advantages {baseline} {epsilon}"] = [repr(x + 0.0) for x in values]
     return found
 
 
@@ -261,9 +357,7 @@ def choices_of(function: Any) -> Iterator[dict[str, Any]]:
     """Each combination of options chosen from a list, without and with optional tensors."""
     lists: dict[str, list[Any]] = {"optional": [False]}
     for name, hint in get_type_hints(function).items():
-        if getattr(hint, "__name__", "") == "GroupVariant":
-            lists[name] = list(group_variants())
-        elif get_origin(hint) is Literal:
+        if get_origin(hint) is Literal:
             lists[name] = list(get_args(hint))
         elif name == "advantages":
             lists["shape"] = ["BT", "B"]
@@ -273,20 +367,11 @@ def choices_of(function: Any) -> Iterator[dict[str, Any]]:
         yield dict(zip(lists, values, strict=True))
 
 
-def group_variants() -> Mapping[str, Any]:
-    """The published variants of GRPO's loss, by name."""
-    from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
-
-    return GROUP_VARIANTS
-
-
 def value_of(function: Any, choice: Mapping[str, Any]) -> Any:
     """The function's value and gradients as text; the name of its error where it refuses."""
     import torch
 
     given = {name: value for name, value in choice.items() if name not in ("optional", "shape")}
-    if "variant" in given:
-        given["variant"] = group_variants()[given["variant"]]
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         kinds = (hints.get(name), *get_args(hints.get(name)))
@@ -294,7 +379,7 @@ def value_of(function: Any, choice: Mapping[str, Any]) -> Any:
         if name in given or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         is_chosen = choice["optional"] and NoneType in kinds and name not in UNUSED
-        if is_optional and not is_chosen:
+        if is_optional and not is_chosen and name != "mask":
             if name == "max_length" and "sum_over_length" in str(given.values()):
                 given[name] = NUMBERS[name]
             continue
@@ -416,6 +501,8 @@ def differences(base: Any, tree: Any, path: str = "") -> Iterator[str]:
     """Where two nested values differ."""
     if isinstance(base, Mapping) and isinstance(tree, Mapping):
         for name in dict.fromkeys([*base, *tree]):
+            if name in ADDED and name not in base:
+                continue
             if name not in tree or name not in base:
                 yield f"{path}/{name}: only in the {'base' if name in base else 'tree'}"
             else:

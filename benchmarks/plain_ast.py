@@ -29,7 +29,7 @@ from torch import Tensor
 from nip_astra.language_models.adapters import add_adapter
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.resolving.resolution import ResolvedExperiment
-from nip_astra.rl_objectives.ast_reward import ast_reward
+from nip_astra.rl_objectives.rewards import ast_reward
 from nip_astra.samplers.node_scores import RewardParameters
 from nip_astra.scenario_base.agents import ConversationAgentParameters
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn

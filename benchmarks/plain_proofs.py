@@ -127,8 +127,8 @@ def build_loss(
     loss_module = ClipPPOLoss(
         actor,
         critic,
-        clip_epsilon=ppo.clip_epsilon,
-        entropy_coeff=ppo.entropy_coef,
+        clip_epsilon=(ppo.clip_low, ppo.clip_high),
+        entropy_coeff=ppo.entropy_weight,
         critic_coeff=ppo.critic_coef,
         loss_critic_type=rl.loss_critic_type,
         normalize_advantage=ppo.normalize_advantage,

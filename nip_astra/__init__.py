@@ -133,15 +133,18 @@ if TYPE_CHECKING:
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
     from nip_astra.rl_objectives.advantages import gae as gae
+    from nip_astra.rl_objectives.advantages import group_advantages as group_advantages
+    from nip_astra.rl_objectives.advantages import mean_child_return as mean_child_return
+    from nip_astra.rl_objectives.advantages import nstep_returns as nstep_returns
     from nip_astra.rl_objectives.advantages import whiten as whiten
     from nip_astra.rl_objectives.kl import AdaptiveKl as AdaptiveKl
     from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
-    from nip_astra.rl_objectives.masked import masked_mean as masked_mean
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
-    from nip_astra.rl_objectives.policy_gradient import value_loss as value_loss
-    from nip_astra.rl_objectives.returns import mean_child_return as mean_child_return
-    from nip_astra.rl_objectives.returns import nstep_returns as nstep_returns
+    from nip_astra.rl_objectives.reductions import masked_mean as masked_mean
+    from nip_astra.rl_objectives.registry import register_advantage as register_advantage
+    from nip_astra.rl_objectives.registry import register_policy_loss as register_policy_loss
+    from nip_astra.rl_objectives.values import value_loss as value_loss
     from nip_astra.rollouts.batch import Batch as Batch
     from nip_astra.rollouts.batch import padding_data as padding_data
     from nip_astra.rollouts.padding import (
@@ -258,9 +261,9 @@ if TYPE_CHECKING:
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
     from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.self_hosted_base import policy_loss as policy_loss
     from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
     from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer as SelfHostedOpdTrainer
-    from nip_astra.trainers.service.losses import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
@@ -478,18 +481,19 @@ _HOMES = {
     "distinct_n": "nip_astra.utils.diversity",
     "find_scenario": "nip_astra.parameters.content",
     "gae": "nip_astra.rl_objectives.advantages",
+    "group_advantages": "nip_astra.rl_objectives.advantages",
     "kl_estimate": "nip_astra.rl_objectives.kl",
     "load_plugin": "nip_astra.plugins",
     "log_grpo_metrics": "nip_astra.trainers.service.metrics",
     "log_rollout_metrics": "nip_astra.trainers.service.metrics",
-    "masked_mean": "nip_astra.rl_objectives.masked",
-    "mean_child_return": "nip_astra.rl_objectives.returns",
+    "masked_mean": "nip_astra.rl_objectives.reductions",
+    "mean_child_return": "nip_astra.rl_objectives.advantages",
     "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
     "module_of": "nip_astra.plugins",
-    "nstep_returns": "nip_astra.rl_objectives.returns",
+    "nstep_returns": "nip_astra.rl_objectives.advantages",
     "padding_data": "nip_astra.rollouts.batch",
     "play_task": "nip_astra.samplers.task_parts",
-    "policy_loss": "nip_astra.trainers.service.losses",
+    "policy_loss": "nip_astra.trainers.self_hosted_base",
     "open_chat_model": "nip_astra.language_models.services.retrying",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
@@ -497,10 +501,12 @@ _HOMES = {
     "read_results": "nip_astra.evaluation.run_results",
     "read_sweep": "nip_astra.sweep.results",
     "SweepOptions": "nip_astra.sweep.sweeping",
+    "register_advantage": "nip_astra.rl_objectives.registry",
     "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
     "register_message_regressor": "nip_astra.message_regressors.registry",
+    "register_policy_loss": "nip_astra.rl_objectives.registry",
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.registry",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.registry",
@@ -518,7 +524,7 @@ _HOMES = {
     "run_sweep": "nip_astra.sweep.sweeping",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
-    "value_loss": "nip_astra.rl_objectives.policy_gradient",
+    "value_loss": "nip_astra.rl_objectives.values",
     "vendi_score": "nip_astra.utils.diversity",
     "where": "nip_astra.parameters.conditions",
     "where_above": "nip_astra.parameters.conditions",

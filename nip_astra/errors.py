@@ -99,6 +99,11 @@ class UnreadParameterError(ParameterError):
     """Parameters were given that nothing in the run reads."""
 
 
+def plural(kind: str) -> str:
+    """The plural of a kind of thing: trainers, policy losses."""
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+
+
 class UnknownNameError(ConfigurationError, LookupError):
     """A name is in no registry.
 
@@ -118,9 +123,9 @@ class UnknownNameError(ConfigurationError, LookupError):
         words = kind.replace("_", " ")
         near = f" Did you mean {self.suggestions[0]!r}?" if self.suggestions else ""
         advice = advice or f"A {words} of your own is loaded with --plugin path/to/file.py."
+        listed = ", ".join(self.known) or "none"
         super().__init__(
-            f"unknown {words} {name!r}.{near} Known {words}s: {', '.join(self.known) or 'none'}. "
-            f"{advice}"
+            f"unknown {words} {name!r}.{near} Known {plural(words)}: {listed}. {advice}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

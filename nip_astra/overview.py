@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
-from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError
+from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError, plural
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
@@ -38,6 +38,7 @@ REGISTRY_MODULES = (
     "message_regressors.registry",
     "protocols.registry",
     "reward_terms.registry",
+    "rl_objectives.registry",
     "scenario_base.tasks.registry",
     "scenario_base.text.analysers.registry",
     "scenarios.images.pretrained.registry",
@@ -341,14 +342,15 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     for spec in plugins:
         load_plugin(spec)
     if kind is not None:
-        singular = kind.removesuffix("s").replace("-", "_")
-        if singular not in ALL_REGISTRIES:
-            known = [f"{one}s" for one in ALL_REGISTRIES]
+        names = {plural(name): name for name in ALL_REGISTRIES} | {n: n for n in ALL_REGISTRIES}
+        if kind.replace("-", "_") not in names:
+            known = [plural(name) for name in ALL_REGISTRIES]
             raise UnknownNameError("kind", kind, known, "Without one, all are listed.")
+        singular = names[kind.replace("-", "_")]
     found = []
     for name in [singular] if kind is not None else sorted(ALL_REGISTRIES):
         registry = ALL_REGISTRIES[name]
-        title = "scenario kinds" if name == "scenario" else f"{name.replace('_', ' ')}s"
+        title = "scenario kinds" if name == "scenario" else plural(name.replace("_", " "))
         found += [
             Entry(title, entry, registry.origin(entry), _purpose(registry, entry))
             for entry in registry.names()

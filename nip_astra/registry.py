@@ -17,6 +17,7 @@ from nip_astra.errors import (
     NipAstraError,
     PluginError,
     UnknownNameError,
+    plural,
 )
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Registry(Generic[T]):
     ) -> None:
         self.kind = kind
         self.package = package
-        self.entry_point_group = f"nip_astra.{kind}s"
+        self.entry_point_group = f"nip_astra.{plural(kind)}"
         own = {str(name): module for name, module in (modules or {}).items()}
         self._built_ins = {
             name: f"{package}.{own.get(name, name)}" for name in (str(member) for member in members)

@@ -41,7 +41,13 @@ TASKS = (
     *("training.num_iterations", "training.minibatch_size", "training.lr", "training.optimizer"),
     *("task.task", "task.task._type", "task.max_turns", "task.evaluation.num_problems"),
     *("task.policy.language_model.model", "task.policy.max_new_tokens", "task.num_rollout_parts"),
-    *("self_hosted_grpo.num_runs", "self_hosted_grpo.max_staleness", "seed", "scenario", "nothing"),
+    *(
+        "self_hosted_grpo.group_size",
+        "self_hosted_grpo.max_staleness",
+        "seed",
+        "scenario",
+        "nothing",
+    ),
 )
 TEXT = (
     *("text_rl.num_iterations", "text_rl.rollouts_per_iteration", "text_rl.fine_tune_method"),

@@ -153,7 +153,7 @@ def test_the_scripts_for_ppo_run(
     assert {path.stem for path in (run.path / "model").iterdir()} == {"verifier", *provers}
     recorded = run.read_yaml("hyper_parameters.yaml")
     assert recorded["rl"]["num_iterations"] == 2
-    assert recorded["ppo"]["entropy_coef"] == 0.002
+    assert recorded["ppo"]["entropy_weight"] == 0.002
     agents = recorded[changes.get("scenario", ["graph_isomorphism"])[0]]["agents"]
     assert all(agents[name]["is_random"] is ("random_prover" in changes) for name in provers)
 

@@ -136,7 +136,7 @@ def test_a_preset_leaves_another_protocol_to_its_own_parameters() -> None:
     )
     assert preset.get("nip.max_message_rounds") == 3
     assert not hasattr(resolved.hyper_params, "nip")
-    assert resolved.hyper_params.get("ppo.entropy_coef") == preset.get("ppo.entropy_coef")
+    assert resolved.hyper_params.get("ppo.entropy_weight") == preset.get("ppo.entropy_weight")
 
 
 CONVERSATIONS = [one for one in SCENARIOS if _scenario_values(one)["kind"] == "ast_chat"]

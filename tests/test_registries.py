@@ -27,6 +27,7 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_ha
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
+from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.scenario_base.tasks.base import Task
 from nip_astra.scenario_base.tasks.registry import TASKS, register_task
 from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser
@@ -100,6 +101,8 @@ REGISTRIES: dict[str, Registry[Any]] = {
 OF_EVALUATIONS = {"evaluation_family", "export_format", "metric"}
 """Have neither parameters nor an enum; see tests/evaluation/test_families.py."""
 KINDS = sorted(REGISTRIES)
+OF_FUNCTIONS = {"policy_loss": POLICY_LOSSES, "advantage": ADVANTAGES}
+"""Registries of functions, whose built-ins stand in one module."""
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
 
 
@@ -118,13 +121,23 @@ def folder_of(kind: str) -> Path:
     return Path(next(iter(package.__path__)))
 
 
+@pytest.mark.parametrize("kind", OF_FUNCTIONS)
+def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None:
+    registry = OF_FUNCTIONS[kind]
+    for name in registry.names():
+        assert registry.is_built_in(name)
+        assert (inspect.getdoc(registry.get(name)) or "").partition("\n")[0].endswith(".")
+    with pytest.raises(DuplicateNameError):
+        registry.register(registry.names()[0])(lambda: None)
+
+
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
     assert of_names == set(ENUMS.values())
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
     # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
-    assert shipped - OF_EVALUATIONS == {*REGISTRIES, "tracker"}
+    assert shipped - OF_EVALUATIONS == {*REGISTRIES, *OF_FUNCTIONS, "tracker"}
 
 
 @pytest.mark.parametrize(("kind", "name"), MEMBERS)

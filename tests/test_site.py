@@ -49,8 +49,8 @@ def test_a_page_tells_type_bounds_default_meaning_and_condition(
 ) -> None:
     pages = {page.title: page.text for page in parameter_pages.parameter_pages()}
     assert (
-        "| `ppo.kl_target` | number, > 0 | `0.01` | Divergence, in nats, that the charge aims at "
-        "(kl_penalty only). *Read where `loss_type` is kl_penalty.* |" in pages["ppo"]
+        "| `ppo.kl_target` | number, > 0 | `0.01` | Divergence, in nats, that the penalty aims at. "
+        "*Read where `loss_type` is kl_penalty.* |" in pages["ppo"]
     )
     assert "| `ast_chat.scorer` | scorer by `_type`: `classifier`," in pages["ast_chat"]
     assert "## `graph_isomorphism.agents" in pages["graph_isomorphism"]
@@ -62,7 +62,7 @@ def test_readers_are_the_trainers_that_take_the_parameter(parameter_pages: Modul
     found = set(readers.words("training.lr").split(", "))
     assert stress_tests <= found
     assert not found & {"`vanilla_ppo`", "`solo_agent`"}
-    assert readers.words("ppo.clip_epsilon") == "`mappo`, `spg`, `vanilla_ppo`"
+    assert readers.words("ppo.clip_low") == "`mappo`, `spg`, `vanilla_ppo`"
     assert readers.words("seed") == "every trainer"
     assert "`solo_agent`" not in readers.words("rl.lr")
 

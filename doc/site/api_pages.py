@@ -72,10 +72,10 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "nip_astra.rl_objectives.objective",
         "nip_astra.rl_objectives.outputs",
         "nip_astra.rl_objectives.preference",
-        "nip_astra.rl_objectives.policy_gradient",
+        "nip_astra.rl_objectives.policy_losses",
         "nip_astra.rl_objectives.advantages",
         "nip_astra.rl_objectives.kl",
-        "nip_astra.rl_objectives.returns",
+        "nip_astra.rl_objectives.values",
     ),
 }
 """Modules by chapter."""

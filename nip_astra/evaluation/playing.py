@@ -18,7 +18,7 @@ from nip_astra.evaluation.rating import rate_by_others, rate_probes
 from nip_astra.evaluation.rows import Episode, Row, RowFile, episodes_of
 from nip_astra.evaluation.storage import EvaluationFolder
 from nip_astra.language_models.base import Generation, TokenScorer
-from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker

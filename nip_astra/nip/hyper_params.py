@@ -256,7 +256,7 @@ AGENT_CLASSES = {
 }
 """Classes of agents by scenario."""
 OUR_NAMES = {
-    "ppo.entropy_eps": "ppo.entropy_coef",
+    "ppo.entropy_eps": "ppo.entropy_weight",
     "solo_agent.batch_size": "solo_agent.minibatch_size",
     "solo_agent.learning_rate": "solo_agent.lr",
     "text_rl.fine_tune_on_all_previous_rollouts": "pure_text_ei.fine_tune_on_all_previous_rollouts",
@@ -503,6 +503,9 @@ def _values(given: HyperParameters) -> dict[str, Any]:
             place = OUR_NAMES.get(path, f"{OUR_NAMES.get(group, group)}.{name}")
             if place.partition(".")[0] in own:
                 _put(values, place, value)
+    if "ppo" in values:
+        clip = values["ppo"].pop("clip_epsilon")
+        values["ppo"] |= {"clip_low": clip, "clip_high": clip}
     for group, constants in ONLY_HERE.items():
         if group in own and not (group == "rl" and is_text):
             values.setdefault(group, {}).update(constants)

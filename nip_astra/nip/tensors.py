@@ -98,7 +98,7 @@ KL_NAMES = {
     "increment": "kl_increment",
     "decrement": "kl_decrement",
 }
-"""What nip calls the parameters of the charge for divergence."""
+"""Nip's names of the parameters of the KL penalty."""
 
 
 def _parameters(
@@ -110,8 +110,11 @@ def _parameters(
     """What objectives read of the groups `ppo` and `rl`; True clips values like ratios."""
     if functional:
         raise ConfigurationError("functional=True: weights stay in their modules. Leave it out.")
-    of_ppo = CommonPpoParameters.from_dict({"entropy_coef": 0.01, **ppo})
-    clip = of_ppo.clip_epsilon if clip_value is True else clip_value or None
+    ppo["entropy_weight"] = ppo.pop("entropy_coef", 0.01)
+    if "clip_epsilon" in ppo:
+        ppo["clip_low"] = ppo["clip_high"] = ppo.pop("clip_epsilon")
+    of_ppo = CommonPpoParameters.from_dict(ppo)
+    clip = of_ppo.clip_high if clip_value is True else clip_value or None
     rl = RlTrainerParameters.from_dict({"loss_critic_type": loss_critic_type, "clip_value": clip})
     return of_ppo, rl
 

@@ -44,7 +44,7 @@ def view_of(hyper_params: HyperParameters, *, kind: str, is_text: bool) -> Any:
     return View(
         ours,
         rl=rl,
-        ppo=View(ours.ppo, entropy_eps=ours.ppo.entropy_coef),
+        ppo=View(ours.ppo, entropy_eps=ours.ppo.entropy_weight, clip_epsilon=ours.ppo.clip_high),
         agents=agents,
         functionalize_modules=False,
         pretrain_agents=ours.rl.pretrain_agents,

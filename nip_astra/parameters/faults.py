@@ -44,7 +44,7 @@ _BOUNDS = {
     "multiple_of": ("multiple_of", "a multiple of"),
 }
 _CALLED_OTHERWISE = {
-    "entropy_eps": "ppo.entropy_coef, and entropy_coef in the section of reinforce",
+    "entropy_eps": "ppo.entropy_weight, and entropy_weight in the section of reinforce",
     "body_lr_factor": "agents.<name>.body_lr_factor in the section of the scenario's kind",
     "learning_rate": "lr",
 }

@@ -29,7 +29,7 @@ _TRAINER = {
     "save_freq": "settings.checkpoint_period",
 }
 _SERVICE_CONFIG = {
-    "loss_fn": "{name}.service_loss.loss_fn",
+    "loss_fn": "{name}.policy_loss.loss",
     "learning_rate": "training.lr",
     "weight_decay": "training.weight_decay",
     "grad_clip_norm": "training.max_grad_norm",

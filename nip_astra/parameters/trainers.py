@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
@@ -77,13 +77,19 @@ class CommonPpoParameters(SubParameters):
     """Proximal policy optimisation of agents that play an interaction protocol."""
 
     loss_type: Literal["clip", "kl_penalty"] = "clip"
-    """Clipped ratios (arXiv:1707.06347, eq. 7), or a charge for the divergence (eq. 8)."""
-    clip_epsilon: float = Field(default=0.2, gt=0)
-    """Furthest that a ratio moves from 1 with a gain. Larger takes larger steps."""
+    """Clipped ratios (arXiv:1707.06347, eq. 7), or a penalty on the divergence (eq. 8)."""
+    loss: Annotated[str, where("loss_type", "clip")] = "ppo"
+    """Policy loss, see `rl_objectives.policy_losses`, or one registered by a plug-in."""
+    loss_options: Annotated[dict[str, JsonValue], where("loss_type", "clip")] = {}
+    """Options of the loss beside its clip, by name."""
+    clip_low: float = Field(default=0.2, gt=0)
+    """How far a ratio may move below 1 with a gain. Larger takes larger steps."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """How far a ratio may move above 1 with a gain. Larger takes larger steps."""
     kl_target: Annotated[float, where("loss_type", "kl_penalty")] = Field(default=0.01, gt=0)
-    """Divergence, in nats, that the charge aims at (kl_penalty only)."""
+    """Divergence, in nats, that the penalty aims at."""
     kl_beta: Annotated[float, where("loss_type", "kl_penalty")] = Field(default=1.0, ge=0)
-    """First weight of the charge (kl_penalty only)."""
+    """Initial weight of the penalty."""
     kl_decrement: Annotated[float, where("loss_type", "kl_penalty")] = Field(
         default=0.5, gt=0, lt=1
     )
@@ -92,7 +98,7 @@ class CommonPpoParameters(SubParameters):
     """Factor of the weight when the divergence is above the target by 1.5 times or more."""
     critic_coef: float = Field(default=1.0, ge=0)
     """Weight of the value loss. It matters where policy and value function share a body."""
-    entropy_coef: float = Field(default=0.001, ge=0)
+    entropy_weight: float = Field(default=0.001, ge=0)
     """Weight of the entropy bonus. Larger explores more."""
     normalize_advantage: bool = True
     """Whether each agent's advantages are shifted and scaled to mean 0 and deviation 1 in each

@@ -15,6 +15,7 @@ from nip_astra.parameters.renamed import RENAMED, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import present_name
 from nip_astra.utils.plain_values import items as items
 from nip_astra.utils.plain_values import mapping as mapping
 from nip_astra.utils.plain_values import number as number
@@ -230,7 +231,11 @@ def read_run(path: str | Path) -> RunRecord:
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
         run.sources = {RENAMED.get(name, name): str(source) for name, source in sources.items()}
-    run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
+    run.metrics = [
+        {present_name(name): value for name, value in row.items()}
+        for row in reader.lines(METRICS_FILE)
+        if _step_of(row) is not None
+    ]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
     for file in sorted(directory.path.glob(ANALYSES)):
         if not file.name.endswith(".verdicts.json"):

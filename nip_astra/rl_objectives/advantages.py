@@ -1,137 +1,135 @@
-"""How much better an action was than expected: over the turns of an episode, or among siblings.
+"""Advantages and returns: of samples compared within a group, along sequences, and in trees.
 
-Shape suffixes: `E` episode, `H` step of an episode (turn or token), `P` group, `G` sibling.
-No gradient flows through an advantage.
+No gradient flows through any of these. In a tree, `parent_N` int64 is the index of the parent, -1
+at the root; `depth_N` int64 counts from 0, a child is one deeper than its parent; nodes may stand
+in any order. A node whose reward is NaN has no verdict: its own result is NaN, and its parent
+ignores it.
+
+Shape suffixes: `N` sample or node, `P` group, `R` run, `E` sequence, `H` step of a sequence (token,
+turn or round), `T` token, `...` any further dimensions, for instance agents.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, JsonValue, model_validator
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import masked_fill_zero, masked_mean, masked_sum
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rl_objectives.reductions import masked_fill_zero, masked_mean
+from nip_astra.rl_objectives.registry import (
+    ADVANTAGES,
+    AdvantageName,
+    register_advantage,
+    with_options,
+)
 
 Baseline = Literal["mean", "leave_one_out", "none"]
 """What a reward is compared with, see `group_advantages`."""
 
+Scale = Literal["group", "batch", "none"]
+"""What differences of rewards are divided by, see `group_advantages`."""
+
 ZeroVarianceRule = Literal["keep", "drop"]
-"""Whether siblings that all have one reward stay in the batch, see `group_advantages`."""
+"""Whether samples whose group has one reward stay in the batch, see `group_advantages`."""
 
 
-class AdvantageEstimate(NamedTuple):
-    """Advantages and what the values are to be trained towards.
-
-    Attributes
-    ----------
-    advantages, returns : Tensor
-        `[E, H]`, without gradient; 0 where the mask is False.
-    """
-
-    advantages: Tensor
-    returns: Tensor
+# ---- samples compared within a group
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages of siblings.
+    """Advantages of samples, and statistics of their groups.
 
     Attributes
     ----------
-    advantages_PG : Tensor
+    advantages_N : Tensor
         In the dtype of the rewards, without gradient; 0 where the reward is NaN.
-    is_used_PG : Tensor
+    is_used_N : Tensor
         bool; False on samples that should not enter a batch: those without a reward, and with
         the rule "drop" those of groups of zero variance.
     is_zero_variance_P : Tensor
-        bool; True on groups that have a reward and tell nothing: all rewards are equal, or there
-        is one only.
+        bool; True on groups that have a reward and no signal: the rewards of all runs are equal,
+        or there is only one run.
+    std_P : Tensor
+        Unbiased standard deviation of the runs' rewards; 0 for groups of one run.
     """
 
-    advantages_PG: Tensor
-    is_used_PG: Tensor
+    advantages_N: Tensor
+    is_used_N: Tensor
     is_zero_variance_P: Tensor
+    std_P: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """`grpo/advantage_{mean,std,min,max}` and `grpo/used_share` of samples, and of groups
+        `grpo/num_groups`, `grpo/zero_variance_share` and `grpo/group_std_mean`.
+        """
+        used = self.advantages_N[self.is_used_N].double()
+        found = {"grpo/num_groups": float(len(self.std_P))}
+        if len(self.std_P):
+            found |= {
+                "grpo/zero_variance_share": float(self.is_zero_variance_P.double().mean()),
+                "grpo/group_std_mean": float(self.std_P.mean()),
+                "grpo/used_share": float(self.is_used_N.float().mean()),
+            }
+        if len(used):
+            found |= {
+                "grpo/advantage_mean": float(used.mean()),
+                "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
+                "grpo/advantage_min": float(used.min()),
+                "grpo/advantage_max": float(used.max()),
+            }
+        return found
 
 
-def gae(
-    rewards_EH: Tensor,
-    values_EH: Tensor,
-    mask_EH: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-    bootstrap_E: Tensor | None = None,
-) -> AdvantageEstimate:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16).
-
-    `A_t = sum_l (gamma * lam)**l * delta_(t+l)` with
-    `delta_t = r_t + gamma * V_(t+1) - V_t`, and `return_t = A_t + V_t`. Steps where the mask is
-    False do not exist: those around them follow each other. `lam = 1` gives discounted returns
-    minus values, `lam = 0` one-step errors.
-
-    Parameters
-    ----------
-    rewards_EH : Tensor
-        Reward of each step.
-    values_EH : Tensor
-        Expected return from each step on, before acting.
-    mask_EH : Tensor
-        bool; True on steps that were taken.
-    gamma, lam : float
-        Discount and trade of bias (0) for variance (1), in [0, 1].
-    bootstrap_E : Tensor, optional
-        Value after the last step of episodes that were cut off; without it they ended, value 0.
-    """
-    rewards, values = rewards_EH.detach(), values_EH.detach()
-    # Steps that count move to the front in order, so that neighbours stand beside each other.
-    order = torch.argsort(mask_EH.logical_not().to(torch.uint8), dim=1, stable=True)
-    counts = mask_EH.sum(dim=1, keepdim=True)
-    place = torch.arange(rewards.shape[1], device=rewards.device)
-    is_step = place < counts
-    reward = masked_fill_zero(rewards.gather(1, order), is_step)
-    value = masked_fill_zero(values.gather(1, order), is_step)
-    following = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-    if bootstrap_E is not None:
-        following = torch.where(
-            place == counts - 1, bootstrap_E.detach().unsqueeze(1).to(value.dtype), following
-        )
-    delta = masked_fill_zero(reward + gamma * following - value, is_step)
-    distance = place.unsqueeze(1) - place
-    decay = torch.full((), gamma * lam, dtype=delta.dtype, device=delta.device)
-    # weight[s, t] = (gamma * lam)**(s - t) for s >= t: no loop over steps.
-    weight = (decay ** distance.clamp(min=0)).tril()
-    advantages = torch.zeros_like(delta).scatter(1, order, delta @ weight)
-    advantages = masked_fill_zero(advantages, mask_EH)
-    return AdvantageEstimate(advantages, masked_fill_zero(advantages + values, mask_EH))
+def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
+    """Numbers of ids in the order in which they first appear, int64 `[N]`."""
+    numbers: dict[Hashable, int] = {}
+    plain = ids.tolist() if isinstance(ids, Tensor) else ids
+    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain], dtype=torch.int64)
 
 
+@register_advantage("group")
 def group_advantages(
-    rewards_PG: Tensor,
+    rewards_N: Tensor,
+    group_N: Tensor,
+    run_N: Tensor | None = None,
     *,
-    baseline: Baseline,
-    std_epsilon: float | None,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    std_epsilon: float = 1e-6,
     zero_variance: ZeroVarianceRule = "keep",
 ) -> GroupAdvantages:
-    """Compare each reward with those of its siblings.
+    """Compare each reward with those of its group: `A = (r - mu) / (std + std_epsilon)`.
 
-    - `mean`: `r - mean` (GRPO, arXiv:2402.03300);
-    - `leave_one_out`: `r - mean of the others`, which is `G / (G - 1)` times the former (RLOO,
-      arXiv:2402.14740);
-    - `none`: `r` itself; no group is of zero variance then.
+    `mu` and `std` are mean and unbiased standard deviation of the mean rewards `m_k` of the group's
+    runs. A run may give several samples (a trajectory of each agent or turn, as in NexRL), and
+    weighs no more than a run that gives one. With one sample per run this is GRPO
+    (arXiv:2402.03300) of groups of any size. By `baseline`:
 
-    With a `std_epsilon` the difference is divided by `std + std_epsilon`, where std is the
-    unbiased standard deviation (divided by G - 1) of the rewards of the group.
+    - `mean`: as above;
+    - `leave_one_out`: `mu` is the mean of the other runs, `n / (n - 1)` times the former
+      difference (RLOO, arXiv:2402.14740);
+    - `none`: `mu` is 0, and no group is of zero variance.
 
-    Siblings whose reward is NaN are left out of mean, standard deviation and count. A group of
-    equal rewards, or with one only, gives exactly 0.
+    By `scale`: `group` as above; `batch`: std is that of all runs' means about the mean of all,
+    as in TRL; `none`: no division (Dr. GRPO, arXiv:2503.20783).
+
+    A group of one run, or with equal means of all runs (within rounding), gives exactly 0.
 
     Parameters
     ----------
-    rewards_PG : Tensor
-        A row a group; NaN where there is no verdict.
-    std_epsilon : float, optional
-        >= 0; None divides by nothing.
+    rewards_N : Tensor
+        NaN where there is no verdict; such samples, and runs without another, are left out.
+    group_N, run_N : Tensor
+        int64; a number for each group and each run, see `codes_of`. The same run number in two
+        groups is two runs. Without runs each sample is one.
+    std_epsilon : float
+        >= 0.
     zero_variance : "keep" or "drop"
         Whether groups of zero variance stay in the batch: their policy gradient is 0, but they
         count in its denominator and in penalties.
@@ -139,75 +137,492 @@ def group_advantages(
     Raises
     ------
     ConfigurationError
-        For an unknown baseline, or a standard deviation without a baseline.
+        For an unknown scale or baseline, or a scale without a baseline.
     """
-    _check_baseline(baseline, std_epsilon)
-    rewards = rewards_PG.detach()
-    is_known = rewards.isnan().logical_not()
-    known = masked_fill_zero(rewards, is_known)
+    _check_choices(baseline, scale)
+    rewards_N = rewards_N.detach()
+    is_known_N = ~rewards_N.isnan()
+    known_N = masked_fill_zero(rewards_N, is_known_N)
+    group_N = torch.unique(group_N, return_inverse=True)[1]
+    run_N, mean_R, is_run_R, group_R = _runs(known_N, is_known_N, group_N, run_N)
+    # A row per group: runs beside each other.
+    lengths_P = group_R.bincount()
+    order_R = group_R.argsort(stable=True)
+    column_R = torch.empty_like(group_R)
+    starts_P = lengths_P.cumsum(0) - lengths_P
+    column_R[order_R] = torch.arange(len(group_R)) - starts_P[group_R[order_R]]
+    width = int(lengths_P.max()) if len(lengths_P) else 0
+    mean_PW = mean_R.new_zeros(len(lengths_P), width)
+    is_run_PW = torch.zeros(mean_PW.shape, dtype=torch.bool)
+    mean_PW[group_R, column_R], is_run_PW[group_R, column_R] = mean_R, is_run_R
+    counts_P1 = is_run_PW.sum(dim=1, keepdim=True)
+    mean_P1 = masked_mean(mean_PW, is_run_PW, dim=1).unsqueeze(1)
+    difference_PW = masked_fill_zero(mean_PW - mean_P1, is_run_PW)
+    others_P1 = (counts_P1 - 1).clamp(min=1)
+    is_flat_P = _is_flat(mean_PW, is_run_PW)
+    std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
+    std_P = masked_fill_zero(std_P, ~is_flat_P)
     if baseline == "none":
-        nowhere = torch.zeros(rewards.shape[0], dtype=torch.bool, device=rewards.device)
-        return GroupAdvantages(known, is_known, nowhere)
-    counts = is_known.sum(dim=1, keepdim=True)
-    differences = masked_fill_zero(
-        known - masked_mean(known, is_known, dim=1).unsqueeze(1), is_known
-    )
-    # Equality, not a small deviation: rounding of the mean would be divided by nearly nothing.
-    first = known.gather(1, is_known.to(torch.uint8).argmax(dim=1, keepdim=True))
-    is_equal = ((known == first) | ~is_known).all(dim=1, keepdim=True)
-    advantages = differences
-    others = (counts - 1).clamp(min=1)
+        return GroupAdvantages(known_N, is_known_N, torch.zeros_like(is_flat_P), std_P)
     if baseline == "leave_one_out":
-        advantages = advantages * counts / others
-    if std_epsilon is not None:
-        std = (differences.square().sum(dim=1, keepdim=True) / others).sqrt()
-        advantages = advantages / torch.where(is_equal, 1.0, std + std_epsilon)
-    advantages = masked_fill_zero(advantages, is_known & ~is_equal)
-    is_used = is_known if zero_variance == "keep" else is_known & ~is_equal
-    return GroupAdvantages(advantages, is_used, (is_equal & (counts > 0)).squeeze(1))
+        of_run_PW = difference_PW * counts_P1 / others_P1
+        of_run_N = of_run_PW[group_R, column_R][run_N]
+        advantages_N = known_N - mean_R[run_N] + of_run_N
+    else:
+        advantages_N = known_N - mean_P1.squeeze(1)[group_N]
+    if scale == "group":
+        advantages_N = advantages_N / (std_P[group_N] + std_epsilon)
+    elif scale == "batch":
+        differences_R = masked_fill_zero(mean_R - masked_mean(mean_R, is_run_R), is_run_R)
+        others = (is_run_R.sum() - 1).clamp(min=1)
+        advantages_N = advantages_N / ((differences_R.square().sum() / others).sqrt() + std_epsilon)
+    is_informative_N = is_known_N & ~is_flat_P[group_N]
+    return GroupAdvantages(
+        masked_fill_zero(advantages_N, is_informative_N),
+        is_known_N if zero_variance == "keep" else is_informative_N,
+        is_flat_P & (counts_P1 > 0).squeeze(1),
+        std_P,
+    )
 
 
-def _check_baseline(baseline: str, std_epsilon: float | None) -> None:
-    if baseline not in ("mean", "leave_one_out", "none"):
+def _runs(
+    known_N: Tensor, is_known_N: Tensor, group_N: Tensor, run_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The run of each sample, and each run's mean reward, whether it has one, and its group."""
+    if run_N is None:
+        return torch.arange(len(group_N)), known_N, is_known_N, group_N
+    pairs_N2 = torch.stack([group_N, run_N.to(group_N)], dim=1)
+    run_N = torch.unique(pairs_N2, dim=0, return_inverse=True)[1]
+    num_runs = int(run_N.max()) + 1 if len(run_N) else 0
+    zeros_R = known_N.new_zeros(num_runs)
+    count_R = zeros_R.index_add(0, run_N, is_known_N.to(known_N.dtype))
+    mean_R = zeros_R.index_add(0, run_N, known_N) / count_R.clamp(min=1)
+    group_R = group_N.new_zeros(num_runs).scatter_(0, run_N, group_N)
+    return run_N, mean_R, count_R > 0, group_R
+
+
+def _is_flat(mean_PW: Tensor, is_run_PW: Tensor) -> Tensor:
+    """Whether the runs of a group have all one reward: rounding is no spread."""
+    if mean_PW.shape[1] == 0:
+        return torch.ones(len(mean_PW), dtype=torch.bool)
+    least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
+    most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
+    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
+    return most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
+
+
+def _check_choices(baseline: str, scale: str) -> None:
+    for name, value, known in (
+        ("scale", scale, ("group", "batch", "none")),
+        ("baseline", baseline, ("mean", "leave_one_out", "none")),
+    ):
+        if value not in known:
+            raise ConfigurationError(f"unknown {name} {value!r}. Known: {', '.join(known)}.")
+    if baseline == "none" and scale != "none":
         raise ConfigurationError(
-            f"rewards were to be compared with the baseline {baseline!r}, which is not known. "
-            f"Known baselines: mean, leave_one_out, none. Choose one of these."
+            f"the baseline 'none' cannot be divided by the deviation of the {scale}: equal rewards "
+            "would get vast advantages. Set scale to none, or baseline to mean or leave_one_out."
         )
-    if baseline == "none" and std_epsilon is not None:
+
+
+def compute_advantages(
+    name: str,
+    rewards_N: Tensor,
+    group_N: Tensor,
+    run_N: Tensor | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **common: Any,
+) -> GroupAdvantages:
+    """Advantages by a registered function; see `group_advantages` for the arguments.
+
+    Parameters
+    ----------
+    name : str
+        In the registry of advantages.
+    options : Mapping, optional
+        Options of that function.
+    common : Any
+        Options of `group_advantages`, for that function alone.
+
+    Raises
+    ------
+    UnknownNameError
+        For an unknown function.
+    ConfigurationError
+        For an option that the function lacks, or a result of another shape.
+    """
+    # Options of the same name in a plug-in's function may mean something else.
+    common = {n: value for n, value in common.items() if value is not None and name == "group"}
+    function, chosen = with_options(ADVANTAGES, name, {**common, **(options or {})})
+    found = function(rewards_N.detach(), group_N, run_N, **chosen)
+    if isinstance(found, GroupAdvantages):
+        return found
+    if not isinstance(found, Tensor) or found.shape != rewards_N.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ConfigurationError(
-            f"rewards were to be divided by their standard deviation (std_epsilon {std_epsilon}) "
-            f"with the baseline 'none', which would give equal rewards a vast advantage. Use the "
-            f"baseline 'mean' or 'leave_one_out', or set std_epsilon to null."
+            f"the advantage {name!r} returned {shape}. Return a tensor {list(rewards_N.shape)}."
+        )
+    is_known_N = ~rewards_N.isnan()
+    groups = group_advantages(rewards_N, group_N, run_N)
+    return GroupAdvantages(
+        masked_fill_zero(found.detach(), is_known_N),
+        is_known_N,
+        groups.is_zero_variance_P,
+        groups.std_P,
+    )
+
+
+class AdvantageParameters(SubParameters):
+    """How rewards become advantages."""
+
+    advantage: AdvantageName = "group"
+    """Advantage of each sample: group, or one registered by a plug-in; see
+    `rl_objectives.advantages`."""
+    advantage_options: dict[str, JsonValue] = {}
+    """Options of a registered advantage by name."""
+    baseline: Baseline | None = "mean"
+    """What a reward is compared with: the mean of its group, that of the others (RLOO), or
+    nothing."""
+    scale: Scale | None = "group"
+    """What the difference is divided by: the standard deviation of the group, that of the whole
+    batch, or nothing (Dr. GRPO)."""
+    std_epsilon: Annotated[float, where("scale", "group", "batch", None)] = Field(
+        default=1e-6, ge=0
+    )
+    """Added to that deviation."""
+
+    @model_validator(mode="after")
+    def _has_options_of_its_advantage(self) -> Self:
+        try:
+            with_options(ADVANTAGES, self.advantage, self.advantage_options)
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def advantages(
+        self, rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None = None, **common: Any
+    ) -> GroupAdvantages:
+        """The advantages of samples; see `compute_advantages`."""
+        own = {"baseline": self.baseline, "scale": self.scale, "std_epsilon": self.std_epsilon}
+        return compute_advantages(
+            self.advantage,
+            rewards_N,
+            group_N,
+            run_N,
+            options=self.advantage_options,
+            **(own | common),
         )
 
 
-def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """Shift and scale values to mean 0 and unbiased standard deviation 1 over the mask.
+# ---- along sequences
 
-    `(x - mean) / (std + epsilon)`; 0 where the mask is False, and everywhere where all values are
-    equal or only one counts. Any shape. It reads the whole batch: whiten before a batch is split.
+
+class AdvantageEstimate(NamedTuple):
+    """Advantages, and targets for the values: advantages plus values; both without gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def discounted_sums(terms_EH: Tensor, factor: float | Tensor) -> Tensor:
+    """`s_t = x_t + f_t * s_(t+1)` along dimension 1, `[E, H, ...]`.
+
+    Parameters
+    ----------
+    factor : float or Tensor
+        One for all steps, or one per step, broadcast to the terms.
+    """
+    if isinstance(factor, Tensor):
+        total_E = torch.zeros_like(terms_EH[:, 0])
+        sums_EH = torch.zeros_like(terms_EH)
+        for t in reversed(range(terms_EH.shape[1])):
+            total_E = terms_EH[:, t] + factor[:, t] * total_E
+            sums_EH[:, t] = total_E
+        return sums_EH
+    # weights[s, t] = factor**(s - t) for s >= t: no loop over steps.
+    place_H = torch.arange(terms_EH.shape[1], device=terms_EH.device)
+    distance_HH = (place_H[:, None] - place_H).clamp(min=0)
+    base = torch.full((), factor, dtype=terms_EH.dtype, device=terms_EH.device)
+    return terms_EH @ (base**distance_HH).tril()
+
+
+def gae(
+    rewards_EH: Tensor,
+    values_EH: Tensor,
+    mask_EH: Tensor | None = None,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_E: Tensor | None = None,
+    is_end_EH: Tensor | None = None,
+) -> AdvantageEstimate:
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), `[E, H, ...]`.
+
+    `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`, and
+    `return_t = A_t + V_t`. After an end, `V_(t+1)` and `A_(t+1)` are 0.
+
+    Parameters
+    ----------
+    rewards_EH, values_EH : Tensor
+        Reward of each step, and the expected return before it.
+    mask_EH : Tensor, optional
+        bool; False on steps that were not taken: the steps around them follow each other. Results
+        are 0 there.
+    gamma, lam : float
+        Discount, and the trade of bias (0) for variance (1), in [0, 1].
+    bootstrap_E : Tensor, optional
+        Value after the last step, `[E, ...]`, of sequences that were cut off; 0 by default.
+    is_end_EH : Tensor, optional
+        bool; True where an episode ended with the step.
+    """
+    rewards_EH, values_EH = rewards_EH.detach(), values_EH.detach()
+    goes_on_EH = (
+        torch.ones_like(values_EH) if is_end_EH is None else (~is_end_EH).to(values_EH.dtype)
+    )
+    advantages_EH = torch.zeros_like(values_EH)
+    next_value_E = values_EH.new_zeros(values_EH.shape[:1] + values_EH.shape[2:])
+    advantage_E = next_value_E
+    if bootstrap_E is not None:
+        next_value_E = bootstrap_E.detach().to(values_EH.dtype)
+    for t in reversed(range(values_EH.shape[1])):
+        goes_on_E = goes_on_EH[:, t]
+        delta_E = rewards_EH[:, t] + gamma * next_value_E * goes_on_E - values_EH[:, t]
+        step_E = delta_E + gamma * lam * goes_on_E * advantage_E
+        if mask_EH is None:
+            advantage_E, next_value_E = step_E, values_EH[:, t]
+        else:
+            advantage_E = torch.where(mask_EH[:, t], step_E, advantage_E)
+            next_value_E = torch.where(mask_EH[:, t], values_EH[:, t], next_value_E)
+        advantages_EH[:, t] = advantage_E
+    returns_EH = advantages_EH + values_EH
+    if mask_EH is not None:
+        advantages_EH = masked_fill_zero(advantages_EH, mask_EH)
+        returns_EH = masked_fill_zero(returns_EH, mask_EH)
+    return AdvantageEstimate(advantages_EH, returns_EH)
+
+
+def reward_to_go(rewards_EH: Tensor, is_end_EH: Tensor, *, gamma: float) -> Tensor:
+    """The discounted sum of the rewards from each step to the end of its episode, `[E, H, ...]`.
+
+    Where the batch ends before the episode does, it is the sum up to there.
+    """
+    return discounted_sums(rewards_EH, gamma * (~is_end_EH).to(rewards_EH.dtype))
+
+
+def nstep_returns(
+    rewards_EH: Tensor,
+    mask_EH: Tensor,
+    *,
+    n: int | None,
+    gamma: float,
+    values_EH: Tensor | None = None,
+) -> Tensor:
+    """Discounted sum of the next n rewards, and with values the discounted value after them.
+
+    `G_t = sum_(j<n) gamma**j r_(t+j) + gamma**n V_(t+n)`, without the last term where no values are
+    given or the episode ends before. See `gae` for the mask.
+
+    Parameters
+    ----------
+    n : int, optional
+        At least 1; None sums to the end of the episode (reward to go).
+    gamma : float
+        In [0, 1].
+    values_EH : Tensor, optional
+        Expected return from each step on.
+
+    Returns
+    -------
+    Tensor
+        `[E, H]`; 0 where the mask is False.
+
+    Raises
+    ------
+    ConfigurationError
+        When n is below 1.
+    """
+    if n is not None and n < 1:
+        raise ConfigurationError(
+            f"n must be at least 1, or None for all steps to the end; got {n}."
+        )
+    rewards_EH = rewards_EH.detach()
+    order = torch.argsort(mask_EH.logical_not().to(torch.uint8), dim=1, stable=True)
+    place_H = torch.arange(mask_EH.shape[1], device=mask_EH.device)
+    is_step_EH = place_H < mask_EH.sum(dim=1, keepdim=True)
+    reward_EH = masked_fill_zero(rewards_EH.gather(1, order), is_step_EH)
+    distance_HH = place_H.unsqueeze(1) - place_H
+    base = torch.full((), gamma, dtype=reward_EH.dtype, device=reward_EH.device)
+    is_within = (distance_HH >= 0) & (distance_HH < (len(place_H) if n is None else n))
+    # weight[s, t] = gamma**(s - t) for t <= s < t + n: no loop over steps.
+    weight_HH = masked_fill_zero(base ** distance_HH.clamp(min=0), is_within)
+    returns_EH = reward_EH @ weight_HH
+    if values_EH is not None and n is not None:
+        value_EH = masked_fill_zero(values_EH.detach().gather(1, order), is_step_EH)
+        later_EH = torch.zeros_like(value_EH)
+        later_EH[:, : max(len(place_H) - n, 0)] = value_EH[:, n:]
+        returns_EH = returns_EH + base**n * later_EH
+    returns_EH = torch.zeros_like(returns_EH).scatter(1, order, returns_EH)
+    return masked_fill_zero(returns_EH, mask_EH)
+
+
+def whiten(
+    values: Tensor, mask: Tensor | None = None, *, epsilon: float = 1e-8, min_std: float = 0.0
+) -> Tensor:
+    """Shift and scale values to mean 0 and unbiased standard deviation 1 over the mask, or all.
+
+    `(x - mean) / (max(std, min_std) + epsilon)`; 0 where the mask is False, and everywhere if all
+    values are equal or only one counts. Any shape. It reads the whole batch: whiten before a batch
+    is split.
     """
     values = values.detach()
-    differences = masked_fill_zero(values - masked_mean(values, mask), mask)
-    num_others = (mask.sum() - 1).clamp(min=1)
+    if mask is None:
+        differences = values - values.mean()
+        num_others: int | Tensor = max(values.numel() - 1, 1)
+    else:
+        differences = masked_fill_zero(values - masked_mean(values, mask), mask)
+        num_others = (mask.sum() - 1).clamp(min=1)
     std = (differences.square().sum() / num_others).sqrt()
-    largest = masked_fill_zero(values, mask).abs().max() if values.numel() else std
-    # Below this all that is left of the differences is the rounding of the mean.
+    known = values if mask is None else masked_fill_zero(values, mask)
+    largest = known.abs().max() if values.numel() else std
+    # Below this, differences are the rounding of the mean.
     is_flat = std <= largest * torch.finfo(values.dtype).eps * 8
-    return torch.where(is_flat, torch.zeros_like(differences), differences / (std + epsilon))
+    return torch.where(
+        is_flat, torch.zeros_like(differences), differences / (std.clamp(min=min_std) + epsilon)
+    )
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Share of the variance of returns that values explain, `1 - Var(R - V) / Var(R)`, scalar.
+# ---- in trees
 
-    1 is perfect, 0 as good as a constant, below 0 worse; NaN where the returns do not vary. It is
-    no mean over rows: give it a whole iteration.
+
+def tree_gae(
+    rewards_NT: Tensor,
+    values_NT: Tensor,
+    mask_NT: Tensor,
+    parent_N: Tensor,
+    depth_N: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> AdvantageEstimate:
+    """Generalised advantage estimation over the tokens of a tree of turns (arXiv:1506.02438).
+
+    A path of the tree is one sequence of tokens, the turns one after the other. With
+    `delta_t = r_t + g_t * V_(t+1) - V_t`, the advantage is `A_t = delta_t + g_t * lam * A_(t+1)`.
+    `g_t` is 1 within a turn and `gamma` from a turn's last token to the next turn's first, so that
+    long turns are not discounted for their length. Where the conversation branches, `V_(t+1)` and
+    `A_(t+1)` are means over the children. In a chain this is the advantage of the whole sequence.
+
+    Parameters
+    ----------
+    rewards_NT : Tensor
+        Reward of each token; that of the turn stands at its last token. A turn with a reward of
+        NaN has no verdict: it gets NaN throughout, and its parent takes no account of it.
+    values_NT : Tensor
+        Expected return before each token.
+    mask_NT : Tensor
+        bool, right-padded; True on sampled tokens, at least one a turn.
+    gamma, lam : float
+        In [0, 1].
+
+    Returns
+    -------
+    AdvantageEstimate
+        `[N, T]` advantages and returns, no gradient, 0 on padding.
     """
-    values, returns = values.detach(), returns.detach()
+    values_NT = values_NT.detach()
+    is_known_N = masked_fill_zero(rewards_NT, mask_NT).sum(dim=1).isnan().logical_not()
+    rewards_NT = masked_fill_zero(rewards_NT.detach(), mask_NT & is_known_N[:, None])
+    values_NT = masked_fill_zero(values_NT, mask_NT)
+    length_N = mask_NT.sum(dim=1)
+    place_T = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+    is_last_NT = place_T == length_N[:, None] - 1
+    next_NT = torch.cat([values_NT[:, 1:], torch.zeros_like(values_NT[:, :1])], dim=1)
+    after_N = _mean_of_children(values_NT[:, 0], parent_N, is_known_N)
+    next_NT = torch.where(is_last_NT, gamma * after_N[:, None], next_NT)
+    delta_NT = masked_fill_zero(rewards_NT + next_NT - values_NT, mask_NT)
+    own_NT = discounted_sums(delta_NT, lam)
+    # From later turns, deepest first: the next turn reaches token t over length - t steps of lam.
+    steps_NT = (length_N[:, None] - place_T).clamp(min=0)
+    base = torch.full((), lam, dtype=delta_NT.dtype, device=delta_NT.device)
+    reach_NT = gamma * base**steps_NT
+    advantage_NT = own_NT
+    for level in torch.unique(depth_N).flip(0)[1:]:
+        below_N = _mean_of_children(advantage_NT[:, 0], parent_N, is_known_N)
+        is_here_N = (depth_N == level)[:, None]
+        advantage_NT = torch.where(is_here_N, own_NT + reach_NT * below_N[:, None], advantage_NT)
+    advantage_NT = masked_fill_zero(advantage_NT, mask_NT)
+    unknown_NT = mask_NT & ~is_known_N[:, None]
+    return AdvantageEstimate(
+        advantage_NT.masked_fill(unknown_NT, torch.nan),
+        masked_fill_zero(advantage_NT + values_NT, mask_NT).masked_fill(unknown_NT, torch.nan),
+    )
 
-    def spread(x: Tensor) -> Tensor:
-        return masked_sum((x - masked_mean(x, mask)).square(), mask)
 
-    total = spread(returns)
-    nan = torch.full_like(total, torch.nan)
-    return torch.where(total > 0, 1 - spread(returns - values) / total, nan)
+def best_child_backup(
+    reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, decay: float
+) -> Tensor:
+    """Each node's reward and a part of what its best child got, `[N]`.
+
+    `b(n) = r(n) + decay * max over children c of b(c)`, and `b(n) = r(n)` without children: an
+    optimistic return, since the attacker may choose the branch (the backup of MALIBU).
+
+    Parameters
+    ----------
+    decay : float
+        In [0, 1]. 0 gives the rewards themselves.
+    """
+    return _carry_up(reward_N, parent_N, depth_N, decay, _best_of)
+
+
+def mean_child_return(
+    reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, discount: float
+) -> Tensor:
+    """The discounted return of the turns that follow, averaged over branches, `[N]`.
+
+    `R(n) = r(n) + discount * mean over children c of R(c)`, and `R(n) = r(n)` without children.
+    In a chain this is the return; in a tree an estimate of its mean under the policy that sampled
+    the children.
+
+    Parameters
+    ----------
+    discount : float
+        In [0, 1]. 0 gives the rewards themselves.
+    """
+    return _carry_up(reward_N, parent_N, depth_N, discount, _mean_of)
+
+
+def _carry_up(
+    reward_N: Tensor,
+    parent_N: Tensor,
+    depth_N: Tensor,
+    factor: float,
+    gather: Callable[[Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """Add to each node `factor` times what `gather` makes of its children, deepest level first."""
+    total_N = reward_N.detach().clone()
+    for level in torch.unique(depth_N).flip(0):
+        is_child_N = (depth_N == level) & (parent_N >= 0) & total_N.isnan().logical_not()
+        below_N = gather(total_N[is_child_N], parent_N[is_child_N], len(total_N))
+        total_N = total_N + factor * below_N
+    return total_N
+
+
+def _mean_of_children(values_N: Tensor, parent_N: Tensor, counts_N: Tensor) -> Tensor:
+    """Mean over the children that count; 0 without any."""
+    is_child_N = (parent_N >= 0) & counts_N
+    return _mean_of(values_N[is_child_N], parent_N[is_child_N], len(values_N))
+
+
+def _mean_of(values: Tensor, parents: Tensor, num_nodes: int) -> Tensor:
+    """Mean by parent, `[N]`; 0 without children."""
+    sums = values.new_zeros(num_nodes).index_add(0, parents, values)
+    counts = values.new_zeros(num_nodes).index_add(0, parents, torch.ones_like(values))
+    return sums / counts.clamp(min=1)
+
+
+def _best_of(values: Tensor, parents: Tensor, num_nodes: int) -> Tensor:
+    """Maximum by parent, `[N]`; 0 without children."""
+    best = values.new_full((num_nodes,), -torch.inf)
+    best = best.scatter_reduce(0, parents, values, "amax")
+    return masked_fill_zero(best, best > -torch.inf)

@@ -1,4 +1,4 @@
-"""Learning from a teacher on what the student itself says.
+"""Learning from a teacher on the student's own samples.
 
 Shape suffixes: `B` row, `T` token, `V` vocabulary.
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nip_astra.rl_objectives.masked import masked_fill_zero
+from nip_astra.rl_objectives.advantages import discounted_sums
+from nip_astra.rl_objectives.reductions import masked_fill_zero
 
 
 def reverse_kl_advantages(
@@ -49,13 +50,8 @@ def reverse_kl_advantages(
     if discount == 0:
         return -weight * gap_BT
     # Tokens between two of the student's count no step.
-    place_BT = mask_BT.to(torch.int64).cumsum(dim=1)
-    distance_BTT = place_BT.unsqueeze(1) - place_BT.unsqueeze(2)
-    base = torch.full((), discount, dtype=gap_BT.dtype, device=gap_BT.device)
-    is_later = torch.ones_like(distance_BTT, dtype=torch.bool).triu()
-    weight_BTT = masked_fill_zero(base ** distance_BTT.clamp(min=0), is_later)
-    sums_BT = (weight_BTT @ gap_BT.unsqueeze(2)).squeeze(2)
-    return masked_fill_zero(-weight * sums_BT, mask_BT)
+    factor_BT = torch.where(mask_BT, discount, 1.0)
+    return masked_fill_zero(-weight * discounted_sums(gap_BT, factor_BT), mask_BT)
 
 
 def exact_kl(student_logits_BTV: Tensor, teacher_logits_BTV: Tensor, *, forward: bool) -> Tensor:

@@ -1,16 +1,18 @@
 """Advantages and returns in batches of consecutive frames of many environments.
 
-Shapes: E environments, T consecutive rounds, A agents; F frames.
+Shape suffixes: `E` environment, `T` consecutive round, `A` agent; `F` frame.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+
+from nip_astra.rl_objectives.advantages import gae, reward_to_go
 
 
 class ValueFunction(Protocol):
@@ -20,74 +22,8 @@ class ValueFunction(Protocol):
         """Values, [F]."""
 
 
-class GaeEstimate(NamedTuple):
-    """Advantages, and what value functions are to learn.
-
-    Attributes
-    ----------
-    advantage_ETA : Tensor
-        In units of the reward; no grad.
-    value_target_ETA : Tensor
-        Advantage plus value.
-    """
-
-    advantage_ETA: Tensor
-    value_target_ETA: Tensor
-
-
-def gae(
-    reward_ETA: Tensor,
-    value_ETA: Tensor,
-    last_value_EA: Tensor,
-    is_end_ETA: Tensor,
-    *,
-    gamma: float,
-    lmbda: float,
-) -> GaeEstimate:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16) of several agents at once.
-
-    `delta_t = r_t + gamma * V_(t+1) - V_t` and `A_t = delta_t + gamma * lmbda * A_(t+1)`. After an
-    end, both `V_(t+1)` and `A_(t+1)` are 0, so nothing passes from one episode to another.
-
-    Parameters
-    ----------
-    reward_ETA, value_ETA : Tensor
-        Reward of each round, and the value of the frame before it.
-    last_value_EA : Tensor
-        Value of the frame after the last round; what is not played yet counts as worth this.
-    is_end_ETA : Tensor
-        bool; True where the episode ended with the round, for all agents (last dimension 1) or for
-        the one.
-    gamma, lmbda : float
-        In [0, 1].
-    """
-    goes_on_ETA = is_end_ETA.logical_not().to(value_ETA.dtype)
-    next_value_ETA = torch.cat([value_ETA[:, 1:], last_value_EA.unsqueeze(1)], dim=1)
-    delta_ETA = reward_ETA + gamma * next_value_ETA * goes_on_ETA - value_ETA
-    advantage_ETA = _discounted_sums(delta_ETA, goes_on_ETA, gamma * lmbda)
-    return GaeEstimate(advantage_ETA, advantage_ETA + value_ETA)
-
-
-def reward_to_go(reward_ETA: Tensor, is_end_ETA: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each round to the end of its episode, [E, T, A].
-
-    Where the batch ends before the episode does, it is the sum up to there.
-
-    Parameters
-    ----------
-    reward_ETA : Tensor
-        Reward of each round.
-    is_end_ETA : Tensor
-        bool; as in `gae`.
-    gamma : float
-        Discount a round, in [0, 1].
-    """
-    goes_on_ETA = is_end_ETA.logical_not().to(reward_ETA.dtype)
-    return _discounted_sums(reward_ETA, goes_on_ETA, gamma)
-
-
 def ends_of(batch: TensorDict) -> Tensor:
-    """Where the episode ended for each agent, by its end or by the agent's own, [E, T, A]."""
+    """Where the episode ended for each agent, by its end or the agent's decision, [E, T, A]."""
     ends_ETA: Tensor = batch["next", "terminated"] | batch["next", "has_decided"]
     return ends_ETA
 
@@ -98,7 +34,7 @@ def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
     Parameters
     ----------
     parts : Sequence[TensorDict]
-        The batch [E, T], and where there is one what was played on after it.
+        The batch [E, T], and where there is one the rounds played after it.
     gamma : float
         Discount a round, in [0, 1].
     """
@@ -106,16 +42,6 @@ def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
     ends_ETA = torch.cat([ends_of(part) for part in parts], dim=1)
     to_go_ETA = reward_to_go(rewards_ETA.squeeze(-1), ends_ETA, gamma=gamma)
     return to_go_ETA[:, : parts[0].shape[1], :, None]
-
-
-def _discounted_sums(terms_ETA: Tensor, goes_on_ETA: Tensor, factor: float) -> Tensor:
-    """`s_t = x_t + factor * goes_on_t * s_(t+1)`."""
-    total_EA = torch.zeros_like(terms_ETA[:, 0])
-    sums = []
-    for t in reversed(range(terms_ETA.shape[1])):
-        total_EA = terms_ETA[:, t] + factor * goes_on_ETA[:, t] * total_EA
-        sums.append(total_EA)
-    return torch.stack(sums[::-1], dim=1)
 
 
 class EpisodeGae(nn.Module):
@@ -157,14 +83,14 @@ class EpisodeGae(nn.Module):
         found = gae(
             batch["next", "agents", "reward"].squeeze(-1).to(value_ETA.dtype),
             value_ETA,
-            last_value_EA,
-            ends_of(batch),
             gamma=self.gamma,
-            lmbda=self.lmbda,
+            lam=self.lmbda,
+            bootstrap_E=last_value_EA,
+            is_end_EH=ends_of(batch),
         )
         batch["agents", "value"] = value_ETA.unsqueeze(-1)
-        batch["agents", "advantage"] = found.advantage_ETA.unsqueeze(-1)
-        batch["agents", "value_target"] = found.value_target_ETA.unsqueeze(-1)
+        batch["agents", "advantage"] = found.advantages.unsqueeze(-1)
+        batch["agents", "value_target"] = found.returns.unsqueeze(-1)
         return batch
 
     def _values(self, frames_F: TensorDict) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.reductions import masked_fill_zero, masked_sum
 
 ImportanceLevel = Literal["token", "sequence"]
 """Over what the ratio of probabilities is taken, see `importance_weights`."""
@@ -22,9 +22,9 @@ def importance_weights(
     mask_BT: Tensor,
     *,
     level: ImportanceLevel,
-    most: float,
+    max_ratio: float,
 ) -> Tensor:
-    """Truncated importance weights, `min(pi / mu, most)` (Ionides, 2008).
+    """Truncated importance weights, `min(pi / mu, max_ratio)` (Ionides, 2008).
 
     With `pi` the policy whose gradient is wanted and `mu` the behaviour that sampled:
 
@@ -39,7 +39,7 @@ def importance_weights(
     ----------
     logprobs_BT, behaviour_logprobs_BT : Tensor
         log pi and log mu of the sampled tokens, nats.
-    most : float
+    max_ratio : float
         > 0. Larger has less bias and more variance.
 
     Returns
@@ -50,7 +50,7 @@ def importance_weights(
     log_ratio_BT = masked_fill_zero(logprobs_BT.detach() - behaviour_logprobs_BT.detach(), mask_BT)
     if level == "sequence":
         log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
-    return masked_fill_zero(log_ratio_BT.exp().clamp(max=most), mask_BT)
+    return masked_fill_zero(log_ratio_BT.exp().clamp(max=max_ratio), mask_BT)
 
 
 CorrectionMode = Literal["truncate", "mask"]
@@ -64,22 +64,23 @@ def mismatch_weights(
     *,
     level: ImportanceLevel = "token",
     mode: CorrectionMode = "truncate",
-    least: float = 0.0,
-    most: float = 2.0,
+    min_ratio: float = 0.0,
+    max_ratio: float = 2.0,
 ) -> Tensor:
     """Weights for tokens that another program sampled than the one that scores them.
 
     With `w = pi / mu` of each token, or of the whole row, pi as the trainer computes it before the
     update and mu as the sampler did:
 
-    - `truncate`: `clip(w, least, most)` (truncated importance sampling);
+    - `truncate`: `clip(w, min_ratio, max_ratio)` (truncated importance sampling);
     - `mask`: w within the bounds and 0 out of them, so that what does not fit is left out
       (IcePop; the `token_mask` and `sequence_mask` of TRL).
 
     Parameters
     ----------
-    least, most : float
-        Bounds of the ratio, `least <= 1 <= most`. Wider ones have less bias and more variance.
+    min_ratio, max_ratio : float
+        Bounds of the ratio, `min_ratio <= 1 <= max_ratio`. Wider ones have less bias and more
+        variance.
 
     Returns
     -------
@@ -93,22 +94,21 @@ def mismatch_weights(
     """
     if mode not in ("truncate", "mask") or level not in ("token", "sequence"):
         raise ConfigurationError(
-            f"a correction by {level!r} ratios that are to be treated by {mode!r} was asked for, "
-            "which is not known. Known levels: token, sequence; known modes: truncate, mask. "
-            "Choose one of each."
+            f"unknown correction {mode!r} by {level!r}. Known modes: truncate, mask; known levels: "
+            "token, sequence."
         )
-    if not 0 <= least <= 1 <= most:
+    if not 0 <= min_ratio <= 1 <= max_ratio:
         raise ConfigurationError(
-            f"ratios between trainer and sampler were to be held within [{least}, {most}], which "
-            "leaves out those that agree. Give bounds about 1, for instance 0 and 2."
+            f"bounds of ratios must lie about 1, for instance 0 and 2; got {min_ratio} and "
+            f"{max_ratio}."
         )
     log_ratio_BT = masked_fill_zero(logprobs_BT.detach() - sampler_logprobs_BT.detach(), mask_BT)
     if level == "sequence":
         log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
     ratio_BT = log_ratio_BT.exp()
     if mode == "truncate":
-        return masked_fill_zero(ratio_BT.clamp(least, most), mask_BT)
-    return masked_fill_zero(ratio_BT, mask_BT & (ratio_BT >= least) & (ratio_BT <= most))
+        return masked_fill_zero(ratio_BT.clamp(min_ratio, max_ratio), mask_BT)
+    return masked_fill_zero(ratio_BT, mask_BT & (ratio_BT >= min_ratio) & (ratio_BT <= max_ratio))
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:

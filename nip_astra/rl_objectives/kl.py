@@ -1,4 +1,4 @@
-"""How far a policy went from its reference, and a weight that holds it at a distance.
+"""The divergence of a policy from its reference, its price, and a controller of that price.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
-from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
-from nip_astra.rl_objectives.ratios import bounded
+from nip_astra.parameters.conditions import where_above, where_given
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero, masked_sum
 
 KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
@@ -76,10 +78,7 @@ def kl_estimate(
     if kind == "k3":
         difference_BT = bounded(difference_BT)
         return torch.expm1(-difference_BT) + difference_BT
-    raise ConfigurationError(
-        f"the KL divergence was to be estimated by {kind!r}, which is not known. Known kinds: "
-        f"{', '.join(KL_KINDS)}. Choose one of these."
-    )
+    raise ConfigurationError(f"unknown KL estimator {kind!r}. Known: {', '.join(KL_KINDS)}.")
 
 
 def straight_through_kl(
@@ -92,8 +91,8 @@ def straight_through_kl(
 ) -> Tensor:
     """One estimate's value with another one's gradient, `value + (gradient - sg[gradient])`.
 
-    With the gradient of `k2` the penalty pulls as KL(policy || reference) does, with that of `k3`
-    as KL(reference || policy), whichever is shown; see `kl_estimate`, whose parameters these are.
+    With the gradient of `k2` the penalty acts as KL(policy || reference), with that of `k3` as
+    KL(reference || policy), whichever is reported; see `kl_estimate`, whose parameters these are.
 
     Returns
     -------
@@ -107,13 +106,12 @@ def straight_through_kl(
     """
     if gradient == "k1":
         raise ConfigurationError(
-            "a KL penalty with the gradient of 'k1' was asked for; on average over samples of the "
-            "policy that is 0, so nothing would be held back. Use the gradient of 'k2' (reverse "
-            "divergence) or 'k3' (forward)."
+            "the gradient of the KL estimator 'k1' is 0 on average. Use 'k2' (reverse divergence) "
+            "or 'k3' (forward)."
         )
-    shown_BT = kl_estimate(logprobs_BT.detach(), reference_logprobs_BT, value, mask_BT=mask_BT)
-    pulls_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, gradient, mask_BT=mask_BT)
-    return shown_BT + pulls_BT - pulls_BT.detach()
+    value_BT = kl_estimate(logprobs_BT.detach(), reference_logprobs_BT, value, mask_BT=mask_BT)
+    gradient_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, gradient, mask_BT=mask_BT)
+    return value_BT + gradient_BT - gradient_BT.detach()
 
 
 def sequence_kl_estimate(
@@ -152,8 +150,27 @@ def sequence_kl_estimate(
     return slope_B - slope_B.detach() + sum_B.detach().square() / 2
 
 
+class KlParameters(SubParameters):
+    """Price of the divergence from the reference, in the loss."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """Loss per nat of divergence and token. Larger stays closer to the reference."""
+    value: KlKind = "k3"
+    """Estimator of the divergence that is reported, see `rl_objectives.kl.kl_estimate`."""
+    gradient: Annotated[Literal["k2", "k3"], where_above("weight", 0)] = "k2"
+    """Estimator whose gradient is taken: k2 acts as KL(policy || reference), k3 as the reverse."""
+    target: float | None = Field(default=None, gt=0)
+    """Divergence per token, in nats, that the weight is adapted to hold; null keeps the weight."""
+    horizon: Annotated[float, where_given("target")] = Field(default=2000.0, gt=0)
+    """Samples over which an adapted weight changes by at most a fifth."""
+
+    def controller(self) -> AdaptiveKl:
+        """The weight, fixed or adapted."""
+        return AdaptiveKl(weight=self.weight, target=self.target, horizon=self.horizon)
+
+
 class AdaptiveKl:
-    """A weight of the KL penalty that holds the divergence near a target.
+    """The weight of a KL penalty, adapted to hold the divergence near a target.
 
     After each update `weight *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`
     (Ziegler et al., arXiv:1909.08593, section 2.2): it grows where the policy is further from the
@@ -163,9 +180,9 @@ class AdaptiveKl:
     Parameters
     ----------
     weight : float
-        The weight to begin with, > 0.
-    target : float
-        Divergence to hold, > 0, in the unit of what `update` is given.
+        The initial weight, > 0 with a target.
+    target : float, optional
+        Divergence to hold, > 0, in the unit of `update`; without one the weight stays.
     horizon : float
         Samples after which a weight that is off by 20 % or more has changed by 20 %, > 0. Larger
         is slower.
@@ -178,40 +195,41 @@ class AdaptiveKl:
 
     MAX_ERROR = 0.2
 
-    def __init__(self, *, weight: float, target: float, horizon: float) -> None:
-        for name, value in {"weight": weight, "target": target, "horizon": horizon}.items():
-            if not value > 0:
+    def __init__(self, *, weight: float, target: float | None, horizon: float) -> None:
+        values = {"weight": weight, "target": target, "horizon": horizon}
+        for name, value in values.items():
+            if target is not None and not (value is not None and value > 0):
                 raise ConfigurationError(
-                    f"the {name} of an adaptive KL penalty was given as {value}; it must be "
-                    f"positive, for the weight is only ever multiplied. Give a positive {name}, "
-                    f"or use a fixed weight."
+                    f"the {name} of an adaptive KL penalty must be positive; got {value}."
                 )
         self.weight = weight
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, *, num_samples: int) -> float:
-        """Adapt the weight to the divergence that was measured on `num_samples`, and give it.
+        """Adapt the weight to the divergence measured on `num_samples`, and return it.
 
         Raises
         ------
         NonFiniteLossError
             When the divergence is not a finite number.
         """
+        if self.target is None:
+            return self.weight
         if not math.isfinite(kl):
             raise NonFiniteLossError(
-                f"the weight of the KL penalty was to follow a divergence of {kl}, which is not "
-                f"finite; the weight stays at {self.weight}. Lower the learning rate, or look for "
-                f"log-probabilities of minus infinity in the last rollout."
+                f"the KL divergence is {kl}, so the weight of its penalty stays at {self.weight}. "
+                "Lower the learning rate, or look for log-probabilities of minus infinity in the "
+                "last rollout."
             )
         error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.weight *= 1.0 + error * min(num_samples / self.horizon, 1.0)
         return self.weight
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint has to hold."""
+        """The weight, for a checkpoint."""
         return {"weight": self.weight}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.weight = float(state["weight"])

@@ -8,29 +8,161 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from tensordict import TensorDict
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 from torchrl.objectives import LossModule, ValueEstimators
 
 from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.parameters.trainers import LossCriticType
 from nip_astra.rl_objectives.episode_gae import EpisodeGae
-from nip_astra.rl_objectives.playing_agents import Evaluation as Evaluation
-from nip_astra.rl_objectives.playing_agents import Frames as Frames
-from nip_astra.rl_objectives.playing_agents import PlayingAgents as PlayingAgents
-from nip_astra.rl_objectives.playing_agents import PolicyView as PolicyView
-from nip_astra.rl_objectives.playing_agents import SomeFrames as SomeFrames
-from nip_astra.rl_objectives.playing_agents import frames_of as frames_of
+from nip_astra.rl_objectives.values import value_losses
 
 LOSS_PREFIX = "loss_"
 """Entries of a loss module's output whose names begin with this are summed and minimised."""
 
 EPISODE_KEY = "episode"
 """Entry of a batch, long: which episode a frame is of."""
+
+Frames = Mapping[Any, Tensor]
+"""Tensors of frames, [B, ...], by the names that they have in a TensorDict: `frames["round"]`,
+`frames["agents", "advantage"]`. To look one up costs a fraction of what it costs there."""
+
+
+def frames_of(batch: TensorDictBase) -> Frames:
+    """The tensors of a TensorDict [B] as a plain mapping."""
+    return dict(batch.items(include_nested=True, leaves_only=True))
+
+
+class FrameRows(Mapping[Any, Tensor]):
+    """Some rows of frames, by number or a slice; each tensor is taken on first use."""
+
+    def __init__(self, frames: Frames, rows: Tensor | slice) -> None:
+        self._frames = frames
+        self._rows = rows
+        self._taken: dict[Any, Tensor] = {}
+
+    def __getitem__(self, key: Any) -> Tensor:
+        found = self._taken.get(key)
+        if found is None:
+            whole, rows = self._frames[key], self._rows
+            found = whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
+            self._taken[key] = found
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._frames)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+
+class PolicyEvaluation(Protocol):
+    """Log-probabilities and entropies of moves; see `scenario_base.agent_actions`."""
+
+    logprobs_B: Tensor
+    entropies_B: Tensor
+
+
+class AgentModules(Protocol):
+    """The agents of a protocol, as `scenario_base.combined.CombinedAgents` gives them."""
+
+    names: tuple[str, ...]
+    needs_logits: bool
+
+    def __getitem__(self, name: str) -> Any:
+        """One agent."""
+
+    def policy(self, name: str, frames: Any) -> Any:
+        """The logits of an agent's moves."""
+
+    def evaluate(self, name: str, frames: Any, output: Any = None) -> Any:
+        """A `PolicyEvaluation` of the moves that an agent made."""
+
+    def values(self, name: str, frames: Any) -> Tensor:
+        """An agent's values, [B]."""
+
+    def policy_and_values(self, name: str, frames: Any) -> tuple[Any, Tensor]:
+        """Both, from one pass of the body that they share."""
+
+    def is_acting(self, name: str, frames: Any) -> Tensor:
+        """The frames in which an agent may move, [B] bool."""
+
+    def number(self, name: str) -> int:
+        """An agent's place in the dimension A."""
+
+    def logit_reward(self, name: str, output: Any, frames: Any) -> Tensor | None:
+        """What an agent's logits earn whatever is drawn from them, [B] with grad, or None."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All weights."""
+
+
+class PolicyView(NamedTuple):
+    """An agent's policy on those frames of a minibatch in which it acts.
+
+    Attributes
+    ----------
+    frames : Frames
+        The frames.
+    evaluation : PolicyEvaluation
+        Of the moves made in them, with grad.
+    is_acting_B : Tensor or None
+        bool, frames that count; None for all. On the CPU the others are left out; elsewhere they
+        are kept and masked, because to pick frames a host waits for its device.
+    number : int
+        The agent's place in the dimension A.
+    output : PolicyOutput
+        The logits that the evaluation is of.
+    """
+
+    frames: Frames
+    evaluation: PolicyEvaluation
+    is_acting_B: Tensor | None
+    number: int
+    output: Any
+
+    def of_agent(self, key: str) -> Tensor:
+        """The agent's part of `("agents", key)` of shape [B, A] or [B, A, 1], as [B]."""
+        values_B: Tensor = self.frames["agents", key][:, self.number]
+        return values_B.squeeze(-1) if values_B.ndim == 2 else values_B
+
+    def mean(self, values_B: Tensor) -> Tensor:
+        """The mean over the frames that count, 0 where there is none."""
+        if self.is_acting_B is None:
+            return values_B.mean()
+        kept_B = self.is_acting_B.to(values_B.dtype)
+        return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
+
+    def figures(self, *values_B: Tensor) -> tuple[Tensor, ...]:
+        """Means to be logged, without grad; NaN where the agent acts in no frame."""
+        values_XB = torch.stack([values.detach() for values in values_B])
+        if self.is_acting_B is None:
+            return values_XB.mean(1).unbind()
+        kept_B = self.is_acting_B.to(values_XB.dtype)
+        return ((values_XB * kept_B).sum(1) / kept_B.sum()).unbind()
+
+
+def value_loss_of_agent(
+    number: int,
+    values_B: Tensor,
+    batch: Frames,
+    *,
+    loss_type: LossCriticType,
+    clip_value: float | None,
+) -> Tensor:
+    """The mean value loss of an agent over all frames; see `values.value_losses`."""
+    return value_losses(
+        values_B,
+        batch["agents", "value_target"][:, number, 0],
+        loss_type,
+        old_values_B=batch["agents", "value"][:, number, 0],
+        clip_value=clip_value,
+    ).mean()
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
@@ -49,7 +181,7 @@ class Objective(LossModule):
 
     Parameters
     ----------
-    agents : PlayingAgents
+    agents : AgentModules
         The agents, a plain module.
 
     Attributes
@@ -78,9 +210,9 @@ class Objective(LossModule):
     )
     in_keys: Sequence[Any] = ()
     out_keys: Sequence[Any] = ()
-    agents: PlayingAgents
+    agents: AgentModules
 
-    def __init__(self, agents: PlayingAgents) -> None:
+    def __init__(self, agents: AgentModules) -> None:
         super().__init__()
         if not self.has_own_forward() and _gives_nothing(type(self)):
             raise ConfigurationError(
@@ -208,11 +340,11 @@ class Objective(LossModule):
             if len(rows) == 0:
                 # Networks are spared an empty batch: one frame stays, which does not count.
                 frames, is_acting_B = (
-                    SomeFrames(batch, torch.zeros(1, dtype=torch.long)),
+                    FrameRows(batch, torch.zeros(1, dtype=torch.long)),
                     is_acting_B[:1],
                 )
             else:
-                frames = batch if len(rows) == len(is_acting_B) else SomeFrames(batch, rows)
+                frames = batch if len(rows) == len(is_acting_B) else FrameRows(batch, rows)
                 is_acting_B = None
         output = self.agents.policy(name, frames)
         evaluation = self.agents.evaluate(name, frames, output)

@@ -1,10 +1,16 @@
-"""Losses over preference pairs.
+"""Losses over preferences: of pairs, of single answers, and without a reference.
 
-Shape suffixes: `B` pair or row, `T` token.
+Log-ratios are `log policy - log reference` of whole answers, nats, with gradient;
+log-probabilities are those of `sequence_logprobs`.
+
+Shape suffixes: `B` pair, answer or row, `T` token.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -12,11 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import masked_mean, masked_sum, mean_over_rows
 from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import masked_mean, masked_sum, mean_over_rows
 
 PreferenceKind = Literal["sigmoid", "hinge", "robust", "ipo"]
 """Losses of `preference_loss`."""
+
+PairKind = Literal["nca", "sppo", "apo_zero", "apo_down"]
+"""Losses of `pair_loss`."""
+
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+"""Divergences of `divergence_scores`."""
 
 PREFERENCE_KINDS: tuple[PreferenceKind, ...] = ("sigmoid", "hinge", "robust", "ipo")
 
@@ -92,34 +104,205 @@ def preference_loss(
             losses_B = ((1 - share) * right_B - share * wrong_B) / (1 - 2 * share)
         else:
             losses_B = (1 - share) * right_B + share * wrong_B if share else right_B
-    margins_B = margins_B.detach()
-    return LossOutput(
-        loss=mean_over_rows(losses_B),
-        metrics={
-            "preference_margin": mean_over_rows(margins_B),
-            "preference_accuracy": mean_over_rows((margins_B > 0).float()),
-        },
-    )
+    return LossOutput(mean_over_rows(losses_B), _metrics(margins_B))
 
 
 def _check_preference(kind: str, beta: float, label_smoothing: float) -> None:
     if kind not in PREFERENCE_KINDS:
         raise ConfigurationError(
-            f"a preference loss of kind {kind!r} was asked for, which is not known. Known kinds: "
-            f"{', '.join(PREFERENCE_KINDS)}. Choose one of these."
+            f"unknown preference loss {kind!r}. Known: {', '.join(PREFERENCE_KINDS)}."
         )
-    if not beta > 0:
-        raise ConfigurationError(
-            f"the preference loss {kind!r} was given beta {beta}; it must be positive, or nothing "
-            f"is preferred. Give a positive beta, for instance 0.1."
-        )
+    _check_positive(kind, beta=beta)
     if label_smoothing != 0 and kind not in ("sigmoid", "robust"):
         raise ConfigurationError(
-            f"the preference loss {kind!r} was given label_smoothing {label_smoothing}, which it "
-            f"does not use. Set it to 0, or choose the kind 'sigmoid' or 'robust'."
+            f"the preference loss {kind!r} does not read label_smoothing {label_smoothing}. Set it "
+            "to 0, or choose sigmoid or robust."
         )
     if not 0 <= label_smoothing < 0.5:
         raise ConfigurationError(
-            f"the preference loss {kind!r} was given label_smoothing {label_smoothing}; as the "
-            f"share of wrong labels it must be at least 0 and below 0.5. Give such a share."
+            f"label_smoothing must be at least 0 and below 0.5; got {label_smoothing}."
         )
+
+
+def pair_loss(
+    chosen_logratios_B: Tensor, rejected_logratios_B: Tensor, *, kind: PairKind, beta: float
+) -> LossOutput:
+    """Loss of pairs that looks at each answer's own log-ratio, mean over pairs.
+
+    With `c`, `r` the log-ratios of chosen and rejected and `s` the sigmoid:
+
+    - `nca`: `-log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r)` (arXiv:2402.05369);
+    - `sppo`: `(c - 1/(2 beta))**2 + (r + 1/(2 beta))**2` (arXiv:2405.00675, eq. 4.7, with hard
+      wins); it has the square of the scale of log-ratios: choose beta for sums or for means;
+    - `apo_zero`: `1 - s(beta c) + s(beta r)`: for answers better than the policy's own
+      (arXiv:2408.06266, eq. 7);
+    - `apo_down`: `s(beta c) + 1 - s(beta (c - r))`: for worse ones (eq. 8).
+
+    Parameters
+    ----------
+    beta : float
+        > 0. Larger stays closer to the reference.
+
+    Returns
+    -------
+    LossOutput
+        Loss 0 without pairs. Metrics as of `preference_loss`.
+    """
+    _check_positive(kind, beta=beta)
+    if kind not in _PAIR_LOSSES:
+        raise ConfigurationError(
+            f"unknown loss of pairs {kind!r}. Known: {', '.join(_PAIR_LOSSES)}."
+        )
+    losses_B = _PAIR_LOSSES[kind](chosen_logratios_B, rejected_logratios_B, beta)
+    return LossOutput(
+        mean_over_rows(losses_B), _metrics(beta * (chosen_logratios_B - rejected_logratios_B))
+    )
+
+
+def _nca(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    away = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
+    return -F.logsigmoid(beta * chosen) - away / 2
+
+
+def _sppo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def _apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
+
+
+_PAIR_LOSSES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = MappingProxyType(
+    {"nca": _nca, "sppo": _sppo, "apo_zero": _apo_zero, "apo_down": _apo_down}
+)
+
+
+def divergence_scores(logratios_B: Tensor, kind: Divergence, *, alpha: float = 0.5) -> Tensor:
+    """`f'(policy / reference)` of f-DPO (arXiv:2309.16240): what is compared for DPO's log-ratio.
+
+    The difference of the scores of chosen and rejected takes the place of the log-ratio in
+    `preference_loss` (with reference log-ratios 0). With `t = policy / reference`:
+
+    - `reverse_kl`: `log t`, which is DPO itself;
+    - `forward_kl`: `-1 / t`;
+    - `js`: `log(2 t / (1 + t))`;
+    - `alpha`: `(t**(alpha - 1) - 1) / (alpha - 1)`, alpha in (0, 1); it nears `reverse_kl` as alpha
+      nears 1 and `forward_kl` as it nears 0, but for a constant. (Convention of the divergence's
+      order: that of TRL, of which the paper's is 1 - alpha.)
+
+    Powers of t are held within those of 80 nats.
+    """
+    if kind == "reverse_kl":
+        return logratios_B
+    if kind == "forward_kl":
+        return -torch.exp((-logratios_B).clamp(max=80))
+    if kind == "js":
+        return math.log(2) + F.logsigmoid(logratios_B)
+    if kind != "alpha":
+        raise ConfigurationError(
+            f"unknown divergence {kind!r}. Known: reverse_kl, forward_kl, js, alpha."
+        )
+    if not 0 < alpha < 1:
+        raise ConfigurationError(
+            f"alpha must lie between 0 (forward_kl) and 1 (reverse_kl); got {alpha}."
+        )
+    return torch.expm1(((alpha - 1) * logratios_B).clamp(max=80)) / (alpha - 1)
+
+
+def simpo_loss(
+    chosen_logprobs_B: Tensor, rejected_logprobs_B: Tensor, *, beta: float, margin: float
+) -> LossOutput:
+    """`-log sigmoid(beta (c - r) - margin)` without a reference (SimPO, arXiv:2405.14734, eq. 6).
+
+    `c` and `r` are *means* of log-probabilities over the tokens of each answer.
+
+    Parameters
+    ----------
+    beta : float
+        > 0; 2 to 10 in the paper, since means are small.
+    margin : float
+        What the preferred answer's reward has to exceed the other's by, the gamma of the paper
+        (TRL's `simpo_gamma`), >= 0.
+    """
+    _check_positive("simpo", beta=beta)
+    logits_B = beta * (chosen_logprobs_B - rejected_logprobs_B)
+    return LossOutput(mean_over_rows(-F.logsigmoid(logits_B - margin)), _metrics(logits_B))
+
+
+def orpo_loss(
+    chosen_logprobs_B: Tensor, rejected_logprobs_B: Tensor, chosen_nll_B: Tensor, *, weight: float
+) -> LossOutput:
+    """`nll - weight log sigmoid(log odds(c) - log odds(r))` (ORPO, arXiv:2403.07691).
+
+    `odds = p / (1 - p)`, with `log p` the *mean* of log-probabilities over an answer's tokens.
+
+    Parameters
+    ----------
+    chosen_nll_B : Tensor
+        Negative log-likelihood of the chosen answers, nats per token, with gradient.
+    weight : float
+        Lambda of the paper, > 0. Larger prefers more and imitates less.
+    """
+    _check_positive("orpo", weight=weight)
+    odds_B = _log_odds(chosen_logprobs_B) - _log_odds(rejected_logprobs_B)
+    return LossOutput(
+        mean_over_rows(chosen_nll_B - weight * F.logsigmoid(odds_B)), _metrics(odds_B)
+    )
+
+
+def _log_odds(logprobs_B: Tensor) -> Tensor:
+    # log(1 - p) of a probability near 1 needs expm1; p = 1 is held a rounding below.
+    logprobs_B = logprobs_B.clamp(max=-torch.finfo(logprobs_B.dtype).eps)
+    return logprobs_B - torch.log(-torch.expm1(logprobs_B))
+
+
+def kto_loss(
+    logratios_B: Tensor,
+    is_desirable_B: Tensor,
+    *,
+    beta: float,
+    baseline: Tensor | float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossOutput:
+    """Loss of single answers that are desirable or not (KTO, arXiv:2402.01306, eq. 7), mean.
+
+    `w_d (1 - sigmoid(beta (h - z)))` for desirable ones, `w_u (1 - sigmoid(beta (z - h)))` for
+    others, with `h` the log-ratio and `z` the baseline.
+
+    Parameters
+    ----------
+    is_desirable_B : Tensor
+        bool.
+    baseline : Tensor or float
+        Divergence of the policy from the reference, estimated on mismatched answers and held at 0
+        or above; no gradient flows. 0 leaves it out (the unpaired loss of APO-zero).
+    """
+    _check_positive("kto", beta=beta)
+    z = torch.as_tensor(baseline, dtype=logratios_B.dtype, device=logratios_B.device)
+    z = z.detach().clamp(min=0)
+    sign_B = torch.where(is_desirable_B, 1.0, -1.0).to(logratios_B.dtype)
+    weight_B = torch.where(is_desirable_B, desirable_weight, undesirable_weight)
+    margins_B = beta * sign_B * (logratios_B - z)
+    losses_B = weight_B.to(logratios_B.dtype) * torch.sigmoid(-margins_B)
+    return LossOutput(mean_over_rows(losses_B), _metrics(margins_B))
+
+
+def _metrics(margins_B: Tensor) -> dict[str, Tensor]:
+    margins_B = margins_B.detach()
+    return {
+        "preference_margin": mean_over_rows(margins_B),
+        "preference_accuracy": mean_over_rows((margins_B > 0).float()),
+    }
+
+
+def _check_positive(kind: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigurationError(
+                f"{name} of the preference loss {kind!r} must be positive; got {value}."
+            )

@@ -1,104 +1,124 @@
-"""Losses of parts of a batch that add up to the loss of the whole.
+"""Sums and means over the tokens that count, and bounds on ratios of probabilities.
 
-Shape suffixes: `B` row, `T` token.
+Shape suffixes: `B` row (sample), `T` token. A mask is bool, True on what counts. What stands
+where a mask is False never matters, not even NaN, and no gradient reaches it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import (
-    REDUCTIONS,
-    Reduction,
-    masked_fill_zero,
-    masked_mean,
-    masked_sum,
-)
+
+Reduction = Literal["token", "sequence", "sequence_sum", "sum_over_length"]
+"""How per-token losses become one number, see `reduce_loss`."""
+
+REDUCTIONS: tuple[Reduction, ...] = ("token", "sequence", "sequence_sum", "sum_over_length")
+
+MAX_LOG_RATIO = 20.0
+"""Nats. Log-ratios are held within this distance of 0 before `exp`, as in verl: an infinite ratio
+makes the gradient NaN where its clipped loss is finite. A held ratio has no gradient."""
 
 
-class BatchTotals(NamedTuple):
-    """What a loss over a whole batch is divided by.
-
-    Attributes
-    ----------
-    num_tokens : float
-        Tokens that count, each by the weight of its row.
-    num_rows : float
-        Sum of the weights of the rows; rows that only pad the batch weigh 0.
-    """
-
-    num_tokens: float
-    num_rows: float
+def bounded(log_ratios: Tensor) -> Tensor:
+    """Log-ratios, nats, held within `MAX_LOG_RATIO`; unchanged within it."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def batch_totals(mask_BT: Tensor, weights_B: Tensor | None = None) -> BatchTotals:
-    """Count tokens and rows of a batch.
-
-    Parameters
-    ----------
-    weights_B : Tensor, optional
-        Weight of each row, >= 0; 1 by default.
-    """
-    if weights_B is None:
-        return BatchTotals(float(mask_BT.sum()), float(mask_BT.shape[0]))
-    tokens = mask_BT.sum(dim=1).to(weights_B.dtype)
-    return BatchTotals(float((tokens * weights_B).sum()), float(weights_B.sum()))
+def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
+    """The values with 0 where the mask is False; gradients flow through the rest alone."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def reduce_share(
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the positions that count, along `dim` or all; 0 where none does."""
+    filled = masked_fill_zero(values, mask)
+    return filled.sum() if dim is None else filled.sum(dim=dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the positions that count, along `dim` or all; 0 where none does."""
+    counts = mask.sum() if dim is None else mask.sum(dim=dim)
+    return masked_sum(values, mask, dim) / counts.clamp(min=1)
+
+
+def mean_over_rows(values_B: Tensor) -> Tensor:
+    """Mean over rows; 0, still with a gradient, where there is no row."""
+    return values_B.sum() / max(values_B.shape[0], 1)
+
+
+def reduce_loss(
     values_BT: Tensor,
     mask_BT: Tensor,
     reduction: Reduction,
-    totals: BatchTotals,
     *,
-    weights_B: Tensor | None = None,
+    normaliser: float | Tensor | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """The share of a part in the loss of a batch: over all parts these sum to it, in any split.
+    """One number of the losses of tokens.
 
-    With `n_b` the tokens of row b that count, `w_b` its weight, `W = sum w_b` and `N = sum w_b n_b`
-    over the whole batch:
+    With `n_b` the tokens of row b that count and sums over those:
 
-    - `token`: `1/N sum_bt w_b values` (DAPO, arXiv:2503.14476, eq. 8; the default of TRL);
-    - `sequence`: `1/W sum_b w_b (1/n_b) sum_t values` (GRPO, arXiv:2402.03300, eq. 3);
-    - `sequence_sum`: `1/W sum_b w_b sum_t values`: the loss of whole sequences;
-    - `sum_over_length`: `1/W sum_b w_b (1/max_length) sum_t values` (Dr. GRPO, arXiv:2503.20783).
+    - `token`: `sum_bt values / normaliser`, without one `/ sum_b n_b`: every token weighs the same
+      (DAPO, arXiv:2503.14476, eq. 8);
+    - `sequence`: `1/B sum_b (1/n_b) sum_t values`: every row weighs the same (GRPO,
+      arXiv:2402.03300, eq. 3);
+    - `sequence_sum`: `1/B sum_b sum_t values`: the loss of whole sequences;
+    - `sum_over_length`: `1/B sum_b (1/max_length) sum_t values`: as the sum, at the scale of a
+      mean, without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
-    Padding never counts, on whichever side and however wide, and neither do rows of weight 0.
+    All but `token` are means over rows: parts of a batch, each weighted by its share of the rows,
+    add up to the whole. With `token` they do where each part is given
+    `normaliser = tokens of the whole * rows of the part / rows of the whole`.
 
     Parameters
     ----------
-    totals : BatchTotals
-        Of the whole batch, see `batch_totals`.
+    values_BT : Tensor
+        Per token, with or without gradient.
+    mask_BT : Tensor
+        bool. A row without tokens gives 0 and counts as a row.
+    normaliser : float or Tensor, optional
+        What to divide the sum over tokens by, > 0; for `token` alone.
     max_length : int, optional
-        Longest sequence that can be sampled; for `sum_over_length` alone, which needs it.
+        Longest sequence that can be sampled, in tokens; for `sum_over_length` alone.
+
+    Returns
+    -------
+    Tensor
+        Scalar; 0 where there is no row or no token.
 
     Raises
     ------
     ConfigurationError
-        For an unknown reduction, or a length that is missing or has no use.
+        For an unknown reduction, or one without what it needs or with what it does not use.
     """
+    _check_reduction(reduction, normaliser, max_length)
+    if reduction == "token":
+        total = masked_sum(values_BT, mask_BT)
+        return total / (mask_BT.sum().clamp(min=1) if normaliser is None else normaliser)
+    if reduction == "sequence":
+        return mean_over_rows(masked_mean(values_BT, mask_BT, dim=1))
+    mean = mean_over_rows(masked_sum(values_BT, mask_BT, dim=1))
+    return mean if max_length is None else mean / max_length
+
+
+def _check_reduction(
+    reduction: str, normaliser: float | Tensor | None, max_length: int | None
+) -> None:
     if reduction not in REDUCTIONS:
         raise ConfigurationError(
-            f"the loss was to be reduced by {reduction!r}, which is not known. Known reductions: "
-            f"{', '.join(REDUCTIONS)}. Choose one of these."
+            f"unknown reduction {reduction!r}. Known reductions: {', '.join(REDUCTIONS)}."
+        )
+    if normaliser is not None and reduction != "token":
+        raise ConfigurationError(
+            f"the reduction {reduction!r} was given a normaliser, read by 'token' alone. Leave "
+            "it out."
         )
     if (max_length is None) == (reduction == "sum_over_length"):
-        given = "no max_length" if max_length is None else f"max_length {max_length}"
         raise ConfigurationError(
-            f"the reduction {reduction!r} was given {given}; only 'sum_over_length' divides by a "
-            f"length, and it needs one. Give max_length, the longest sequence in tokens, to "
-            f"'sum_over_length' and to no other."
+            f"the reduction {reduction!r} was given max_length {max_length}. 'sum_over_length' "
+            "needs it, the longest sequence in tokens; other reductions do not read it."
         )
-    if reduction == "sequence":
-        row_B = masked_mean(values_BT, mask_BT, dim=1)
-    else:
-        row_B = masked_sum(values_BT, mask_BT, dim=1) / (max_length or 1)
-    if weights_B is not None:
-        # What a row of weight 0 holds must not matter, not even NaN.
-        row_B = masked_fill_zero(row_B, weights_B > 0) * weights_B.to(row_B.dtype)
-    total = totals.num_tokens if reduction == "token" else totals.num_rows
-    return row_B.sum() / max(total, 1e-12)

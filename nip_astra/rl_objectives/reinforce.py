@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from nip_astra.parameters.trainers import LossCriticType
-from nip_astra.rl_objectives.distances import value_losses
 from nip_astra.rl_objectives.objective import (
     AgentLosses,
+    AgentModules,
     Frames,
     Objective,
-    PlayingAgents,
     PolicyView,
+    value_loss_of_agent,
 )
 
 
@@ -26,7 +26,7 @@ class ReinforceObjective(Objective):
 
         loss_policy  = -mean log pi(a) G
         loss_value   = critic_coef * mean distance(V, target)     over all frames, with advantages
-        loss_entropy = -entropy_coef * mean H
+        loss_entropy = -entropy_weight * mean H
 
     Parameters
     ----------
@@ -40,18 +40,18 @@ class ReinforceObjective(Objective):
 
     def __init__(
         self,
-        agents: PlayingAgents,
+        agents: AgentModules,
         *,
         weight: str = "reward_to_go",
         critic_coef: float = 1.0,
-        entropy_coef: float = 0.0,
+        entropy_weight: float = 0.0,
         loss_critic_type: LossCriticType = "smooth_l1",
         clip_value: float | None = None,
     ) -> None:
         super().__init__(agents)
         self.weight = weight
         self.critic_coef = critic_coef
-        self.entropy_coef = entropy_coef
+        self.entropy_weight = entropy_weight
         self.loss_critic_type: LossCriticType = loss_critic_type
         self.clip_value = clip_value
 
@@ -75,18 +75,14 @@ class ReinforceObjective(Objective):
         entropies_B = view.evaluation.entropies_B
         losses = {
             "loss_policy": -view.mean(view.evaluation.logprobs_B * view.of_agent(self.weight)),
-            "loss_entropy": -self.entropy_coef * view.mean(entropies_B),
+            "loss_entropy": -self.entropy_weight * view.mean(entropies_B),
             **self.logit_losses(name, view),
         }
         (entropy,) = view.figures(entropies_B)
         return losses | {"entropy": entropy}
 
     def _value_entries(self, number: int, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
-        losses_B = value_losses(
-            values_B,
-            batch["agents", "value_target"][:, number, 0],
-            self.loss_critic_type,
-            old_values_B=batch["agents", "value"][:, number, 0],
-            clip_value=self.clip_value,
+        loss = value_loss_of_agent(
+            *(number, values_B, batch), loss_type=self.loss_critic_type, clip_value=self.clip_value
         )
-        return {"loss_value": self.critic_coef * losses_B.mean()}
+        return {"loss_value": self.critic_coef * loss}

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import masked_fill_zero
-from nip_astra.rl_objectives.ratios import bounded
+from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero
 
 
 def shaping_losses(
@@ -78,19 +77,20 @@ def clipped_shaping_losses(
     advantages_BA: Tensor,
     mask_BA: Tensor,
     *,
-    clip_epsilon: float,
+    clip_low: float,
+    clip_high: float,
     episode_B: Tensor | None = None,
     round_B: Tensor | None = None,
 ) -> Tensor:
     """Losses whose gradients are those of PPO's clipped ones (pspg, pola, psos).
 
-    With agent k's ratio `r_k = pi_k / pi_k old` and `c_ik = min(r_k, 1 + eps)` where the advantage
-    of agent i is >= 0, `max(r_k, 1 - eps)` elsewhere, the magic box of the joint log-probability in
-    the loss of agent i gives way to the product over agents k of `1 + c_ik - c_ik without
-    gradient`. So the gradient of `L_i` by agent k's parameters is that of
-    `-mean min(r_k A_i, clip(r_k, 1 - eps, 1 + eps) A_i)` (arXiv:1707.06347, eq. 7), and a second
-    derivative has the product of both agents' clipped ratios. A score of an earlier round has no
-    ratio, as PPO too neglects how policies change which states are met.
+    With agent k's ratio `r_k = pi_k / pi_k old` and `c_ik = min(r_k, 1 + clip_high)` where the
+    advantage of agent i is >= 0, `max(r_k, 1 - clip_low)` elsewhere, the magic box of the joint
+    log-probability in the loss of agent i gives way to the product over agents k of `1 + c_ik -
+    c_ik without gradient`. So the gradient of `L_i` by agent k's parameters is that of
+    `-mean min(r_k A_i, clip(r_k, 1 - clip_low, 1 + clip_high) A_i)` (arXiv:1707.06347, eq. 7),
+    and a second derivative has the product of both agents' clipped ratios. A score of an earlier
+    round has no ratio, as PPO too neglects how policies change the distribution of states.
 
     Where policies are those that played, every derivative is that of `shaping_losses`. In later
     epochs it is biased by the clip and by the ratios of other agents and rounds that are left out,
@@ -100,8 +100,8 @@ def clipped_shaping_losses(
     ----------
     old_logprobs_BA : Tensor
         As `logprobs_BA`, of the policies that played, without gradient.
-    clip_epsilon : float
-        Furthest that a ratio moves from 1 with a gain, > 0.
+    clip_low, clip_high : float
+        How far a ratio may move below and above 1 with a gain, > 0.
     logprobs_BA, advantages_BA, mask_BA, episode_B, round_B
         See `shaping_losses`.
 
@@ -114,8 +114,8 @@ def clipped_shaping_losses(
     ratio_BIA = bounded(log_ratio_BA).exp().unsqueeze(1)
     clipped_BIA = torch.where(
         advantages_BA.detach().unsqueeze(2) >= 0,
-        ratio_BIA.clamp(max=1 + clip_epsilon),
-        ratio_BIA.clamp(min=1 - clip_epsilon),
+        ratio_BIA.clamp(max=1 + clip_high),
+        ratio_BIA.clamp(min=1 - clip_low),
     )
     joint_BI = (1 + clipped_BIA - clipped_BIA.detach()).prod(dim=2)
     joint_B = masked_fill_zero(logprobs_BA, mask_BA).sum(dim=1)

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.distances import value_losses
-from nip_astra.rl_objectives.ippo import normalise
+from nip_astra.rl_objectives.advantages import whiten
+from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD
 from nip_astra.rl_objectives.objective import (
     EPISODE_KEY,
+    AgentModules,
     Frames,
     Objective,
-    PlayingAgents,
     PolicyView,
     frames_of,
     sum_of_losses,
+    value_loss_of_agent,
 )
 from nip_astra.rl_objectives.shaping_losses import clipped_shaping_losses, shaping_losses
 from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
@@ -50,7 +51,7 @@ class SpgObjective(Objective):
     `clipped_shaping_losses` for the clipped variants), and its entropy bonus belongs to what others
     foresee. `agent_updates` gives the directions in place of the gradients of
 
-        L_i = loss_policy_i - entropy_coef mean H_i [+ loss_logits_i]
+        L_i = loss_policy_i - entropy_weight mean H_i [+ loss_logits_i]
 
     (the last where a protocol rewards logits, as zero knowledge does), and the gradient of
     `critic_coef mean distance(V, target)` is added to them. Frames of a minibatch
@@ -76,7 +77,7 @@ class SpgObjective(Objective):
 
     def __init__(
         self,
-        agents: PlayingAgents,
+        agents: AgentModules,
         ppo: CommonPpoParameters,
         rl: RlTrainerParameters,
         *,
@@ -177,7 +178,10 @@ class SpgObjective(Objective):
         is_acting_BA = evaluations.is_acting_BA
         advantages_BA = frames["agents", "advantage"].squeeze(-1)
         if self.ppo.normalize_advantage:
-            columns = [normalise(values_B) for values_B in advantages_BA.unbind(dim=1)]
+            columns = [
+                whiten(values_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
+                for values_B in advantages_BA.unbind(dim=1)
+            ]
             advantages_BA = torch.stack(columns, dim=1)
         old_BA = frames["agents", "logprob"]
         logprobs_BA = torch.stack(
@@ -199,7 +203,8 @@ class SpgObjective(Objective):
             old_BA,
             advantages_BA,
             is_acting_BA,
-            clip_epsilon=self.ppo.clip_epsilon,
+            clip_low=self.ppo.clip_low,
+            clip_high=self.ppo.clip_high,
             episode_B=episode_B,
             round_B=round_B,
         )
@@ -208,19 +213,17 @@ class SpgObjective(Objective):
         self, name: str, evaluations: _Evaluations, frames: Frames
     ) -> dict[str, Tensor]:
         view, number = evaluations.views[name], self.agents.number(name)
-        losses_B = value_losses(
-            evaluations.values_B[name],
-            frames["agents", "value_target"][:, number, 0],
-            self.rl.loss_critic_type,
-            old_values_B=frames["agents", "value"][:, number, 0],
+        value_loss = value_loss_of_agent(
+            *(number, evaluations.values_B[name], frames),
+            loss_type=self.rl.loss_critic_type,
             clip_value=self.rl.clip_value,
         )
         entropies_B = view.evaluation.entropies_B
         log_ratios_B = view.evaluation.logprobs_B.detach() - view.of_agent("logprob")
         entropy, log_ratio = view.figures(entropies_B, log_ratios_B)
         return self.logit_losses(name, view) | {
-            "loss_value": self.ppo.critic_coef * losses_B.mean(),
-            "loss_entropy": -self.ppo.entropy_coef * view.mean(entropies_B),
+            "loss_value": self.ppo.critic_coef * value_loss,
+            "loss_entropy": -self.ppo.entropy_weight * view.mean(entropies_B),
             "entropy": entropy,
             "kl": -log_ratio,
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nip_astra.language_models.base import Generation, GenerationSession, pad_right
 from nip_astra.language_models.scoring import require_finite
-from nip_astra.rl_objectives.ast_reward import mean_nll
+from nip_astra.rl_objectives.rewards import mean_nll
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply

@@ -18,7 +18,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, as_sampler, pad_left
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes

@@ -23,10 +23,10 @@ from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.saved_weights import restore_weights
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import load_causal_lm, resolve_model
-from nip_astra.rl_objectives.masked import masked_sum
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.policy_gradient import nll_loss
+from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.rl_objectives.reductions import masked_sum
 from nip_astra.serve.tuning_data import Method, TokenRow, TrainingText, token_rows
 from nip_astra.utils.seeding import derive_seed, derived_generator
 

@@ -188,6 +188,24 @@ def open_tracker(
     return opened
 
 
+_RENAMED = {
+    "clip_share": "clip_fraction",
+    "outside_share": "ratio_outside_clip",
+    "outside_fraction": "ratio_outside_clip",
+    "groups/zero_variance": "grpo/zero_variance_share",
+    "groups/used_share": "grpo/used_share",
+}
+"""Names of metrics in runs of older versions, and the present ones."""
+
+
+def present_name(name: str) -> str:
+    """The present name of a metric, which may be one of an agent."""
+    for old, new in _RENAMED.items():
+        if name == old or name.endswith(f"/{old}"):
+            return name.removesuffix(old) + new
+    return name
+
+
 def grouped(name: str) -> str:
     """Return a metric's name with its group: `eval/`, `rollout/`, or `train/` for all others."""
     first, figure = name.partition("/")[0], name.rpartition("/")[2]

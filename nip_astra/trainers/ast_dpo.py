@@ -11,16 +11,16 @@ from tensordict import TensorDict
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.masked import mean_over_rows
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.preference import preference_loss
-from nip_astra.rl_objectives.preference_family import (
+from nip_astra.rl_objectives.preference import (
     Divergence,
     PairKind,
     divergence_scores,
     kto_loss,
     pair_loss,
+    preference_loss,
 )
+from nip_astra.rl_objectives.reductions import mean_over_rows
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -42,7 +42,7 @@ class AstDpoTrainer(AstPreferenceTrainer):
       where a share e of the preferences is flipped (arXiv:2403.00409);
     - `hinge`: `max(0, 1 - beta * h)` (SLiC, arXiv:2305.10425);
     - `nca`, `sppo`, `apo_zero`, `apo_down`: of each probe's own log-ratio, see
-      `rl_objectives.preference_family.pair_loss`;
+      `rl_objectives.preference.pair_loss`;
     - `kto`: `1 - sigmoid(beta (c - z))` of the chosen and `1 - sigmoid(beta (z - r))` of the
       rejected probe (arXiv:2402.01306), with z the mean log-ratio of the probes of the optimizer
       step, at least 0, however the step is split into minibatches.

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.advantages import group_advantages
-from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS, GroupVariantName
-from nip_astra.rl_objectives.kl import KlKind
-from nip_astra.rl_objectives.masked import reduce_loss
+from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
+from nip_astra.rl_objectives.kl import KlParameters, kl_estimate
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.policy_gradient import group_policy_loss
+from nip_astra.rl_objectives.policy_losses import (
+    GROUP_VARIANTS,
+    ROW_LOSSES,
+    GroupVariantName,
+    LossParameters,
+    PolicyLoss,
+    policy_loss,
+)
+from nip_astra.rl_objectives.reductions import Reduction, masked_mean, reduce_loss
+from nip_astra.rl_objectives.registry import PolicyLossName, has_option
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.ast.kl_penalty import check_estimator
-from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast.node_samples import learning_logprobs, node_samples
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
@@ -30,114 +36,159 @@ from nip_astra.trainers.registry import register_trainer
 logger = logging.getLogger(__name__)
 
 
+class AttackerKlParameters(KlParameters):
+    """Price of the divergence from the reference, in the loss."""
+
+    weight: float = Field(default=0.05, ge=0)
+    """Loss per nat of divergence, a mean over a probe's tokens (rloo: their sum, so that it needs a
+    smaller weight). Larger stays closer to the reference."""
+
+
 @register_trainer(TrainerType.AST_GRPO)
 class AstGrpoTrainer(AstTrainer):
     """Raise what did better than its siblings, lower what did worse.
 
     The children of a node are the group: the advantage of a probe is its credit against that of
-    its siblings. The loss is `-surrogate + kl_weight * KL(pi || ref) - entropy_weight * entropy`;
-    `variant` names surrogate, baseline, standard deviation, reduction and what becomes of groups
-    of equal credit (`rl_objectives.group_variants`): grpo (arXiv:2402.03300), dr_grpo
-    (arXiv:2503.20783), dapo (arXiv:2503.14476), cispo (arXiv:2506.13585), gspo
+    its siblings (`rl_objectives.advantages.group_advantages`). The loss is that of
+    `rl_objectives.policy_losses.policy_loss`, with `kl.weight * KL(pi || ref)`, minus
+    `entropy_weight * entropy`. `variant` chooses policy loss, clip, baseline, scale, reduction and
+    the use of groups of equal credit, each of which may be set by itself: grpo (arXiv:2402.03300),
+    dr_grpo (arXiv:2503.20783), dapo (arXiv:2503.14476), cispo (arXiv:2506.13585), gspo
     (arXiv:2507.18071), rloo (arXiv:2402.14740). Old log-probabilities are those of sampling
     (`behaviour`).
     """
 
     compares_with_sampler = True
 
-    class Parameters(CorrectedAheadParameters):
-        """Which policy loss, and what holds the attacker near ordinary conversation."""
+    class Parameters(LossParameters, AdvantageParameters, CorrectedAheadParameters):
+        """Which policy loss and advantage, and the KL penalty."""
 
         variant: GroupVariantName = "grpo"
-        """The objective; see the trainer."""
-        clip_low: float | None = Field(default=None, gt=0)
+        """The published algorithm; see the trainer."""
+        loss: PolicyLossName | None = None  # type: ignore[assignment]  # null: the variant's
+        """Policy loss, see `rl_objectives.policy_losses`; null takes the variant's."""
+        clip_low: Annotated[float | None, has_option("clip_low")] = Field(default=None, ge=0)
         """How far the ratio may fall below 1 before it is clipped; null takes the variant's."""
-        clip_high: float | None = Field(default=None, gt=0)
+        clip_high: Annotated[float | None, has_option("clip_high")] = Field(default=None, ge=0)
         """How far the ratio may rise above 1 before it is clipped; null takes the variant's."""
-        kl_weight: float = Field(default=0.05, ge=0)
-        """Loss per nat of divergence from the reference, a mean over a probe's tokens (rloo: their
-        sum, so that it needs a smaller weight). Larger stays closer to the reference."""
-        kl_kind: KlKind = "k3"
-        """Estimator of the divergence."""
+        reduction: Reduction | None = None
+        """How the losses of tokens become one number, see `rl_objectives.reductions.reduce_loss`;
+        null takes the variant's."""
+        baseline: Baseline | None = None
+        """What a credit is compared with; null takes the variant's."""
+        scale: Scale | None = None
+        """What the difference is divided by; null takes the variant's."""
+        kl: AttackerKlParameters = AttackerKlParameters()
+        """Price of the divergence from the reference."""
         entropy_weight: float = Field(default=0.0, ge=0)
         """Loss taken off per nat of entropy and token. Larger keeps probes more varied."""
         credit: CreditParameters = CreditParameters()
         """What siblings are compared by."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut; the variants
+        """Which log-probabilities are learnt from where sampling is tempered or cut; the losses
         with one ratio a probe (gspo, rloo) take importance weights of sequences alone."""
+
+        def chosen_loss(self) -> PolicyLoss:
+            """The variant's loss with the options that are set."""
+            variant = GROUP_VARIANTS[self.variant]
+            name = self.loss or variant.loss
+            high = variant.clip_high if self.loss is None else None
+            return PolicyLoss.of(
+                name,
+                self.loss_options,
+                self.clip_low,
+                high if self.clip_high is None else self.clip_high,
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        options = self.parameters
         if self.scenario.tree_width < 2:
             raise ConfigurationError(
-                "ast_grpo was asked to compare siblings, but tree_width is 1, so that no probe has "
-                "any. Set the scenario's tree_width to 2 or more, or train with ast_ppo or "
-                "ast_reinforce."
+                "ast_grpo compares siblings, but tree_width is 1. Set the scenario's tree_width to "
+                "2 or more, or train with ast_ppo or ast_reinforce."
             )
-        given = {"clip_low": self.parameters.clip_low, "clip_high": self.parameters.clip_high}
-        self.variant = replace(
-            GROUP_VARIANTS[self.parameters.variant],
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        variant = GROUP_VARIANTS[options.variant]
+        self.policy_loss = options.chosen_loss()
+        own = None if options.loss is None else self.policy_loss.reduction
+        self.reduction = options.reduction or own or variant.reduction
+        self.group_options: dict[str, Any] = {
+            "baseline": options.baseline or variant.baseline,
+            "scale": options.scale or variant.scale,
+            "std_epsilon": options.std_epsilon,
+            "zero_variance": variant.zero_variance,
+        }
         level = self.behaviour.level if self.behaviour is not None else None
-        if self.variant.ratio != "token" and level == "token":
-            raise ConfigurationError(
-                f"ast_grpo.variant={self.parameters.variant} was asked for with importance weights "
-                "of tokens, but it has one ratio, and so one weight, a probe. Set "
-                "ast_grpo.behaviour.importance_weights=sequence, or take another variant."
-            )
-        weighs_tokens = (
-            self.parameters.max_staleness and self.parameters.staleness_weights == "token"
-        )
-        if self.variant.ratio != "token" and weighs_tokens:
-            raise ConfigurationError(
-                f"ast_grpo.variant={self.parameters.variant} was asked to correct for older "
-                "weights token by token, but it has one ratio, and so one weight, a probe. Set "
-                "ast_grpo.staleness_weights=sequence, max_staleness to 0, or take another variant."
-            )
-        self.results["objective"] = {"variant": self.parameters.variant, **asdict(self.variant)}
+        weighs_tokens = options.max_staleness and options.staleness_weights == "token"
+        is_of_rows = self.policy_loss.name in ROW_LOSSES
+        for is_by_token, fix in (
+            (level == "token", "ast_grpo.behaviour.importance_weights=sequence"),
+            (weighs_tokens, "ast_grpo.staleness_weights=sequence, or max_staleness=0"),
+        ):
+            if is_of_rows and is_by_token:
+                raise ConfigurationError(
+                    f"the policy loss {self.policy_loss.name!r} has one ratio a probe and cannot "
+                    f"take importance weights of tokens. Set {fix}, or take another variant."
+                )
+        self.kl = options.kl.controller()
+        self.results["objective"] = {
+            "variant": options.variant,
+            "source": variant.source,
+            "loss": self.policy_loss.name,
+            **self.policy_loss.options,
+            **self.group_options,
+            "advantage": options.advantage,
+            "reduction": self.reduction,
+        }
         logger.info("objective: %s", self.results["objective"])
-        check_estimator(self.parameters.kl_kind, self.parameters.kl_weight, "ast_grpo.kl_kind")
+
+    def trainer_state(self) -> dict[str, Any]:
+        """The weight of the divergence, which may have been adapted."""
+        return dict(self.kl.state())
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        """Restore the weight of the divergence."""
+        self.kl.load_state(state)
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample a node that its group says something about."""
+        """One sample per node whose group is used."""
         groups_PG = tree.sibling_groups()
-        found = group_advantages(
-            tree.nodes["credit"][groups_PG],
-            baseline=self.variant.baseline,
-            std_epsilon=self.variant.std_epsilon,
-            zero_variance=self.variant.zero_variance,
+        nodes_N = groups_PG.flatten()
+        group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
+        found = self.parameters.advantages(
+            tree.nodes["credit"][nodes_N], group_N, **self.group_options
         )
-        self.log_metrics(
-            {
-                "groups/zero_variance": float(found.is_zero_variance_P.double().mean()),
-                "groups/used_share": float(found.is_used_PG.float().mean()),
-            }
-        )
-        used = groups_PG[found.is_used_PG].tolist()
-        return node_samples(tree, used, advantage=found.advantages_PG.flatten())
+        self.log_metrics(found.metrics())
+        if self.kl.target is not None:
+            kl_NT = kl_estimate(*learning_logprobs(tree), "k3", mask_BT=tree.nodes["probe_mask"])
+            divergence = float(masked_mean(kl_NT, tree.nodes["probe_mask"]))
+            self.log_metrics({"kl/reference": divergence, "kl/weight": self.kl.weight})
+            self.kl.update(divergence, num_samples=tree.num_nodes)
+        used = nodes_N[found.is_used_N].tolist()
+        return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
         """The policy loss of a batch of probes."""
-        scores = self.policy_scores(batch, needs_entropy=self.parameters.entropy_weight > 0)
+        options = self.parameters
+        scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)
-        by = self.variant.reduction
-        loss, metrics = group_policy_loss(
+        loss, metrics = policy_loss(
             scores.logprobs_BT,
             batch["old_logprobs"],
             batch["advantage"],
             batch["probe_mask"],
-            variant=self.variant,
-            normaliser=self.num_tokens_in_step(batch) if by == "token" else None,
-            max_length=self.attacker.sampling.max_new_tokens if by == "sum_over_length" else None,
-            reference_logprobs_BT=batch["reference_logprobs"],
-            kl_weight=self.parameters.kl_weight,
-            kl_kind=self.parameters.kl_kind,
-            entropy_BT=scores.entropy_BT,
+            loss=self.policy_loss,
+            reduction=self.reduction,
+            normaliser=self.num_tokens_in_step(batch),
+            max_length=self.attacker.sampling.max_new_tokens,
             weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
+            reference_logprobs_BT=batch["reference_logprobs"],
+            kl_weight=self.kl.weight,
+            kl_value=options.kl.value,
+            kl_gradient=options.kl.gradient,
+            entropy_BT=scores.entropy_BT,
         )
         if scores.entropy_BT is not None:
             entropy = reduce_loss(scores.entropy_BT, batch["probe_mask"], "sequence")
-            loss = loss - self.parameters.entropy_weight * entropy
+            loss = loss - options.entropy_weight * entropy
         return LossOutput(loss, metrics)

@@ -14,11 +14,8 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.ast.kl_penalty import KlPenalty
 from nip_astra.trainers.ast.node_samples import node_samples
-from nip_astra.trainers.ast.ppo_loss import ppo_loss
-from nip_astra.trainers.ast.ppo_samples import PpoParameters, ppo_samples
-from nip_astra.trainers.ast.value_head import ValueHead
+from nip_astra.trainers.ast.ppo import PpoParameters, ValueHead, ppo_loss, ppo_samples
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -27,14 +24,15 @@ from nip_astra.trainers.registry import register_trainer
 class AstPpoTrainer(AstTrainer):
     """Raise the tokens that led to more than was expected.
 
-    Loss: `-min(r A, clip(r) A)` (arXiv:1707.06347, eq. 7) with `r = pi / pi_old` of each token,
+    Loss: that of `loss`, by default `-min(r A, clip(r) A)` (arXiv:1707.06347, eq. 7) with
+    `r = pi / pi_old` of each token,
     `+ value_weight * 0.5 * (V - return)^2` (clipped about the old value),
     `+ kl.weight * KL(pi || ref)` or as much less reward, `- entropy_weight * entropy`; means over
     the tokens that the attacker sampled. Old log-probabilities are those of sampling (`behaviour`;
     importance weights multiply policy loss and divergence, not the value loss). Advantages are
     estimated over all tokens of a conversation, its turns one after the other, at branches with the
-    mean over the children (`rl_objectives.token_gae`, arXiv:1506.02438); tree_width 1 is plain PPO
-    on conversations.
+    mean over the children (`rl_objectives.advantages.tree_gae`, arXiv:1506.02438); tree_width 1 is
+    plain PPO on conversations.
     """
 
     compares_with_sampler = True
@@ -47,7 +45,7 @@ class AstPpoTrainer(AstTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kl = KlPenalty(self.parameters.kl)
+        self.kl = self.parameters.kl.controller()
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
         """The value head."""
@@ -61,10 +59,10 @@ class AstPpoTrainer(AstTrainer):
 
     def trainer_state(self) -> dict[str, Any]:
         """The weight of the divergence, which may have been adapted."""
-        return self.kl.state()
+        return dict(self.kl.state())
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Take the weight of the divergence."""
+        """Restore the weight of the divergence."""
         self.kl.load_state(state)
 
     @torch.no_grad()
@@ -88,9 +86,9 @@ class AstPpoTrainer(AstTrainer):
             with self.policy.rescoring():
                 self.probe_logprobs(tree)
         values_NT = tree.nodes.pop("value")
-        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.reward_weight)
+        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.weight)
         self.log_metrics(found.metrics | {"kl/weight": self.kl.weight})
-        self.kl.observe(found.divergence, num_samples=tree.num_nodes)
+        self.kl.update(found.divergence, num_samples=tree.num_nodes)
         return found.samples
 
     def loss(self, batch: TensorDict) -> LossOutput:
@@ -104,7 +102,7 @@ class AstPpoTrainer(AstTrainer):
             self.modules["value_head"](scores.hidden_BTX),
             batch.to(scores.logprobs_BT.device),
             options,
-            kl_loss_weight=self.kl.loss_weight,
+            kl_weight=self.kl.weight,
             weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
             normaliser=self.num_tokens_in_step(batch),
             entropy_BT=scores.entropy_BT,

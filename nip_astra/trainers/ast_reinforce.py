@@ -13,9 +13,9 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
-from nip_astra.rl_objectives.masked import mean_over_rows, reduce_loss
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.policy_gradient import reinforce_loss
+from nip_astra.rl_objectives.policy_losses import policy_loss
+from nip_astra.rl_objectives.reductions import mean_over_rows, reduce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
@@ -61,6 +61,8 @@ class AstReinforceTrainer(AstTrainer):
         divides_by_std: Annotated[bool, where("baseline", "siblings", "iteration")] = True
         """Whether advantages are divided by the standard deviation of what they are compared
         with, so that the scale of the reward does not matter. The gradient is then biased."""
+        std_epsilon: Annotated[float, where("divides_by_std", True)] = Field(default=1e-6, ge=0)
+        """Added to that deviation."""
         entropy_weight: float = Field(default=0.0, ge=0)
         """Loss taken off per nat of a probe's summed entropy. Larger keeps probes more varied."""
         credit: CreditParameters = CreditParameters()
@@ -70,22 +72,24 @@ class AstReinforceTrainer(AstTrainer):
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         """One sample a node with a verdict."""
-        credit_N = tree.nodes["credit"]
-        baseline = self.parameters.baseline
-        has_baseline = baseline != "none"
-        groups = (
-            tree.sibling_groups()
-            if baseline == "siblings"
-            else torch.arange(tree.num_nodes).unsqueeze(0)
-        )
+        options = self.parameters
+        nodes_N = torch.arange(tree.num_nodes)
+        group_N = torch.zeros_like(nodes_N)
+        if options.baseline == "siblings":
+            groups_PG = tree.sibling_groups()
+            nodes_N = groups_PG.flatten()
+            group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
+        has_baseline = options.baseline != "none"
         found = group_advantages(
-            credit_N[groups],
+            tree.nodes["credit"][nodes_N],
+            group_N,
             baseline="leave_one_out" if has_baseline else "none",
-            std_epsilon=1e-4 if has_baseline and self.parameters.divides_by_std else None,
+            scale="group" if has_baseline and options.divides_by_std else "none",
+            std_epsilon=options.std_epsilon,
         )
-        # Groups are rows of consecutive nodes, so flattening gives node order.
-        used = groups[found.is_used_PG].tolist()
-        return node_samples(tree, used, advantage=found.advantages_PG.flatten())
+        # Groups are rows of consecutive nodes, so samples are in node order.
+        used = nodes_N[found.is_used_N].tolist()
+        return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
         """The loss of a batch of probes."""
@@ -94,8 +98,11 @@ class AstReinforceTrainer(AstTrainer):
         batch = batch.to(scores.logprobs_BT.device)
         mask_BT = batch["probe_mask"]
         weights_BT = importance_weights_of(batch, scores.logprobs_BT.device)
-        loss, metrics = reinforce_loss(
-            scores.logprobs_BT, mask_BT, batch["advantage"], weights_BT=weights_BT
+        loss, metrics = policy_loss(
+            *(scores.logprobs_BT, None, batch["advantage"], mask_BT),
+            loss="reinforce",
+            reduction="sequence_sum",
+            weights_BT=weights_BT,
         )
         kl = self._divergence(scores.logprobs_BT, batch, weights_BT)
         loss = (1 - options.kl_mix) * loss + options.kl_mix * kl

@@ -28,7 +28,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
 
     Means over the frames in which the agent acts (Williams 1992):
 
-        L = -mean log pi(a) G - entropy_coef mean H [+ critic_coef mean distance(V, A + V_old)]
+        L = -mean log pi(a) G - entropy_weight mean H [+ critic_coef mean distance(V, A + V_old)]
 
     `G` is the discounted reward to go, or the advantage `A` by GAE. The gradient is that of the
     expected return only for the policy that played, so with `rl.num_epochs` above 1, or several
@@ -53,7 +53,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
             default=1.0, ge=0
         )
         """Weight of the value loss. It matters where policy and value function share a body."""
-        entropy_coef: float = Field(default=0.0, ge=0)
+        entropy_weight: float = Field(default=0.0, ge=0)
         """Weight of the entropy bonus. Larger explores more."""
 
     def _get_loss_module_and_gae(self) -> tuple[ReinforceObjective, Gae | None]:
@@ -68,7 +68,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
             self.agents,
             weight="advantage" if uses_critic else "reward_to_go",
             critic_coef=self.parameters.critic_coef,
-            entropy_coef=self.parameters.entropy_coef,
+            entropy_weight=self.parameters.entropy_weight,
             loss_critic_type=self.rl.loss_critic_type,
             clip_value=self.rl.clip_value,
         )

@@ -6,35 +6,44 @@ from typing import Any, ClassVar
 
 from nip_astra.errors import DataError
 from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
+from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.ahead import Played
 from nip_astra.trainers.service.parameters import RolloutParameters
+
+
+class CrossEntropyParameters(RemoteLossParameters):
+    """The loss, a sum over all tokens that are learnt, as of Tinker."""
+
+    loss: PolicyLossName = "cross_entropy"
+    """Loss of each token, see `rl_objectives.policy_losses`."""
 
 
 @register_trainer(TrainerType.REMOTE_API_CROSS_ENTROPY)
 class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
     """Learn the solutions of a task's problems by heart: `-log pi`, summed over their tokens.
 
-    Nothing is sampled in training; `num_runs`, resampling and staleness have no use.
+    Nothing is sampled in training; `group_size`, resampling and staleness have no use.
     """
 
     needs_advantage: ClassVar[bool] = False
     samples_in_training: ClassVar[bool] = False
     never_reads: ClassVar[tuple[str, ...]] = (
-        "remote_api_cross_entropy.num_runs",
+        "remote_api_cross_entropy.group_size",
+        "remote_api_cross_entropy.mask_truncated_completions",
         "remote_api_cross_entropy.max_resampling_rounds",
         "remote_api_cross_entropy.max_staleness",
     )
 
     class Parameters(RolloutParameters):
-        """Which loss the service takes."""
+        """The loss."""
 
-        service_loss: ServiceLossParameters = ServiceLossParameters(loss_fn="cross_entropy")
-        """The loss of the service."""
+        policy_loss: CrossEntropyParameters = CrossEntropyParameters()
+        """The loss of a batch."""
 
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]

@@ -6,18 +6,18 @@ from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.distillation import reverse_kl_advantages
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
+from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.teacher import DistillationParameters, load_teacher
 
 
 @register_trainer(TrainerType.REMOTE_API_OPD)
 class RemoteApiOpdTrainer(RemoteApiTrainer):
-    """Say what the teacher would say, on what the student itself says, by a service's own loss.
+    """Say what the teacher would say, on what the student itself says.
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; see `self_hosted_opd`.
@@ -26,12 +26,12 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
     learns_from_rewards: ClassVar[bool] = False
 
     class Parameters(RolloutParameters):
-        """The teacher, and which loss the service takes."""
+        """The teacher, and the loss."""
 
         distillation: DistillationParameters = DistillationParameters()
         """Whom the student learns from."""
-        service_loss: ServiceLossParameters = ServiceLossParameters()
-        """The loss of the service."""
+        policy_loss: RemoteLossParameters = RemoteLossParameters()
+        """The loss of a batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

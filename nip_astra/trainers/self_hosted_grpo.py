@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.masked import masked_sum
-from nip_astra.rl_objectives.run_advantages import codes_of, run_advantages
+from nip_astra.rl_objectives.advantages import codes_of
+from nip_astra.rl_objectives.reductions import masked_sum
 from nip_astra.rollouts.batch import Batch
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.self_hosted_base import SelfHostedTrainer
@@ -23,8 +23,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
 
     With `m_k` the mean reward of run k of a problem, mu and std their mean and unbiased standard
     deviation, each token of a trajectory has the advantage `A = (r - mu) / (std + 1e-6)` (GRPO,
-    arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.run_advantages`). The loss is
-    `max(-ratio A, -clip(ratio) A) + kl_weight KL(pi || ref)` in the defaults of `policy_loss`, a
+    arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.advantages`). The loss is
+    `max(-ratio A, -clip(ratio) A) + kl.weight KL(pi || ref)` in the defaults of `policy_loss`, a
     mean over the tokens that the policy said.
 
     Hooks: `_reward_fn`, the rewards of tokens, and `_compute_advantage`, which learns from their
@@ -33,7 +33,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     """
 
     class Parameters(GrpoParameters):
-        """How rewards become advantages, and which loss is taken."""
+        """How rewards become advantages, and the loss."""
 
         policy_loss: PolicyLossParameters = PolicyLossParameters()
         """The loss of a batch."""
@@ -59,32 +59,18 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return torch.where(is_last_BT, batch.values["rewards"].nan_to_num()[:, None], 0.0)
 
     def _compute_advantage(self, batch: Batch) -> Batch:
-        """Set `advantages`, leave out trajectories without a reward, and log figures of groups."""
+        """Set `advantages`, leave out trajectories without a reward, and log statistics."""
         options = self.parameters
         runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
         groups = batch.metadata["uid" if "uid" in batch.metadata else "group_ids"]  # as in NexRL
-        found = run_advantages(
-            self._rewards_of_rows(batch).double(),
-            codes_of(groups),
-            runs,
-            baseline=options.baseline,
-            scale=options.scale,
-        )
+        found = options.advantages(self._rewards_of_rows(batch).double(), codes_of(groups), runs)
         batch.values["advantages"] = found.advantages_N.float()
         batch.values["row_weights"] = batch.values["row_weights"] * found.is_used_N
-        used = found.advantages_N[found.is_used_N]
-        self.log_metrics(
-            {
-                "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
-                "grpo/zero_variance_share": float(found.is_zero_variance_P.double().mean()),
-                "grpo/group_std_mean": float(found.std_P.mean()),
-                "grpo/num_groups": float(len(found.std_P)),
-            }
-        )
+        self.log_metrics(found.metrics())
         return batch
 
     def _rewards_of_rows(self, batch: Batch) -> Tensor:
-        """What trajectories are worth, `[B]`: the sum over the tokens that the policy said.
+        """The reward of each trajectory, `[B]`: the sum over the tokens that the policy said.
 
         Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
         """

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.distillation import reverse_kl_advantages
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.self_hosted_base import SelfHostedTrainer
-from nip_astra.trainers.service.parameters import PolicyLossParameters, RolloutParameters
+from nip_astra.trainers.service.parameters import ImportanceLossParameters, RolloutParameters
 from nip_astra.trainers.service.teacher import DistillationParameters, load_teacher
 
 
@@ -30,7 +30,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
 
         distillation: DistillationParameters = DistillationParameters()
         """Whom the student learns from."""
-        policy_loss: PolicyLossParameters = PolicyLossParameters(loss="importance_sampling")
+        policy_loss: ImportanceLossParameters = ImportanceLossParameters()
         """The loss of a batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

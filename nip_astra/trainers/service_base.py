@@ -29,7 +29,7 @@ from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.rl_objectives.advantages import Baseline
+from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
@@ -60,7 +60,7 @@ from nip_astra.trainers.service.playing import (
     informative_groups,
     sample_of_service,
 )
-from nip_astra.trainers.service.samples import collate_trajectories, score_batch
+from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
@@ -248,9 +248,14 @@ class ServiceTrainer(LanguageModelTrainer):
         dead: list[Trajectory] = []
         records = []
         num_played = num_live = 0
-        baseline: Baseline | None = getattr(self.parameters, "baseline", "mean")
-        if not self.learns_from_rewards:
-            baseline = None
+        options = self.parameters
+        margin = getattr(options, "overlong_margin", 0)
+        # Only the baseline of GRPO gives groups of equal rewards no signal.
+        needs_spread = (
+            self.learns_from_rewards
+            and getattr(options, "baseline", "mean") != "none"
+            and getattr(options, "advantage", "group") == "group"
+        )
         for _ in range(rounds + 1):
             missing = wanted - num_live
             problems = [
@@ -259,10 +264,12 @@ class ServiceTrainer(LanguageModelTrainer):
             rollout = self._play("train", problems, ("rollout", iteration), self._sampling_agent)
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
+            if margin:
+                self._penalise_length(rollout.trajectories, margin)
             num_played += missing
             live, others = informative_groups(
                 rollout.trajectories,
-                baseline=baseline,
+                needs_spread=needs_spread,
                 use_run_ids=getattr(self.parameters, "use_run_ids", True),
             )
             num_live += len({one.group_id for one in live})
@@ -277,6 +284,22 @@ class ServiceTrainer(LanguageModelTrainer):
             "rollout/dead_share": 1 - num_live / num_played,
         }
         return Played(told, metrics, records)
+
+    def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
+        """Take DAPO's penalty on long answers off rewards."""
+        max_length = self.agent.sampling.max_new_tokens
+        lengths = torch.tensor([one.num_response_tokens for one in trajectories])
+        penalties = overlong_penalty(lengths, max_length=max_length, margin=margin)
+        for trajectory, penalty in zip(trajectories, penalties.tolist(), strict=True):
+            if trajectory.reward is not None:
+                trajectory.reward += penalty
+
+    def learnt_samples(self, batch: Batch) -> list[Sample]:
+        """The samples of a prepared batch; see `mask_truncated_completions`."""
+        if self.parameters.mask_truncated_completions and "is_cut" in batch.values:
+            is_whole_B = batch.values["is_cut"] == 0
+            batch.values["row_weights"] = batch.values["row_weights"] * is_whole_B
+        return samples_of(batch)
 
     def problem(self, number: int) -> int:
         """Which problem is played as the given one of the run; all of a data set in random order
@@ -299,7 +322,7 @@ class ServiceTrainer(LanguageModelTrainer):
         num_runs: int | None = None,
     ) -> TaskRollout:
         """Play problems with the weights that learn, or those of another agent."""
-        runs = num_runs or self.parameters.num_runs
+        runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
         # Only the leader has weights of before, or all of divided ones.
         is_whole = is_of_now and self.settings.sharding == "none"
@@ -414,7 +437,7 @@ class ServiceTrainer(LanguageModelTrainer):
             self._warn(
                 "the policy is as it was: in no iteration was there a trajectory to learn from, "
                 "since no advantage was other than 0. Compare runs of one problem (group_id) with "
-                "each other, and raise num_runs until some of them are right and some are wrong."
+                "each other, and raise group_size until some of them are right and some are wrong."
             )
         self.store_results(
             {
@@ -447,7 +470,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Those of training, without resampling, of dev evaluations, before and after."""
         training, options = self.training, self.options.evaluation
         num_iterations, period = training.num_iterations, training.eval_period
-        played = training.num_episodes_per_experience * self.parameters.num_runs
+        played = training.num_episodes_per_experience * self.parameters.group_size
         tested = len(self.held_out("test", options.num_problems)) * options.num_runs
         dev = len(self.held_out("dev", options.num_dev_problems)) * options.num_dev_runs
         num_dev = num_iterations // period if period else 0

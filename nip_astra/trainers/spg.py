@@ -24,6 +24,9 @@ from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 logger = logging.getLogger(__name__)
 
+WITH_CLIP = where("spg.variant", *(name for name, one in VARIANTS.items() if one.is_clipped))
+"""Condition of the clip of ratios."""
+
 
 @register_trainer(TrainerType.SPG)
 class SpgTrainer(TensorDictRlTrainer):
@@ -47,17 +50,17 @@ class SpgTrainer(TensorDictRlTrainer):
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = (
         "rl",
-        "ppo.clip_epsilon",
+        "ppo.clip_low",
+        "ppo.clip_high",
         "ppo.critic_coef",
-        "ppo.entropy_coef",
+        "ppo.entropy_weight",
         "ppo.normalize_advantage",
         "message_regression",
     )
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {
         **TensorDictRlTrainer.reads_where,
-        "ppo.clip_epsilon": where(
-            "spg.variant", *(name for name, variant in VARIANTS.items() if variant.is_clipped)
-        ),
+        "ppo.clip_low": WITH_CLIP,
+        "ppo.clip_high": WITH_CLIP,
     }
 
     class Parameters(SpgParameters):

@@ -19,7 +19,7 @@ class VanillaPpoTrainer(TensorDictRlTrainer):
     Every agent takes all others for a part of its environment. With `r = pi(a) / pi_old(a)` and
     advantages `A` by GAE, means over the frames in which the agent acts (arXiv:1707.06347, eq. 7):
 
-        L = -mean min(r A, clip(r, 1 - eps, 1 + eps) A) - entropy_coef mean H
+        L = -mean min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - entropy_weight mean H
             + critic_coef mean distance(V, A + V_old)
 
     or, with `ppo.loss_type: kl_penalty`, `-mean r A + beta mean -log r` in place of the first term

@@ -99,11 +99,12 @@ def test_the_guide_lists_every_number_that_a_step_logs_and_the_defaults_as_they_
         _, logs = harness.step(next(harness.experience()))
         assert logs
         assert [name for name in logs if f"`{name}`" not in guide] == []
-    config, ppo = TrainingConfiguration(), PPO(ValuedWordProblem()).parameters
+    config, solver = TrainingConfiguration(), PPO(ValuedWordProblem())
+    ppo = solver.parameters
     for name in ("lr", "batch_size", "training_steps", "weight_decay", "max_grad_norm"):
         shown = f"{getattr(config, name):g}".replace("e-05", "e-5")
         assert re.search(rf"{name}={shown}(\.0)?[`, ]", guide.split("## Defaults that differ")[1])
-    assert f"| {ppo.clip_range}, {ppo.value_weight} of half the squared error" in guide
+    assert f"| {solver.clip_range}, {ppo.value_weight} of half the squared error" in guide
     assert f"`lam={ppo.lam}`, KL weight {ppo.kl.weight}" in guide
 
 

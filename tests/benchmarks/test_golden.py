@@ -39,7 +39,7 @@ def test_the_exit_code_tells_equal_different_and_failed_apart(
 
 
 def test_an_objective_is_compared_with_its_gradients(benchmark: ModuleType) -> None:
-    from nip_astra.rl_objectives.policy_gradient import nll_loss
+    from nip_astra.rl_objectives.policy_losses import nll_loss
 
     found = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})
     again = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})

@@ -101,3 +101,62 @@ def test_the_same_quantity_has_one_name_in_all_families(name: str) -> None:
     groups: list[Any] = [TRAINERS.get(name).Parameters, TrainingConfiguration]
     for group in groups:
         assert not {"training_steps", "learning_rate", "batch_size"} & set(group.model_fields)
+
+
+MOVED_VALUES = {
+    "ppo": (
+        {"clip_epsilon": 0.1, "entropy_coef": 0.5},
+        {"clip_low": 0.1, "clip_high": 0.1, "entropy_weight": 0.5},
+    ),
+    "ast_ppo": (
+        {"clip_range": 0.3, "kl": {"weight": 0.1, "kind": "k1"}},
+        {"clip_low": 0.3, "clip_high": 0.3, "kl": {"weight": 0.1, "value": "k1", "gradient": "k2"}},
+    ),
+    "ast_grpo": (
+        {"kl_weight": 0.2, "kl_kind": "k3"},
+        {"kl": {"weight": 0.2, "value": "k3", "gradient": "k3"}},
+    ),
+    "my_trainer": (
+        {
+            "num_runs": 4,
+            "policy_loss": {
+                "loss": "ppo",
+                "least_ratio": 0.9,
+                "most_ratio": 1.3,
+                "dual_clip": 3.0,
+                "kl_weight": 0.1,
+                "kl_value": "k1",
+                "kl_gradient": "k3",
+                "most_mismatch": 4.0,
+            },
+        },
+        {
+            "group_size": 4,
+            "policy_loss": {
+                "loss": "ppo",
+                "clip_low": 0.1,
+                "clip_high": 0.3,
+                "loss_options": {"dual_clip": 3.0},
+                "max_mismatch": 4.0,
+                "kl": {"weight": 0.1, "value": "k1", "gradient": "k3"},
+            },
+        },
+    ),
+    "remote_api_grpo": (
+        {
+            "service_loss": {
+                "loss_fn": "cispo",
+                "clip_low_threshold": 0.0,
+                "clip_high_threshold": 4.0,
+            }
+        },
+        {"policy_loss": {"loss": "cispo", "clip_low": 1.0, "clip_high": 3.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("section", MOVED_VALUES)
+def test_options_of_losses_are_read_by_their_old_names(section: str) -> None:
+    old, new = MOVED_VALUES[section]
+    assert with_new_names({section: old}, source="a.yaml") == {section: new}
+    assert with_new_names({section: new}, source="a.yaml") == {section: new}

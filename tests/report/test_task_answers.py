@@ -80,7 +80,7 @@ def test_a_page_of_a_task_tells_nothing_of_roles_and_parameters_that_it_lacks(
     for text in (re.sub(r"(?s)<(style|script).*?</\1>", "", one) for one in (page, compared)):
         for word in ("attacker", "reference and scorer", "probe NLL", "target queries"):
             assert word not in text, word
-    for group in ("rl.num_iterations", "ppo.clip_epsilon", "text_rl.", "protocol_common."):
+    for group in ("rl.num_iterations", "ppo.clip_low", "text_rl.", "protocol_common."):
         assert group not in page, group
     assert "training.minibatch_size" in page
     assert "Right answers before and after training" in compared

@@ -117,7 +117,7 @@ IN_VAIN = [
     (PROOF, "ppo.kl_target=0.5", "ppo.loss_type"),
     (PROOF, "message_regression.period=5", "message_regression.regressor"),
     (PROOF | {"trainer": "reinforce"}, "rl.lmbda=0.5", "reinforce.use_advantage_and_critic"),
-    (PROOF | {"trainer": "spg"}, "ppo.clip_epsilon=0.5", "spg.variant"),
+    (PROOF | {"trainer": "spg"}, "ppo.clip_low=0.5", "spg.variant"),
     (PROOF | {"trainer": "spg"}, "spg.ihvp_step_size=0.5", "spg.ihvp_variant"),
     (STRESS_TEST, "training.dev_metric=mean_score", "training.eval_period"),
     (STRESS_TEST, "ast_chat.evaluation.num_dev_episodes=5", "training.eval_period"),
@@ -141,14 +141,14 @@ def test_a_value_whose_condition_does_not_hold_is_refused(
 
 def test_the_message_says_what_the_other_parameter_must_be_and_is() -> None:
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(**PROOF | {"trainer": "spg"}, overrides=["ppo.clip_epsilon=0.5"])
+        resolve_experiment(**PROOF | {"trainer": "spg"}, overrides=["ppo.clip_low=0.5"])
     words = ("spg.variant", "pspg, pola, psos", "is spg", "0.5 (from --set)", "spg.variant")
-    assert says(caught.value.faults[0], "ppo.clip_epsilon", *words)
+    assert says(caught.value.faults[0], "ppo.clip_low", *words)
 
 
 def test_a_value_whose_condition_holds_passes() -> None:
     resolve_experiment(
-        **PROOF | {"trainer": "spg"}, overrides=["ppo.clip_epsilon=0.5", "spg.variant=pola"]
+        **PROOF | {"trainer": "spg"}, overrides=["ppo.clip_low=0.5", "spg.variant=pola"]
     )
     zero_knowledge = ["protocol_common.zero_knowledge=true"]
     resolve_experiment(

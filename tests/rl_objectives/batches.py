@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nip_astra.rl_objectives.group_variants import GroupVariant
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss, policy_loss
 
 DOUBLE = torch.float64
 Batch = dict[str, torch.Tensor]
@@ -30,8 +31,16 @@ def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5) -> Batch:
     }
 
 
-def length_of(variant: GroupVariant) -> int | None:
-    return 9 if variant.reduction == "sum_over_length" else None
+def loss_of_variant(name: str, *inputs: torch.Tensor, **options: object) -> LossOutput:
+    """The policy loss of a variant; the longest sequence has 9 tokens."""
+    variant = GROUP_VARIANTS[name]
+    given = {
+        "loss": PolicyLoss.of(variant.loss, clip_high=variant.clip_high),
+        "reduction": variant.reduction,
+        "max_length": 9,
+        "kl_gradient": "k3",
+    }
+    return policy_loss(*inputs, **{**given, **options})
 
 
 def without(batch: Batch, *names: str) -> Batch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,35 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.advantages import (
     Baseline,
-    explained_variance,
+    Scale,
+    codes_of,
     gae,
     group_advantages,
     whiten,
 )
+from nip_astra.rl_objectives.values import explained_variance
 
 DOUBLE = torch.float64
 NAN = math.nan
+
+
+def of_siblings(
+    rewards_PG: torch.Tensor, *, std_epsilon: float | None, **options: Any
+) -> SimpleNamespace:
+    """Advantages of groups of one size, a row per group."""
+    shape = rewards_PG.shape
+    found = group_advantages(
+        rewards_PG.flatten(),
+        torch.arange(shape[0]).repeat_interleave(shape[1]),
+        scale="none" if std_epsilon is None else "group",
+        std_epsilon=std_epsilon or 0.0,
+        **options,
+    )
+    return SimpleNamespace(
+        advantages_PG=found.advantages_N.reshape(shape),
+        is_used_PG=found.is_used_N.reshape(shape),
+        is_zero_variance_P=found.is_zero_variance_P,
+    )
 
 
 def _episodes(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +154,7 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtyp
 
 
 def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
-    found = group_advantages(REWARDS, baseline="mean", std_epsilon=1e-4)
+    found = of_siblings(REWARDS, baseline="mean", std_epsilon=1e-4)
     for group, rewards in ((0, [1.0, 2.0, 6.0]), (2, [4.0, 2.0])):
         mean, std = statistics.mean(rewards), statistics.stdev(rewards)
         expected = [(reward - mean) / (std + 1e-4) for reward in rewards]
@@ -140,14 +163,14 @@ def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
 
 
 def test_leaving_one_out_by_hand() -> None:
-    found = group_advantages(REWARDS, baseline="leave_one_out", std_epsilon=None)
+    found = of_siblings(REWARDS, baseline="leave_one_out", std_epsilon=None)
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
     assert found.advantages_PG[0].tolist() == pytest.approx([-3.0, -1.5, 4.5], abs=1e-12)
     assert found.advantages_PG[2].tolist() == pytest.approx([2.0, 0.0, -2.0], abs=1e-12)
 
 
 def test_without_a_baseline_rewards_are_advantages_and_no_group_is_idle() -> None:
-    found = group_advantages(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
+    found = of_siblings(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
     assert torch.equal(found.advantages_PG, REWARDS.nan_to_num(0.0))
     assert torch.equal(found.is_used_PG, ~REWARDS.isnan())
     assert not found.is_zero_variance_P.any()
@@ -162,13 +185,11 @@ def test_a_group_of_equal_rewards_gives_exactly_nothing_and_is_counted(
     baseline: Baseline, std_epsilon: float | None
 ) -> None:
     rewards = REWARDS.float()
-    kept = group_advantages(rewards, baseline=baseline, std_epsilon=std_epsilon)
+    kept = of_siblings(rewards, baseline=baseline, std_epsilon=std_epsilon)
     assert kept.advantages_PG[1].tolist() == [0.0, 0.0, 0.0]
     assert kept.is_zero_variance_P.tolist() == [False, True, False]
     assert kept.is_used_PG.tolist() == [[True] * 3, [True] * 3, [True, False, True]]
-    dropped = group_advantages(
-        rewards, baseline=baseline, std_epsilon=std_epsilon, zero_variance="drop"
-    )
+    dropped = of_siblings(rewards, baseline=baseline, std_epsilon=std_epsilon, zero_variance="drop")
     assert torch.equal(dropped.advantages_PG, kept.advantages_PG)
     assert dropped.is_used_PG.tolist() == [[True] * 3, [False] * 3, [True, False, True]]
 
@@ -178,17 +199,17 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     rewards = torch.full((1, 6), 0.3)
     # In float32 the mean of these is not one of them; divided by its like it would be near 1.
     assert (rewards - rewards.sum() / 6).abs().max() > 0
-    found = group_advantages(rewards, baseline=baseline, std_epsilon=0.0)
+    found = of_siblings(rewards, baseline=baseline, std_epsilon=0.0)
     assert found.advantages_PG.eq(0).all()
     assert whiten(rewards, torch.ones(1, 6, dtype=torch.bool)).eq(0).all()
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_one_sibling_or_one_verdict_tells_nothing(baseline: Baseline) -> None:
-    alone = group_advantages(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
+    alone = of_siblings(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
     assert alone.advantages_PG.tolist() == [[0.0], [0.0]]
     assert alone.is_zero_variance_P.tolist() == [True, True]
-    found = group_advantages(
+    found = of_siblings(
         torch.tensor([[NAN, 3.0, NAN], [NAN, NAN, NAN]]), baseline=baseline, std_epsilon=0.0
     )
     assert found.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
@@ -203,18 +224,18 @@ def test_order_shift_and_missing_siblings_change_nothing(
     baseline: Baseline, std_epsilon: float | None
 ) -> None:
     options = {"baseline": baseline, "std_epsilon": std_epsilon}
-    whole = group_advantages(REWARDS, **options).advantages_PG
+    whole = of_siblings(REWARDS, **options).advantages_PG
     order = torch.tensor([2, 0, 1])
-    mixed = group_advantages(REWARDS[:, order] + 7.0, **options).advantages_PG
+    mixed = of_siblings(REWARDS[:, order] + 7.0, **options).advantages_PG
     assert torch.allclose(mixed, whole[:, order], atol=1e-12)
     absent = torch.full((3, 2), NAN, dtype=DOUBLE)
-    wide = group_advantages(torch.cat([REWARDS, absent], dim=1), **options)
+    wide = of_siblings(torch.cat([REWARDS, absent], dim=1), **options)
     assert torch.allclose(wide.advantages_PG[:, :3], whole, atol=1e-12)
     assert not wide.is_used_PG[:, 3:].any()
 
 
 def test_no_groups_give_no_advantages() -> None:
-    found = group_advantages(torch.zeros(0, 4), baseline="mean", std_epsilon=1e-4)
+    found = of_siblings(torch.zeros(0, 4), baseline="mean", std_epsilon=1e-4)
     assert found.advantages_PG.shape == (0, 4)
     assert found.is_zero_variance_P.shape == (0,)
 
@@ -222,15 +243,15 @@ def test_no_groups_give_no_advantages() -> None:
 @pytest.mark.parametrize(
     ("baseline", "std_epsilon", "text"),
     [
-        ("median", None, "'median', which is not known. Known baselines: mean, leave_one_out"),
-        ("none", 1e-4, "would give equal rewards a vast advantage"),
+        ("median", None, "'median'.*mean, leave_one_out, none"),
+        ("none", 1e-4, "'none'.*group"),
     ],
 )
 def test_a_baseline_that_cannot_be_is_refused(
     baseline: Baseline, std_epsilon: float | None, text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        group_advantages(REWARDS, baseline=baseline, std_epsilon=std_epsilon)
+        of_siblings(REWARDS, baseline=baseline, std_epsilon=std_epsilon)
 
 
 def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask() -> None:
@@ -256,3 +277,139 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(returns + 4, returns, mask).item() == 1.0
     assert explained_variance(torch.zeros(4), returns, mask).item() == 0.0
     assert explained_variance(returns, torch.ones(4), mask).isnan()
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
+
+
+def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
+    # Run 0 has rewards 0 and 1, mean 0.5; run 1 has reward 2. mu = 1.25, std = 1.5 / sqrt(2).
+    found = group_advantages(
+        doubles(0, 1, 2), torch.tensor([7, 7, 7]), torch.tensor([0, 0, 1]), std_epsilon=0.0
+    )
+    std = 1.5 / math.sqrt(2)
+    expected = [(r - 1.25) / std for r in (0, 1, 2)]
+    assert found.advantages_N.tolist() == pytest.approx(expected, abs=1e-12)
+    assert found.std_P.tolist() == pytest.approx([std])
+
+
+def test_one_run_number_in_two_groups_is_two_runs() -> None:
+    found = group_advantages(
+        doubles(0, 1, 5, 6),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0, 1, 0, 1]),
+        scale="none",
+    )
+    assert found.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_ragged_groups_equal_each_group_alone() -> None:
+    values, group = doubles(1, 0, 3, 5, 2, 2.5), torch.tensor([3, 1, 3, 3, 1, 0])
+    found = group_advantages(values, group, std_epsilon=1e-4)
+    for one in (0, 1, 3):
+        alone = values[group == one]
+        own = group_advantages(alone, torch.zeros(len(alone)).long(), std_epsilon=1e-4)
+        assert torch.allclose(found.advantages_N[group == one], own.advantages_N, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_singleton_learns_nothing_where_nexrl_gives_it_its_reward(scale: Scale) -> None:
+    found = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
+    assert found.advantages_N[0] == 0
+    assert found.is_zero_variance_P.tolist() == [True, False]
+
+
+def test_one_run_of_two_samples_gives_zero_where_nexrl_gives_nan() -> None:
+    found = group_advantages(doubles(0, 4), torch.tensor([0, 0]), torch.tensor([5, 5]))
+    assert found.advantages_N.tolist() == [0, 0]
+
+
+def test_equal_rewards_that_are_no_round_number_give_exactly_zero() -> None:
+    found = group_advantages(doubles(0.1, 0.1, 0.1), torch.zeros(3).long(), std_epsilon=0.0)
+    assert found.advantages_N.tolist() == [0, 0, 0]
+    dropped = group_advantages(
+        doubles(0.1, 0.1, 0, 1), torch.tensor([0, 0, 1, 1]), zero_variance="drop"
+    )
+    assert dropped.is_used_N.tolist() == [False, False, True, True]
+
+
+def test_the_standard_deviation_is_unbiased_as_in_trl_and_not_that_of_the_population() -> None:
+    found = group_advantages(doubles(0, 0, 3), torch.zeros(3).long(), std_epsilon=0.0)
+    assert found.std_P.tolist() == pytest.approx([math.sqrt(3)])
+    assert found.advantages_N[2].item() == pytest.approx(2 / math.sqrt(3))
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_other_runs() -> None:
+    found = group_advantages(
+        doubles(1, 0, 0.5), torch.zeros(3).long(), baseline="leave_one_out", scale="none"
+    )
+    assert found.advantages_N.tolist() == pytest.approx([0.75, -0.75, 0.0])
+
+
+def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
+    # Run 0 of the second group has two samples, which count as one.
+    found = group_advantages(
+        doubles(0, 2, 9, 11, 14),
+        torch.tensor([0, 0, 1, 1, 1]),
+        torch.tensor([0, 1, 0, 0, 1]),
+        scale="batch",
+        std_epsilon=0.0,
+    )
+    std = math.sqrt(((0 - 6.5) ** 2 + (2 - 6.5) ** 2 + (10 - 6.5) ** 2 + (14 - 6.5) ** 2) / 3)
+    expected = [-1 / std, 1 / std, -3 / std, -1 / std, 2 / std]
+    assert found.advantages_N.tolist() == pytest.approx(expected)
+
+
+def test_the_spread_of_the_batch_is_that_of_trl_on_ragged_groups() -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.trainer.utils import nanstd
+
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, 4, generator=generator, dtype=DOUBLE) + torch.arange(6)[:, None]
+    values[torch.rand(6, 4, generator=generator) < 0.3] = torch.nan
+    found = group_advantages(
+        values.flatten(), torch.arange(6).repeat_interleave(4), scale="batch", std_epsilon=1e-4
+    )
+    expected = (values - values.nanmean(dim=1, keepdim=True)) / (nanstd(values.flatten()) + 1e-4)
+    # TRL's correction count / (count - 1) is a division of integers, which gives float32.
+    assert torch.allclose(found.advantages_N, expected.flatten().nan_to_num(0.0), atol=1e-6)
+
+
+def test_samples_without_a_verdict_are_left_out() -> None:
+    found = group_advantages(
+        doubles(0, 1, math.nan, math.nan),
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([0, 1, 1, 0]),
+        scale="none",
+    )
+    assert found.advantages_N.tolist() == [-0.5, 0.5, 0, 0]
+    assert found.is_used_N.tolist() == [True, True, False, False]
+    assert found.is_zero_variance_P.tolist() == [False, False]
+
+
+def test_advantages_do_not_depend_on_order_or_on_a_constant() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(30, generator=generator, dtype=DOUBLE)
+    group, run = torch.randint(0, 6, (2, 30), generator=generator)
+    order = torch.randperm(30, generator=generator)
+    plain = group_advantages(values, group, run).advantages_N
+    other = group_advantages(values[order] + 5, group[order], run[order]).advantages_N
+    assert torch.allclose(plain[order], other, atol=1e-9)
+    assert plain.abs().max() > 0.5
+
+
+def test_advantages_of_no_samples_are_none() -> None:
+    empty = torch.zeros(0, dtype=torch.long)
+    assert len(group_advantages(doubles(), empty).advantages_N) == 0
+
+
+def test_ids_become_numbers_in_order_of_appearance() -> None:
+    assert codes_of(["b", "a", "b", 3]).tolist() == [0, 1, 0, 2]
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"global.*group, batch, none"):
+        group_advantages(doubles(1), torch.zeros(1).long(), scale="global")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="none"):
+        group_advantages(doubles(1), torch.zeros(1).long(), baseline="none")

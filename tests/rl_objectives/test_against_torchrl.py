@@ -11,12 +11,8 @@ from tensordict import TensorDict
 
 from nip_astra.rl_objectives.advantages import gae
 from nip_astra.rl_objectives.kl import AdaptiveKl
-from nip_astra.rl_objectives.policy_gradient import (
-    nll_loss,
-    ppo_policy_loss,
-    reinforce_loss,
-    value_loss,
-)
+from nip_astra.rl_objectives.policy_losses import PolicyLoss, nll_loss, policy_loss
+from nip_astra.rl_objectives.values import value_loss
 
 DOUBLE = torch.float64
 NUM_STATES, NUM_ACTIONS, ROWS = 7, 4, 12
@@ -117,13 +113,9 @@ def test_ppo_equals_that_of_torchrl(torchrl: SimpleNamespace, clip_range: float 
     batch = random_batch()
     theirs = module(batch.clone())
     actor, critic, logprobs, values = logprobs_and_values(module, batch)
-    policy = ppo_policy_loss(
-        logprobs,
-        batch["action_log_prob"][:, None],
-        batch["advantage"],
-        EVERY,
-        clip_low=0.25,
-        clip_high=0.5,
+    policy = policy_loss(
+        *(logprobs, batch["action_log_prob"][:, None], batch["advantage"], EVERY),
+        loss=PolicyLoss.of("ppo", clip_low=0.25, clip_high=0.5),
     )
     assert_same(policy.loss, theirs["loss_objective"], actor)
     value = value_loss(
@@ -138,7 +130,7 @@ def test_reinforce_equals_that_of_torchrl(torchrl: SimpleNamespace) -> None:
     batch = random_batch(1)
     theirs = module(batch.clone())
     actor, _, logprobs, _ = logprobs_and_values(module, batch)
-    mine = reinforce_loss(logprobs, EVERY, batch["advantage"])
+    mine = policy_loss(logprobs, None, batch["advantage"], EVERY, loss="reinforce")
     assert_same(mine.loss, theirs["loss_actor"], actor)
 
 

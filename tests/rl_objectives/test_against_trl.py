@@ -6,7 +6,6 @@ their own code runs on given log-probabilities.
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,13 @@ import pytest
 import torch
 
 from nip_astra.rl_objectives.advantages import group_advantages
-from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
-from nip_astra.rl_objectives.policy_gradient import group_policy_loss, ppo_policy_loss
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss, policy_loss
 from nip_astra.rl_objectives.preference import (
     PreferenceKind,
     preference_loss,
     sequence_logprobs,
 )
+from tests.rl_objectives.batches import loss_of_variant
 from tests.rl_objectives.references import trl_trainer
 
 DOUBLE = torch.float64
@@ -74,13 +73,14 @@ def assert_same(first: Any, second: Any, *tensors: torch.Tensor) -> None:
 def grpo_of_trl(
     trl: SimpleNamespace, name: str, batch: dict[str, torch.Tensor], *, kl_weight: float
 ) -> torch.Tensor:
-    variant = GROUP_VARIANTS[name]
     logprobs, mask = batch["logprobs"], batch["mask"].to(DOUBLE)
-    highest = variant.clip_high if name != "cispo" else 1 + variant.clip_high
+    variant = GROUP_VARIANTS[name]
+    clip = PolicyLoss.of(variant.loss, clip_high=variant.clip_high).options
+    highest = clip["clip_high"] if name != "cispo" else 1 + clip["clip_high"]
     trainer = trl_trainer(
         loss_type={"gspo": "grpo"}.get(name, name),
         importance_sampling_level="sequence" if name == "gspo" else "token",
-        epsilon_low=variant.clip_low,
+        epsilon_low=clip["clip_low"],
         epsilon_high=highest,
         beta=kl_weight,
         max_completion_length=MAX_LENGTH,
@@ -118,14 +118,10 @@ def test_group_variants_equal_grpo_of_trl(
 ) -> None:
     batch = random_batch(3, scale)
     batch["logprobs"].requires_grad_()
-    variant = GROUP_VARIANTS[name]
-    loss = group_policy_loss(
-        batch["logprobs"],
-        batch["old"],
-        batch["advantages"],
-        batch["mask"],
-        variant=variant,
-        max_length=MAX_LENGTH if variant.reduction == "sum_over_length" else None,
+    loss = loss_of_variant(
+        name,
+        *(batch["logprobs"], batch["old"], batch["advantages"], batch["mask"]),
+        max_length=MAX_LENGTH,
         reference_logprobs_BT=batch["reference"],
         kl_weight=kl_weight,
     ).loss
@@ -156,9 +152,7 @@ def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
         "old_logps": (batch["old"] * mask).sum(1),
     }
     theirs = trl.RLOOTrainer._compute_loss(trainer, None, inputs)
-    mine = group_policy_loss(
-        logprobs, batch["old"], batch["advantages"], batch["mask"], variant=GROUP_VARIANTS["rloo"]
-    ).loss
+    mine = loss_of_variant("rloo", logprobs, batch["old"], batch["advantages"], batch["mask"]).loss
     assert_same(mine, theirs, logprobs)
 
 
@@ -166,14 +160,9 @@ def test_ppo_clips_as_grpo_of_trl_does(trl: SimpleNamespace) -> None:
     # With the mean over all tokens of the batch, PPO's policy loss is that of dapo.
     batch = random_batch(5, 0.5)
     batch["logprobs"].requires_grad_()
-    variant = GROUP_VARIANTS["dapo"]
-    mine = ppo_policy_loss(
-        batch["logprobs"],
-        batch["old"],
-        batch["advantages"],
-        batch["mask"],
-        clip_low=variant.clip_low,
-        clip_high=variant.clip_high,
+    mine = policy_loss(
+        *(batch["logprobs"], batch["old"], batch["advantages"], batch["mask"]),
+        loss=PolicyLoss.of("ppo", clip_high=0.28),
     ).loss
     assert_same(mine, grpo_of_trl(trl, "dapo", batch, kl_weight=0.0), batch["logprobs"])
 
@@ -183,11 +172,12 @@ def test_the_deviation_of_a_group_is_that_of_trl(trl: SimpleNamespace) -> None:
     rewards = torch.randn(6, 4, generator=generator, dtype=DOUBLE)
     rewards[torch.rand(6, 4, generator=generator) < 0.2] = torch.nan
     rewards[5] = 0.3
-    found = group_advantages(rewards, baseline="mean", std_epsilon=1e-4)
+    group_N = torch.arange(6).repeat_interleave(4)
+    found = group_advantages(rewards.flatten(), group_N, std_epsilon=1e-4)
     deviation = trl.nanstd(rewards, dim=1)[:, None]
     expected = (rewards - rewards.nanmean(dim=1, keepdim=True)) / (deviation + 1e-4)
     # TRL's correction count / (count - 1) is a division of integers, which gives float32.
-    assert torch.allclose(found.advantages_PG, expected.nan_to_num(0.0), rtol=0, atol=1e-6)
+    assert torch.allclose(found.advantages_N, expected.flatten().nan_to_num(0.0), rtol=0, atol=1e-6)
 
 
 # ---- preferences
@@ -305,9 +295,8 @@ def test_preference_losses_equal_cpo_of_trl(
 
 def test_a_wider_clip_is_seen_by_the_comparison(trl: SimpleNamespace) -> None:
     batch = random_batch(3, 0.5)
-    wider = dataclasses.replace(GROUP_VARIANTS["grpo"], clip_high=0.28)
-    mine = group_policy_loss(
-        batch["logprobs"], batch["old"], batch["advantages"], batch["mask"], variant=wider
-    ).loss
+    wider = PolicyLoss.of("ppo", clip_high=0.28)
+    inputs = (batch["logprobs"], batch["old"], batch["advantages"], batch["mask"])
+    mine = loss_of_variant("grpo", *inputs, loss=wider).loss
     theirs = grpo_of_trl(trl, "grpo", batch, kl_weight=0.0)
     assert abs(mine.item() - theirs.item()) > 1e-4

@@ -9,10 +9,12 @@ import torch
 
 from nip_astra.rl_objectives.distillation import exact_kl, reverse_kl_advantages
 from nip_astra.rl_objectives.kl import KlKind, kl_estimate
-from nip_astra.rl_objectives.token_losses import importance_sampling_loss
+from nip_astra.rl_objectives.policy_losses import PolicyLoss
 
 DOUBLE = torch.float64
 SIZE = 5
+
+IMPORTANCE_SAMPLING = PolicyLoss.of("importance_sampling")
 
 
 def logits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +38,7 @@ def test_the_expected_gradient_is_that_of_the_exact_reverse_kl() -> None:
     mask = torch.ones(SIZE, 1, dtype=torch.bool)
     teacher_logprobs = teacher.log_softmax(0)[:, None]
     advantages = reverse_kl_advantages(logprobs, teacher_logprobs, mask)
-    loss = importance_sampling_loss(logprobs, logprobs.detach(), advantages, mask)
+    loss = IMPORTANCE_SAMPLING.of_tokens(logprobs, logprobs.detach(), advantages, mask)
     found = expected_gradient(loss.squeeze(1), student)
     assert torch.allclose(found, exact, atol=1e-12)
     assert exact.abs().max() > 0.05
@@ -76,7 +78,7 @@ def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences()
     found = []
     for discount in (1.0, 0.0):
         advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
-        loss = importance_sampling_loss(student_BT, student_BT.detach(), advantages, mask)
+        loss = IMPORTANCE_SAMPLING.of_tokens(student_BT, student_BT.detach(), advantages, mask)
         total = (weight_B.detach() * loss.sum(1)).sum()
         found.append(torch.autograd.grad(total, student, retain_graph=True)[0])
     assert torch.allclose(found[0], exact, atol=1e-12)
@@ -108,7 +110,7 @@ def test_distilling_by_samples_drives_the_divergence_to_zero() -> None:
         drawn = torch.multinomial(student.detach().exp(), 256, True, generator=generator)
         logprobs, target = (x.log_softmax(0)[drawn][:, None] for x in (student, teacher))
         advantages = reverse_kl_advantages(logprobs, target, mask)
-        loss = importance_sampling_loss(logprobs, logprobs.detach(), advantages, mask).mean()
+        loss = IMPORTANCE_SAMPLING.of_tokens(logprobs, logprobs.detach(), advantages, mask).mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -10,7 +10,8 @@ from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 from torchrl.objectives.value.functional import reward2go as torchrl_reward_to_go
 
-from nip_astra.rl_objectives.episode_gae import EpisodeGae, gae, reward_to_go
+from nip_astra.rl_objectives.advantages import gae, reward_to_go
+from nip_astra.rl_objectives.episode_gae import EpisodeGae
 
 E, T, A = 5, 7, 2
 
@@ -28,36 +29,54 @@ def test_an_episode_of_two_rounds_is_what_the_hand_gives() -> None:
     reward = torch.tensor([[[0.0], [1.0]]])
     value = torch.tensor([[[0.5], [0.25]]])
     is_end = torch.tensor([[False, True]])
-    found = gae(reward, value, torch.tensor([[9.0]]), is_end[..., None], gamma=0.9, lmbda=0.5)
+    found = gae(
+        *(reward, value),
+        gamma=0.9,
+        lam=0.5,
+        bootstrap_E=torch.tensor([[9.0]]),
+        is_end_EH=is_end[..., None],
+    )
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.9 * 0.25 - 0.5 = -0.275.
-    assert found.advantage_ETA.flatten().tolist() == pytest.approx([-0.275 + 0.45 * 0.75, 0.75])
-    assert found.value_target_ETA.flatten().tolist() == pytest.approx([0.5625, 1.0])
+    assert found.advantages.flatten().tolist() == pytest.approx([-0.275 + 0.45 * 0.75, 0.75])
+    assert found.returns.flatten().tolist() == pytest.approx([0.5625, 1.0])
 
 
 def test_a_batch_that_ends_before_the_episode_counts_the_value_after_it() -> None:
     reward, value = torch.tensor([[[1.0]]]), torch.tensor([[[0.5]]])
     is_end = torch.tensor([[False]])
-    found = gae(reward, value, torch.tensor([[2.0]]), is_end[..., None], gamma=0.9, lmbda=0.5)
-    assert float(found.advantage_ETA) == pytest.approx(1 + 0.9 * 2 - 0.5)
+    found = gae(
+        *(reward, value),
+        gamma=0.9,
+        lam=0.5,
+        bootstrap_E=torch.tensor([[2.0]]),
+        is_end_EH=is_end[..., None],
+    )
+    assert float(found.advantages) == pytest.approx(1 + 0.9 * 2 - 0.5)
 
 
 def test_nothing_passes_from_an_episode_to_the_one_before() -> None:
     reward, value, last, _ = random_batch()
     is_end = torch.zeros(E, T, dtype=torch.bool)
     is_end[:, 3] = True
-    before = gae(reward, value, last, is_end[..., None], gamma=0.9, lmbda=0.95)
+    before = gae(
+        *(reward, value), gamma=0.9, lam=0.95, bootstrap_E=last, is_end_EH=is_end[..., None]
+    )
     reward[:, 4:] += 100.0
     value[:, 4:] -= 50.0
-    after = gae(reward, value, last, is_end[..., None], gamma=0.9, lmbda=0.95)
-    assert torch.equal(before.advantage_ETA[:, :4], after.advantage_ETA[:, :4])
-    assert not torch.equal(before.advantage_ETA[:, 4:], after.advantage_ETA[:, 4:])
+    after = gae(
+        *(reward, value), gamma=0.9, lam=0.95, bootstrap_E=last, is_end_EH=is_end[..., None]
+    )
+    assert torch.equal(before.advantages[:, :4], after.advantages[:, :4])
+    assert not torch.equal(before.advantages[:, 4:], after.advantages[:, 4:])
 
 
 @pytest.mark.parametrize("number", range(A))
 def test_advantages_are_those_of_torchrl(number: int) -> None:
     reward, value, last, is_end = random_batch()
     # Discounts that are exact in single precision, in which TorchRL keeps them.
-    found = gae(reward, value, last, is_end[..., None], gamma=0.875, lmbda=0.75)
+    found = gae(
+        *(reward, value), gamma=0.875, lam=0.75, bootstrap_E=last, is_end_EH=is_end[..., None]
+    )
     next_value = torch.cat([value[:, 1:], last[:, None]], dim=1)
     end = is_end[..., None]
     advantage, target = generalized_advantage_estimate(
@@ -69,8 +88,8 @@ def test_advantages_are_those_of_torchrl(number: int) -> None:
         end,
         end,
     )
-    torch.testing.assert_close(found.advantage_ETA[..., number], advantage[..., 0])
-    torch.testing.assert_close(found.value_target_ETA[..., number], target[..., 0])
+    torch.testing.assert_close(found.advantages[..., number], advantage[..., 0])
+    torch.testing.assert_close(found.returns[..., number], target[..., 0])
 
 
 def test_rewards_to_go_are_those_of_torchrl_where_every_episode_ends() -> None:

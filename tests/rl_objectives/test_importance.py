@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
 from nip_astra.rl_objectives.kl import sequence_kl_estimate
-from nip_astra.rl_objectives.policy_gradient import reinforce_loss
+from nip_astra.rl_objectives.policy_losses import policy_loss
 
 PI = torch.tensor([[0.5, 0.25], [0.2, math.nan]]).log()
 MU = torch.tensor([[0.25, 0.5], [0.8, 1.0]]).log()
@@ -28,14 +28,18 @@ MASK = torch.tensor([[True, True], [True, False]])
     ],
 )
 def test_weights_by_hand(level: ImportanceLevel, most: float, expected: list[list[float]]) -> None:
-    found = importance_weights(PI, MU, MASK, level=level, most=most)
+    found = importance_weights(PI, MU, MASK, level=level, max_ratio=most)
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
 def test_a_token_that_was_next_to_impossible_gets_the_largest_weight() -> None:
     behaviour = torch.tensor([[-1e4]])
     found = importance_weights(
-        torch.zeros(1, 1), behaviour, torch.ones(1, 1, dtype=torch.bool), level="token", most=3.0
+        torch.zeros(1, 1),
+        behaviour,
+        torch.ones(1, 1, dtype=torch.bool),
+        level="token",
+        max_ratio=3.0,
     )
     assert found.item() == 3.0
 
@@ -77,11 +81,12 @@ def test_weighted_by_whole_sequences_the_mean_gradient_is_that_of_the_expected_r
         chances_B = behaviour.sum(dim=1).exp()
         # The loss is a mean over rows of equal weight.
         advantages_B = REWARDS * chances_B * len(SEQUENCES)
-        loss = reinforce_loss(now, ALL, advantages_B, weights_BT=weights).loss
+        options = {"loss": "reinforce", "reduction": "sequence_sum", "weights_BT": weights}
+        loss = policy_loss(now, None, advantages_B, ALL, **options).loss
         return -torch.autograd.grad(loss, logits, retain_graph=True)[0]
 
     def weights(level: ImportanceLevel, most: float) -> Tensor:
-        return importance_weights(now, behaviour, ALL, level=level, most=most)
+        return importance_weights(now, behaviour, ALL, level=level, max_ratio=most)
 
     assert _relative_error(gradient(weights("sequence", 1e9)), exact) < 1e-12
     uncorrected = _relative_error(gradient(None), exact)
@@ -97,7 +102,7 @@ def test_the_divergence_weighted_by_whole_sequences_has_the_gradient_of_the_dive
     total_B = now.sum(dim=1)
     divergence = (total_B.exp() * (total_B - reference.sum(dim=1))).sum()
     (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    weights = importance_weights(now, behaviour, ALL, level="sequence", most=1e9)
+    weights = importance_weights(now, behaviour, ALL, level="sequence", max_ratio=1e9)
     values_B = sequence_kl_estimate(now, reference, ALL, weights_BT=weights)
     torch.testing.assert_close(values_B, sequence_kl_estimate(now, reference, ALL))
     mean = _mean_under(behaviour.sum(dim=1).exp(), values_B)

@@ -16,7 +16,8 @@ from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
 from torchrl.objectives.multiagent import IPPOLoss
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.ippo import IppoObjective, normalise
+from nip_astra.rl_objectives.advantages import whiten
+from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD, IppoObjective
 from nip_astra.rl_objectives.objective import frames_of, sum_of_losses
 from tests.rl_objectives.always_acting import (
     NAMES,
@@ -108,8 +109,9 @@ def test_value_and_gradient_are_those_of_torchrl(
     batch = make_batch(agents)
     objective = objective_of(
         agents,
-        clip_epsilon=0.125,
-        entropy_coef=0.03125,
+        clip_low=0.125,
+        clip_high=0.125,
+        entropy_weight=0.03125,
         critic_coef=0.75,
         loss_critic_type=distance,
         clip_value=clip_value,
@@ -139,7 +141,7 @@ def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_dis
     batch["agents", "observation"][3:] = batch["agents", "observation"][3]
     batch["agents", "action"][:] = torch.tensor([0, 1, 2, 0, 1, 2])[:, None]
     batch["agents", "logprob"][:] = -math.log(3)
-    objective = objective_of(agents, loss_type="kl_penalty", kl_beta=0.5, entropy_coef=0.0)
+    objective = objective_of(agents, loss_type="kl_penalty", kl_beta=0.5, entropy_weight=0.0)
     value, ours = our_gradients(objective, batch)
     kl = float(objective(batch)["first/kl"] + objective(batch)["second/kl"]) / 2
     batch["agents", "logits"] = torch.zeros(6, 2, 3, dtype=torch.float64)
@@ -167,13 +169,13 @@ def test_the_clipped_loss_is_what_the_hand_gives() -> None:
         now_B = agents.evaluate("first", batch).logprobs_B
     batch["agents", "logprob"][:, 0] = now_B - ratios.log()
     batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    objective = objective_of(agents, normalize_advantage=False, clip_epsilon=0.2)
+    objective = objective_of(agents, normalize_advantage=False)
     found = objective.agent_losses("first", frames_of(batch))
     # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8.
     assert float(found["loss_policy"].detach()) == pytest.approx(-(2.4 - 0.8) / 2)
     assert float(found["kl"]) == pytest.approx(-float(ratios.log().mean()))
     # The clip takes the gradient of both away.
-    assert float(found["clip_fraction"]) == float(found["outside_fraction"]) == 1.0
+    assert float(found["clip_fraction"]) == float(found["ratio_outside_clip"]) == 1.0
     assert float(found["ess"]) == pytest.approx(1.0 / 1.25)
 
 
@@ -192,7 +194,7 @@ def test_a_ratio_beyond_its_clip_counts_as_clipped_only_where_that_takes_its_gra
     objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
     found = objective.agent_losses("first", frames_of(batch))
     assert float(found["clip_fraction"]) == clipped
-    assert float(found["outside_fraction"]) == outside
+    assert float(found["ratio_outside_clip"]) == outside
 
 
 @pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
@@ -223,7 +225,7 @@ def test_a_better_move_becomes_likelier() -> None:
     with torch.no_grad():
         before_B = agents.evaluate("first", batch).logprobs_B
     batch["agents", "logprob"][:, 0] = before_B
-    objective = objective_of(agents, normalize_advantage=False, entropy_coef=0.0, critic_coef=0.0)
+    objective = objective_of(agents, normalize_advantage=False, entropy_weight=0.0, critic_coef=0.0)
     objective.compute_gradients(batch, ["first"])
     with torch.no_grad():
         for weight in agents["first"].policy.parameters():
@@ -237,7 +239,7 @@ def test_an_advantage_of_one_agent_gives_the_other_no_gradient(loss_type: str) -
     batch = make_batch(agents)
     batch["agents", "advantage"][:, 1] = 0.0
     objective = objective_of(
-        agents, loss_type=loss_type, kl_beta=0.0, entropy_coef=0.0, critic_coef=0.0
+        agents, loss_type=loss_type, kl_beta=0.0, entropy_weight=0.0, critic_coef=0.0
     )
     _, found = our_gradients(objective, batch)
     assert float(found["agents.agents.first.policy.weight"].abs().sum()) > 0.1
@@ -302,7 +304,7 @@ def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy() -
     batch = make_batch(agents)
     batch["is_acting"][:, 0] = False
     objective = objective_of(agents)
-    figures = ("kl", "clip_fraction", "outside_fraction", "ess", "entropy")
+    figures = ("kl", "clip_fraction", "ratio_outside_clip", "ess", "entropy")
     for name, is_told in (("first", False), ("second", True)):
         found = objective.agent_losses(name, frames_of(batch))
         assert {key: bool(found[key].isfinite()) for key in figures} == dict.fromkeys(
@@ -310,26 +312,30 @@ def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy() -
         )
 
 
+def normalised(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    return whiten(values, counts, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
+
+
 def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation() -> None:
     one = torch.tensor([3.0])
-    assert normalise(one).tolist() == [0.0]
+    assert normalised(one).tolist() == [0.0]
     agents = AlwaysActing()
     value, found = our_gradients(
-        objective_of(agents, entropy_coef=0.0), make_batch(agents, num_frames=1)
+        objective_of(agents, entropy_weight=0.0), make_batch(agents, num_frames=1)
     )
     assert math.isfinite(value)
     assert float(found["agents.agents.first.policy.weight"].abs().sum()) == 0.0
 
 
 def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
-    assert normalise(torch.full((4,), 2.5)).tolist() == [0.0] * 4
-    tiny = normalise(torch.tensor([0.0, 1e-8], dtype=torch.float64))
+    assert normalised(torch.full((4,), 2.5)).tolist() == [0.0] * 4
+    tiny = normalised(torch.tensor([0.0, 1e-8], dtype=torch.float64))
     assert float(tiny.abs().max()) < 0.01
 
 
 def test_normalisation_counts_only_frames_that_count() -> None:
     values = torch.tensor([1.0, 3.0, 100.0])
-    found = normalise(values, torch.tensor([True, True, False]))
+    found = normalised(values, torch.tensor([True, True, False]))
     assert found[:2].tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
 
 

@@ -107,7 +107,7 @@ def test_no_gradient_reaches_the_reference_nor_padding(kind: KlKind) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'k4', which is not known\. Known kinds: k1, k2"):
+    with pytest.raises(ConfigurationError, match=r"'k4'.*k1, k2, k3"):
         kl_estimate(LOGITS[None], REFERENCE[None], "k4")
 
 
@@ -138,13 +138,13 @@ def test_the_weight_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize("name", ["weight", "target", "horizon"])
 def test_a_controller_of_nothing_is_refused(name: str) -> None:
     values = {"weight": 1.0, "target": 1.0, "horizon": 1.0} | {name: 0.0}
-    with pytest.raises(ConfigurationError, match=f"the {name} of an adaptive KL penalty"):
+    with pytest.raises(ConfigurationError, match=name):
         AdaptiveKl(**values)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_divergence_that_is_not_finite_stops(kl: float) -> None:
     controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
-    with pytest.raises(NonFiniteLossError, match=r"the weight stays at 0\.5"):
+    with pytest.raises(NonFiniteLossError, match=r"0\.5"):
         controller.update(kl, num_samples=1)
     assert controller.weight == 0.5

@@ -119,7 +119,7 @@ def test_its_own_state_is_what_the_agents_have_not() -> None:
 def test_reinforce_is_what_the_hand_gives() -> None:
     agents = AlwaysActing()
     batch = make_batch(agents)
-    found = ReinforceObjective(agents, entropy_coef=0.5)(batch)
+    found = ReinforceObjective(agents, entropy_weight=0.5)(batch)
     seen = agents.evaluate("first", batch)
     weights_B = batch["agents", "reward_to_go"][:, 0, 0]
     torch.testing.assert_close(

@@ -183,9 +183,9 @@ def test_a_sequence_is_the_sum_or_the_mean_of_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"kind": "dpo"}, "kind 'dpo' was asked for, which is not known. Known kinds: sigmoid"),
-        ({"beta": 0.0}, "was given beta 0.0; it must be positive"),
-        ({"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing 0.1, which it does not use"),
+        ({"kind": "dpo"}, r"'dpo'.*sigmoid"),
+        ({"beta": 0.0}, r"beta.*0\.0"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "'ipo' does not read label_smoothing 0.1"),
         ({"kind": "robust", "label_smoothing": 0.5}, "at least 0 and below 0.5"),
         ({"kind": "sigmoid", "label_smoothing": -0.1}, "at least 0 and below 0.5"),
     ],

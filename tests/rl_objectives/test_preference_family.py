@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
-from nip_astra.rl_objectives.preference_family import (
+from nip_astra.rl_objectives.preference import (
     Divergence,
     PairKind,
     divergence_scores,
     kto_loss,
     orpo_loss,
     pair_loss,
+    preference_loss,
+    sequence_logprobs,
     simpo_loss,
 )
 from tests.rl_objectives.references import trl_trainer
@@ -109,7 +110,7 @@ def test_the_alpha_divergence_works_in_float64_where_that_of_trl_fails() -> None
     assert torch.allclose(near, ratios, atol=1e-6)
     low = divergence_scores(ratios, "alpha", alpha=1e-9)
     assert torch.allclose(low, 1 + divergence_scores(ratios, "forward_kl"), atol=1e-6)
-    with pytest.raises(ConfigurationError, match="between 0 \\(forward_kl\\) and 1"):
+    with pytest.raises(ConfigurationError, match="alpha"):
         divergence_scores(ratios, "alpha", alpha=1.0)
 
 
@@ -211,7 +212,7 @@ def test_no_pairs_give_a_loss_of_zero() -> None:
 
 def test_an_unknown_kind_and_a_beta_of_zero_are_refused() -> None:
     one = torch.zeros(1)
-    with pytest.raises(ConfigurationError, match="Known kinds: nca, sppo, apo_zero, apo_down"):
+    with pytest.raises(ConfigurationError, match="nca, sppo, apo_zero, apo_down"):
         pair_loss(one, one, kind="dpo", beta=0.1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="'simpo' was given beta 0"):
+    with pytest.raises(ConfigurationError, match=r"beta.*'simpo'.*0"):
         simpo_loss(one, one, beta=0, margin=0.5)

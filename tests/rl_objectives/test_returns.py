@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.advantages import gae
-from nip_astra.rl_objectives.returns import best_child_backup, mean_child_return, nstep_returns
+from nip_astra.rl_objectives.advantages import (
+    best_child_backup,
+    gae,
+    mean_child_return,
+    nstep_returns,
+)
 
 Join = Callable[[list[float]], float]
 
@@ -144,7 +148,7 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert found[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
-    with pytest.raises(ConfigurationError, match="returns over 0 steps"):
+    with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
 
 

@@ -34,7 +34,8 @@ Losses = Callable[..., torch.Tensor]
 def ppo_at_the_policies_that_played(
     logprobs: torch.Tensor, *rest: torch.Tensor, **more: torch.Tensor
 ) -> torch.Tensor:
-    return clipped_shaping_losses(logprobs, logprobs.detach(), *rest, clip_epsilon=0.2, **more)
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    return clipped_shaping_losses(logprobs, logprobs.detach(), *rest, **clip, **more)
 
 
 BOTH = pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def derivatives(frames: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
     features, old = frames.pop("features"), frames.pop("old_logprobs_BA")
     logprobs = -(features * torch.stack(WEIGHTS)).sum(dim=-1).square()
     if kind == "clipped":
-        losses = clipped_shaping_losses(logprobs, old, clip_epsilon=0.3, **frames)
+        losses = clipped_shaping_losses(logprobs, old, clip_low=0.3, clip_high=0.3, **frames)
     else:
         losses = shaping_losses(logprobs, **frames)
     parts = [losses.detach()]
@@ -250,7 +251,7 @@ def test_the_clipped_gradient_is_that_of_ppo_by_hand(
     old = torch.tensor([[-3.0, -2.0]], dtype=DOUBLE)
     advantages = torch.tensor([[advantage, 1.0]], dtype=DOUBLE)
     losses = clipped_shaping_losses(
-        logprobs, old, advantages, torch.ones(1, 2).bool(), clip_epsilon=0.2
+        logprobs, old, advantages, torch.ones(1, 2).bool(), clip_low=0.2, clip_high=0.2
     )
     assert gradient(losses[0], [logprobs])[0].item() == pytest.approx(slope)
     # Agent 1's ratio e is clipped in its own loss; agent 0's part of that has A = 1.
@@ -264,7 +265,8 @@ def test_the_clipped_mixed_derivative_is_the_product_of_both_ratios_by_hand() ->
         torch.zeros(1, 2, dtype=DOUBLE),
         torch.tensor([[3.0, 5.0]], dtype=DOUBLE),
         torch.ones(1, 2).bool(),
-        clip_epsilon=0.2,
+        clip_low=0.2,
+        clip_high=0.2,
     )
     assert hessian(losses[1], [logprobs])[0, 1].item() == pytest.approx(-5.0 * 0.9 * 1.1)
 

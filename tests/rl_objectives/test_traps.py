@@ -12,14 +12,11 @@ import torch
 
 from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.rl_objectives.advantages import gae
-from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
+from nip_astra.rl_objectives.advantages import gae, group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import masked_mean, reduce_loss
-from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
-from nip_astra.rl_objectives.preference_family import divergence_scores
-from nip_astra.rl_objectives.run_advantages import run_advantages
-from nip_astra.rl_objectives.token_losses import cispo_loss
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, cispo
+from nip_astra.rl_objectives.preference import divergence_scores, preference_loss, sequence_logprobs
+from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
 from nip_astra.rollouts.preference_pairs import select_pairs
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.service.metrics import log_rollout_metrics
@@ -34,20 +31,19 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def test_group_std_is_unbiased_plus_1e_6_as_in_verl_and_not_1e_4_as_in_trl() -> None:
-    found = run_advantages(tensor(1, 0), torch.zeros(2, dtype=torch.int64)).advantages_N
+    found = group_advantages(tensor(1, 0), torch.zeros(2, dtype=torch.int64)).advantages_N
     assert found[0].item() == pytest.approx(0.5 / (0.5**0.5 + 1e-6), abs=1e-12)
     assert found[0].item() != pytest.approx(0.5 / (0.5**0.5 + 1e-4), abs=1e-6)
-    assert GROUP_VARIANTS["grpo"].std_epsilon == 1e-4  # of siblings it is TRL's
 
 
 def test_a_group_of_one_has_advantage_0_and_not_its_reward_as_in_verl() -> None:
-    found = run_advantages(tensor(3), torch.zeros(1, dtype=torch.int64))
+    found = group_advantages(tensor(3), torch.zeros(1, dtype=torch.int64))
     assert found.advantages_N.tolist() == [0.0]
     assert found.is_zero_variance_P.tolist() == [True]
 
 
 def test_a_zero_variance_group_has_advantage_0_exactly() -> None:
-    found = run_advantages(tensor(0.1, 0.1, 0.1), torch.zeros(3, dtype=torch.int64))
+    found = group_advantages(tensor(0.1, 0.1, 0.1), torch.zeros(3, dtype=torch.int64))
     assert found.advantages_N.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -82,7 +78,7 @@ def test_k3_is_not_diluted_by_padding_as_in_torchrl_nor_clamped_at_10_as_in_verl
 def test_cispo_clamps_the_ratio_itself_to_0_and_4_by_default() -> None:
     old, one = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     logprobs = torch.tensor([[3.0, -3.0]])
-    found = cispo_loss(logprobs, old, torch.ones(1), one)
+    found = cispo(logprobs, old, torch.ones(1, 1), one)
     assert found[0, 0].item() == pytest.approx(-4.0 * 3.0)  # TRL 5, TorchRL 1.2
     assert found[0, 1].item() == pytest.approx(torch.tensor(-3.0).exp().item() * 3.0)  # no floor
 

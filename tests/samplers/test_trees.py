@@ -15,7 +15,7 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance

@@ -138,7 +138,7 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     trainer = trainer_of(recipe / "my_task.yaml")
     assert isinstance(trainer, RemoteApiTrainer)
     assert trainer.training.lr == 2e-6
-    assert trainer.parameters.service_loss.loss_fn == "importance_sampling"
+    assert trainer.parameters.policy_loss.loss == "importance_sampling"
     metrics = one_iteration(trainer)
     # The guide compares the runs of one number: each with those of the other problems.
     assert metrics["custom/advantage_mean"] == pytest.approx(0.0, abs=1e-6)

@@ -31,7 +31,7 @@ def test_the_prover_learns_to_tell_the_verifier_what_it_cannot_see(use_critic: b
     trainer = toy_trainer(
         "reinforce",
         rl=LEARNING,
-        reinforce={"use_advantage_and_critic": use_critic, "entropy_coef": 0.01},
+        reinforce={"use_advantage_and_critic": use_critic, "entropy_weight": 0.01},
     )
     trainer.train()
     assert trainer.results["before"]["mean_accuracy"] < 0.7

@@ -324,7 +324,7 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
         "std_max_message_prob",
         "kl",
         "clip_fraction",
-        "outside_fraction",
+        "ratio_outside_clip",
         "ess",
         "grad_norm",
         "lr",
@@ -340,7 +340,7 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
         "share_undecided",
         "kl",
         "clip_fraction",
-        "outside_fraction",
+        "ratio_outside_clip",
         "ess",
     ):
         assert figure in row, figure

@@ -17,6 +17,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer
 from nip_astra.trainers.service_base import ServiceTrainer
@@ -229,9 +230,9 @@ def test_the_policy_that_sampled_has_ratio_one() -> None:
 
 
 def test_problems_that_tell_nothing_are_replaced_within_the_stated_cost() -> None:
-    _, plain = prepared("self_hosted_grpo.num_runs=2")
+    _, plain = prepared("self_hosted_grpo.group_size=2")
     _, resampled = prepared(
-        "self_hosted_grpo.num_runs=2", "self_hosted_grpo.max_resampling_rounds=3"
+        "self_hosted_grpo.group_size=2", "self_hosted_grpo.max_resampling_rounds=3"
     )
     assert plain.metrics["rollout/dead_share"] > 0
     assert plain.metrics["rollout/played_problems"] == 8
@@ -254,10 +255,62 @@ def test_what_is_scored_again_agrees_with_the_sampler() -> None:
 
 
 def test_the_divergence_from_the_untrained_policy_is_zero_at_first() -> None:
-    trainer, experience = prepared("self_hosted_grpo.policy_loss.kl_weight=0.1")
+    trainer, experience = prepared("self_hosted_grpo.policy_loss.kl.weight=0.1")
     batch = trainer.collate_fn(experience.samples)
     trainer._write_step_totals([batch])
     assert trainer.loss(batch).metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+def test_truncated_completions_leave_the_loss_and_stay_in_their_group(name: str) -> None:
+    trainer = trainer_of(name, f"{name}.mask_truncated_completions=true")
+    rewards, cuts = (1.0, 0.0, 0.0), (0, 1, 0)
+    trajectories = [
+        Trajectory([1, 2], [0, 1], logprobs=[0, -1], reward=reward, group_id=0, is_cut=is_cut)
+        for reward, is_cut in zip(rewards, cuts, strict=True)
+    ]
+    samples, _ = trainer.prepare(trajectories)
+    # Mean and deviation of all three; the second is not learnt from.
+    std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    found = [float(one["advantages"][-1]) for one in samples]
+    assert found == pytest.approx([2 / 3 / std, -1 / 3 / std], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+def test_the_penalty_on_overlong_answers_is_taken_off_rewards(name: str) -> None:
+    trainer = trainer_of(name, f"{name}.overlong_margin=2")
+    longest = trainer.agent.sampling.max_new_tokens
+    lengths = [longest - 2, longest - 1, longest, 1]
+    trajectories = [
+        Trajectory([1] + [2] * length, [0] + [1] * length, reward=1.0, group_id=0)
+        for length in lengths
+    ]
+    trajectories[3].reward = None
+    trainer._penalise_length(trajectories, 2)
+    assert [one.reward for one in trajectories] == [1.0, 0.5, 0.0, None]
+    plain, penalised = (
+        trainer_of(name, f"{name}.overlong_margin={margin}").collect(0).metrics
+        for margin in (0, longest)
+    )
+    assert penalised["rollout/reward_mean"] < plain["rollout/reward_mean"]
+
+
+def test_the_weight_of_the_divergence_follows_its_target() -> None:
+    options = ("kl.weight=0.5", "kl.target=0.1", "kl.horizon=1")
+    trainer = trainer_of(
+        "self_hosted_grpo", *(f"self_hosted_grpo.policy_loss.{one}" for one in options)
+    )
+    # At first policy and reference are one: the weight falls by the most, a fifth.
+    metrics = trainer.collect(0).metrics
+    assert metrics["kl/reference"] == pytest.approx(0.0, abs=1e-5)
+    assert (metrics["kl/weight"], trainer.kl.weight) == (0.5, pytest.approx(0.4))
+    other = trainer_of(
+        "self_hosted_grpo",
+        "self_hosted_grpo.policy_loss.kl.target=0.1",
+        "self_hosted_grpo.policy_loss.kl.weight=0.5",
+    )
+    other.load_trainer_state(trainer.trainer_state())
+    assert other.kl.weight == trainer.kl.weight
 
 
 def test_a_batch_of_several_turns_learns_what_the_policy_said_alone() -> None:
@@ -374,7 +427,7 @@ def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_the
     name: str,
 ) -> None:
     # A problem with one run has nothing to be compared with.
-    trainer = trainer_of(name, f"{name}.num_runs=1")
+    trainer = trainer_of(name, f"{name}.group_size=1")
     trainer._collect(0)
     trainer._collect(1)
     (warning,) = trainer.results["warnings"]

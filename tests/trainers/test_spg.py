@@ -20,11 +20,11 @@ from nip_astra.trainers.protocol.opponent_shaping import policy_weights
 from nip_astra.trainers.spg import SpgTrainer
 from tests.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
 
-CALM = {"ppo": {"entropy_coef": 0.0, "normalize_advantage": False}}
+CALM = {"ppo": {"entropy_weight": 0.0, "normalize_advantage": False}}
 WORD_AND_VERDICT = {
     "interaction_protocol": "adp",
     "rl": {"num_iterations": 30, "frames_per_batch": 256, "minibatch_size": 256, "lr": 0.03},
-    "ppo": {"entropy_coef": 0.05},
+    "ppo": {"entropy_weight": 0.05},
 }
 SETTINGS = [{"variant": variant} for variant in VARIANTS] + [
     {"variant": "spg", "ihvp_variant": "conjugate_gradient"},

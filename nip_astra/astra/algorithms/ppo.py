@@ -23,9 +23,7 @@ from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.trainers.ast.kl_penalty import KlPenalty
-from nip_astra.trainers.ast.ppo_loss import ppo_loss
-from nip_astra.trainers.ast.ppo_samples import PpoParameters, ppo_samples
+from nip_astra.trainers.ast.ppo import PpoParameters, ppo_loss, ppo_samples
 
 
 @dataclass
@@ -107,7 +105,10 @@ class PPO(
         **options: Any,
     ) -> None:
         super().__init__(system, problem=problem)
-        named = {"clip_range": clip_range, "value_weight": vf_loss_coef}
+        named = {
+            **dict.fromkeys(("clip_low", "clip_high"), clip_range),
+            "value_weight": vf_loss_coef,
+        }
         given = {name: value for name, value in named.items() if value is not None}
         self.parameters = PpoParameters.from_dict({**given, **options})
         if not callable(getattr(self.system, "value", None)):
@@ -120,14 +121,14 @@ class PPO(
         if prepare is not None:
             prepare(trains_model=self.parameters.value_trains_model)
         self.modules_lr_factor = self.parameters.value_lr_factor
-        self.kl = KlPenalty(self.parameters.kl)
+        self.kl = self.parameters.kl.controller()
         self.flatten_metrics: dict[str, float] = {}
         self._is_value_checked = False
 
     @property
     def clip_range(self) -> float:
         """How far the ratio may go from 1."""
-        return self.parameters.clip_range
+        return float(self.parameters.chosen_loss().options["clip_high"])
 
     @property
     def vf_loss_coef(self) -> float:
@@ -154,12 +155,12 @@ class PPO(
         if not tree.graph_nodes:
             return []
         values_NT, num_unmatched = self._complete(tree)
-        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.reward_weight)
+        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.weight)
         self.flatten_metrics = found.metrics | {
             "kl/weight": self.kl.weight,
             "num_unmatched": float(num_unmatched),
         }
-        self.kl.observe(found.divergence, num_samples=tree.num_nodes)
+        self.kl.update(found.divergence, num_samples=tree.num_nodes)
         rated = (~tree.nodes["reward"].isnan()).nonzero().flatten().tolist()
         return [
             PPOStep(node.context, node.probe, node.reward, _tokens(sample))
@@ -255,7 +256,7 @@ class PPO(
             _of_width(now.values_BT, width),
             tokens,
             self.parameters,
-            kl_loss_weight=self.kl.loss_weight,
+            kl_weight=self.kl.weight,
             normaliser=batch.normaliser,
             entropy_BT=None if now.entropy_BT is None else _of_width(now.entropy_BT, width),
         )

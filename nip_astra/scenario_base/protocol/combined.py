@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nip_astra.distributed.rows import RowDivision
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
-from nip_astra.rl_objectives.objective import SomeFrames
+from nip_astra.rl_objectives.objective import FrameRows
 from nip_astra.scenario_base.protocol.agent_actions import (
     AgentMoves,
     PolicyEvaluation,
@@ -257,7 +257,7 @@ class CombinedAgents(nn.Module):
             return self[name].policy(frames)
         agent, fields = self[name], _OutputFields()
         tensors = self.division(
-            lambda rows: fields.tensors_of(agent.policy(SomeFrames(frames, rows))),
+            lambda rows: fields.tensors_of(agent.policy(FrameRows(frames, rows))),
             len(frames["round"]),
         )
         return fields.output_of(tensors)
@@ -285,7 +285,7 @@ class CombinedAgents(nn.Module):
         if self.division is None:
             return agent.value(frames)
         (values_B,) = self.division(
-            lambda rows: [agent.value(SomeFrames(frames, rows))], len(frames["round"])
+            lambda rows: [agent.value(FrameRows(frames, rows))], len(frames["round"])
         )
         return values_B
 
@@ -296,7 +296,7 @@ class CombinedAgents(nn.Module):
             return agent.policy_and_value(frames)
 
         def compute(rows: slice) -> list[Tensor]:
-            output, values_B = agent.policy_and_value(SomeFrames(frames, rows))
+            output, values_B = agent.policy_and_value(FrameRows(frames, rows))
             return [*fields.tensors_of(output), values_B]
 
         *logits, values_B = self.division(compute, len(frames["round"]))

@@ -25,7 +25,7 @@ from nip_astra.rl_objectives.importance import (
     importance_weights,
 )
 from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.agents import Speaker
 from nip_astra.scenario_base.text_attackers import TextAttacker
@@ -245,7 +245,7 @@ def correct_for_staleness(
     played_NT = nodes["probe_logprobs"]
     most = parameters.max_staleness_weight
     weights_NT = importance_weights(
-        logprobs_NT, played_NT, mask_NT, level=parameters.staleness_weights, most=most
+        logprobs_NT, played_NT, mask_NT, level=parameters.staleness_weights, max_ratio=most
     )
     nodes["importance_weight"] = weights_NT
     nodes["probe_logprobs"] = logprobs_NT

@@ -27,7 +27,7 @@ from nip_astra.language_models.sampling import SamplingDistribution, SupportMask
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 
 
@@ -160,7 +160,7 @@ class Behaviour:
             drawn_NT,
             mask_NT,
             level=self.level,
-            most=self.parameters.max_importance_weight,
+            max_ratio=self.parameters.max_importance_weight,
         )
         nodes["importance_weight"] = weights_NT
         is_most_NT = weights_NT >= self.parameters.max_importance_weight

@@ -1,22 +1,178 @@
-"""What the trainers on preference pairs share: the pairs, and the ratios that losses compare."""
+"""Trainers on preference pairs: the pairs, and the ratios that losses compare.
+
+Shape suffixes: `N` node, `P` pair, `B` row, `T` token.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.language_models.base import pad_left, pad_right
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.preference import sequence_logprobs
+from nip_astra.rollouts.preference_pairs import PairSelection, select_pairs
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.preference_samples import (
-    GivenProbes,
-    PairParameters,
-    preference_samples,
-)
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.trainers.ast.ahead import PlayedAheadParameters
+from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.utils.seeding import derived_generator
+
+
+class WeakSupervisionParameters(SubParameters):
+    """Given probes that win against the attacker's own (ASTPrompter, arXiv:2407.09447)."""
+
+    probes: str
+    """File of probes, in the formats of prompt files; `scenario://file` or a path."""
+    share: float = Field(default=0.5, gt=0, le=1)
+    """Share of episodes whose pairs are replaced by one: a given probe against the attacker's worst
+    answer to the opening. Larger imitates more and searches less."""
+
+
+class PairParameters(PlayedAheadParameters):
+    """Strength of the preference and choice of pairs.
+
+    Played ahead, pairs are of probes that an older attacker said. Their losses hold for pairs of
+    whoever said them, so nothing is corrected.
+    """
+
+    beta: float = Field(default=0.1, gt=0)
+    """Inverse temperature. Larger stays closer to the reference."""
+    length_normalised: bool = False
+    """Whether a probe counts by its mean log-probability per token in place of the sum. The sum
+    compares whole probes, as in the papers; the mean takes the advantage of being short away, and
+    needs a larger beta."""
+    min_reward_difference: float = Field(default=0.0, ge=0)
+    """A pair needs credits that differ by more than this."""
+    min_score_difference: float | None = Field(default=None, ge=0, le=1)
+    """A pair needs response scores that differ by more than this; null asks for none. Where
+    failures are rare, pairs that differ in likelihood only drown the others, and the attacker
+    collapses onto the most ordinary probes."""
+    min_chosen_score: float | None = Field(default=None, ge=0, le=1)
+    """A pair needs a chosen probe whose response scores at least this; null asks for none.
+    Other than min_score_difference it keeps pairs of two failures that differ in likelihood,
+    which teach to fail plausibly."""
+    credit: CreditParameters = CreditParameters()
+    """By what siblings are ranked."""
+    weak_supervision: WeakSupervisionParameters | None = None
+    """Probes to learn from before the attacker finds its own; null for none."""
+
+
+class PreferenceSamples(NamedTuple):
+    """Samples with `context`, `chosen`, `rejected`, `reference_logratio`, `reference_chosen` (log
+    p of the chosen one under the reference), `episode`, and what was noticed.
+    """
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+
+
+def preference_samples(tree: RolloutTree, parameters: PairParameters) -> PreferenceSamples:
+    """One sample a pair of siblings; see `select_pairs`."""
+    pairs = select_pairs(
+        tree,
+        min_reward_difference=parameters.min_reward_difference,
+        min_score_difference=parameters.min_score_difference,
+        min_chosen_score=parameters.min_chosen_score,
+    )
+    probe, mask = tree.nodes["probe"], tree.nodes["probe_mask"]
+    reference_N = sequence_logprobs(
+        tree.nodes["reference_logprobs"], mask, length_normalised=parameters.length_normalised
+    )
+    samples = [
+        {
+            "context": torch.tensor(tree.context_of(chosen)),
+            "chosen": probe[chosen][mask[chosen]],
+            "rejected": probe[rejected][mask[rejected]],
+            "reference_logratio": reference_N[chosen] - reference_N[rejected],
+            "reference_chosen": reference_N[chosen],
+            "episode": tree.nodes["episode"][chosen],
+        }
+        for chosen, rejected in zip(pairs.chosen, pairs.rejected, strict=True)
+    ]
+    return PreferenceSamples(samples, _counts(pairs))
+
+
+def _counts(pairs: PairSelection) -> dict[str, float]:
+    return {
+        "pairs/kept": float(len(pairs.chosen)),
+        "pairs/ties": float(pairs.num_ties),
+        "pairs/identical": float(pairs.num_identical),
+        "pairs/below_margin": float(pairs.num_below_margin),
+    }
+
+
+class GivenProbes:
+    """Probes from a file, and the pairs in which they win."""
+
+    def __init__(
+        self,
+        parameters: WeakSupervisionParameters,
+        *,
+        attacker: ConversationAgent,
+        reference: ConversationAgent,
+        scenario_dir: Path | None,
+        seed: int,
+    ) -> None:
+        self.share = parameters.share
+        self.reference = reference
+        self.seed = seed
+        texts = read_prompts(parameters.probes, scenario_dir)
+        self.probes = [attacker.say(text) for text in texts]
+
+    @torch.no_grad()
+    def replace(
+        self, samples: Sequence[Sample], tree: RolloutTree, pairs: PairParameters, *, iteration: int
+    ) -> PreferenceSamples:
+        """The samples with those of a share of the episodes replaced by given pairs."""
+        generator = derived_generator(self.seed, "weak supervision", iteration)
+        is_given_E = torch.rand(tree.num_episodes, generator=generator) < self.share
+        choice_E = torch.randint(len(self.probes), (tree.num_episodes,), generator=generator)
+        kept = [sample for sample in samples if not is_given_E[int(sample["episode"])]]
+        episodes = is_given_E.nonzero().flatten().tolist()
+        if not episodes:
+            return PreferenceSamples(kept, {"pairs/given": 0.0})
+        credit_N = tree.nodes["credit"].nan_to_num(nan=torch.inf)
+        worst = [
+            int(credit_N[group].argmin()) + int(group[0])
+            # The first level holds one group of siblings an episode, in order.
+            for group in tree.sibling_groups()[: tree.num_episodes][is_given_E]
+        ]
+        chosen = [self.probes[index] for index in choice_E[is_given_E].tolist()]
+        contexts = [tree.contexts[episode] for episode in episodes]
+        cpu = torch.device("cpu")
+        ids, mask = pad_right(chosen, cpu)
+        scorer = self.reference.token_scorer(to="score given probes")
+        scored = scorer.logprobs(*pad_left(contexts, cpu), ids, mask).cpu()
+        normalised = pairs.length_normalised
+        chosen_P = sequence_logprobs(scored, mask, length_normalised=normalised)
+        probe, probe_mask = tree.nodes["probe"][worst], tree.nodes["probe_mask"][worst]
+        rejected_P = sequence_logprobs(
+            tree.nodes["reference_logprobs"][worst], probe_mask, length_normalised=normalised
+        )
+        given = [
+            {
+                "context": torch.tensor(context),
+                "chosen": torch.tensor(ids_of_probe),
+                "rejected": probe[row][probe_mask[row]],
+                "reference_logratio": chosen_P[row] - rejected_P[row],
+                "reference_chosen": chosen_P[row],
+                "episode": torch.tensor(episode),
+            }
+            for row, (context, ids_of_probe, episode) in enumerate(
+                zip(contexts, chosen, episodes, strict=True)
+            )
+        ]
+        return PreferenceSamples([*kept, *given], {"pairs/given": float(len(given))})
 
 
 class AstPreferenceTrainer(AstTrainer):

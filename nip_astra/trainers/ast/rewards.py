@@ -17,7 +17,7 @@ from torch import Tensor
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.rl_objectives.returns import best_child_backup, mean_child_return
+from nip_astra.rl_objectives.advantages import best_child_backup, mean_child_return
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.node_samples import learning_logprobs
 

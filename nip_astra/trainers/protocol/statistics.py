@@ -23,7 +23,7 @@ from nip_astra.scenario_base.protocol.message_space import MASKED
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.processor import peak_memory_bytes
 
-SHARED_FIGURES = ("kl", "clip_fraction", "outside_fraction", "ess")
+SHARED_FIGURES = ("kl", "clip_fraction", "ratio_outside_clip", "ess")
 """Figures of agents whose mean over the agents is logged as well."""
 
 

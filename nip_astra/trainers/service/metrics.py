@@ -1,4 +1,4 @@
-"""What is logged of rollouts and their advantages."""
+"""Metrics of rollouts and their advantages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Metrics = MutableMapping[str, Any]
 def log_rollout_metrics(
     trajectories: Sequence[Trajectory] | Batch, metrics: Metrics | None = None
 ) -> Metrics:
-    """Add figures of what was played to `metrics`, and give them.
+    """Add statistics of trajectories to `metrics`, and return them.
 
     `rollout/reward_{mean,std,min,max}` over trajectories with a reward, `rollout/num_trajectories`,
     `rollout/num_groups`, `rollout/prompt_tokens_mean`, `rollout/response_tokens_{mean,max}` and,
     where they are known, `rollout/cut_share`: of trajectories in which a turn had no room to end,
-    and `rollout/entropy`: nats a token of the policy that sampled, estimated by what it said
+    and `rollout/entropy`: nats a token of the policy that sampled, estimated from its samples
     (`-log pi`, without bias where it samples at temperature 1).
     """
     metrics = {} if metrics is None else metrics
@@ -38,9 +38,9 @@ def log_rollout_metrics(
         metrics["rollout/prompt_tokens_mean"] = float(prompts.mean())
         metrics["rollout/response_tokens_mean"] = float(lengths.mean())
         metrics["rollout/response_tokens_max"] = float(lengths.max())
-        told = [-float(o.logprobs[o.loss_mask].sum()) for o in rows if o.logprobs is not None]
-        if len(told) == len(rows) and lengths.sum() > 0:
-            metrics["rollout/entropy"] = sum(told) / float(lengths.sum())
+        nlls = [-float(o.logprobs[o.loss_mask].sum()) for o in rows if o.logprobs is not None]
+        if len(nlls) == len(rows) and lengths.sum() > 0:
+            metrics["rollout/entropy"] = sum(nlls) / float(lengths.sum())
         cut = [float(one["is_cut"]) for one in rows if one.get("is_cut") is not None]
         if cut:
             metrics["rollout/cut_share"] = sum(cut) / len(cut)
@@ -48,21 +48,15 @@ def log_rollout_metrics(
 
 
 def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: Metrics) -> Metrics:
-    """Add figures of advantages and groups to `metrics`, and give them.
+    """Add statistics of advantages and groups to `metrics`, and return them.
 
-    `grpo/advantage_{mean,std,min,max}`, `grpo/num_groups`, `grpo/zero_variance_share` of the groups
-    and `grpo/group_std_mean`, over groups of more than one reward.
+    Those of `GroupAdvantages.metrics`, of the trajectories' own advantages.
     """
-    values = [one.advantage for one in trajectories if one.advantage is not None]
-    flat = [torch.as_tensor(value, dtype=torch.float32).reshape(-1) for value in values]
-    metrics.update(_figures("grpo/advantage", torch.cat(flat) if flat else torch.zeros(0)))
     found = advantages_of(trajectories)
-    count = len(found.is_zero_variance_P)
-    metrics["grpo/num_groups"] = float(count)
-    if count:
-        share = found.is_zero_variance_P.double().mean()
-        metrics["grpo/zero_variance_share"] = float(share)
-        metrics["grpo/group_std_mean"] = float(found.std_P.mean())
+    metrics.update(found.metrics())
+    values = [one.advantage for one in trajectories if one.advantage is not None]
+    flat = [torch.as_tensor(value, dtype=torch.float64).reshape(-1) for value in values]
+    metrics.update(_figures("grpo/advantage", torch.cat(flat) if flat else torch.zeros(0)))
     return metrics
 
 

@@ -6,16 +6,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from nip_astra.parameters.conditions import where, where_above
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters, Url
-from nip_astra.rl_objectives.advantages import Baseline
+from nip_astra.rl_objectives.advantages import AdvantageParameters
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
-from nip_astra.rl_objectives.kl import KlKind
-from nip_astra.rl_objectives.masked import Reduction
-from nip_astra.rl_objectives.run_advantages import Scale
-
-PolicyLoss = Literal["clipped", "importance_sampling", "cispo", "gspo", "sapo"]
-"""Losses of `rl_objectives.token_losses`."""
+from nip_astra.rl_objectives.kl import KlParameters
+from nip_astra.rl_objectives.policy_losses import LossParameters
+from nip_astra.rl_objectives.reductions import Reduction
+from nip_astra.rl_objectives.registry import PolicyLossName
 
 
 class TrainServiceParameters(SubParameters):
@@ -58,9 +56,12 @@ class RolloutParameters(SubParameters):
     num_episodes_per_experience says how many problems an iteration has.
     """
 
-    num_runs: int = Field(default=8, ge=1, le=10_000)
-    """Runs of each problem, which are compared with one another. More tell better from worse more
-    surely, on fewer problems for the same cost."""
+    group_size: int = Field(default=8, ge=1, le=10_000)
+    """Runs of each problem, which are compared with one another. More separate better from worse
+    more surely, on fewer problems for the same cost."""
+    mask_truncated_completions: bool = False
+    """Whether trajectories that were cut at the token limit are left out of the loss; they still
+    count in the statistics of their group (DAPO, arXiv:2503.14476, section 3.4)."""
     max_resampling_rounds: int = Field(default=0, ge=0)
     """How often problems whose runs all have one reward are replaced by further ones. Each round
     plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
@@ -87,54 +88,41 @@ class RolloutParameters(SubParameters):
         return self
 
 
-class GrpoParameters(RolloutParameters):
+class GrpoParameters(AdvantageParameters, RolloutParameters):
     """How rewards become advantages."""
 
-    baseline: Baseline = "mean"
-    """What the reward of a run is compared with: the mean of its problem's runs, that of the
-    others (RLOO), or nothing."""
-    scale: Scale = "group"
-    """What the difference is divided by: the standard deviation of the problem's runs, that of the
-    whole batch, or nothing (Dr. GRPO)."""
     use_run_ids: bool = True
     """Whether the trajectories of one run, where it has several, count as one."""
+    overlong_margin: int = Field(default=0, ge=0)
+    """Tokens before the policy's max_new_tokens over which the reward of a longer trajectory falls
+    linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
 
 
-class PolicyLossParameters(SubParameters):
-    """The loss of a trainer that has the weights at hand."""
+class PolicyLossParameters(LossParameters):
+    """The loss of a trainer that reads the weights."""
 
-    loss: PolicyLoss = "clipped"
-    """Loss of each token; see `rl_objectives.token_losses`."""
-    least_ratio: Annotated[float | None, where("loss", "clipped", "cispo", "gspo")] = Field(
-        default=None, ge=0, le=1
-    )
-    """Smallest ratio that is not clipped; null takes the loss's own, 0.8 for clipped."""
-    most_ratio: Annotated[float | None, where("loss", "clipped", "cispo", "gspo")] = Field(
-        default=None, ge=1
-    )
-    """Largest ratio that is not clipped; null takes the loss's own, 1.2 for clipped."""
-    dual_clip: Annotated[float | None, where("loss", "clipped")] = Field(default=None, gt=1)
-    """Bound on the loss of tokens with negative advantage, as a multiple of that; null for none."""
     reduction: Reduction | None = None
-    """How the losses of tokens become one number; see `rl_objectives.masked.reduce_loss`. null
-    takes the loss's own: sequence for gspo and sapo, as in their papers, token for the others.
+    """How the losses of tokens become one number; see `rl_objectives.reductions.reduce_loss`. null
+    takes the loss's own: sequence for gspo and sapo, as in their papers, token for most others.
     sum_over_length divides by the policy's max_new_tokens."""
-    kl_weight: float = Field(default=0.0, ge=0)
-    """Loss per nat of divergence from the untrained policy. Larger stays closer to it."""
-    kl_value: Annotated[KlKind, where_above("kl_weight", 0)] = "k3"
-    """Estimate of the divergence that is logged."""
-    kl_gradient: Annotated[Literal["k2", "k3"], where_above("kl_weight", 0)] = "k2"
-    """Estimate whose gradient is taken: k2 pulls as KL(policy || reference) does, k3 as the
-    divergence the other way round."""
+    kl: KlParameters = KlParameters()
+    """Price of the divergence from the untrained policy."""
     rescore: bool = False
-    """Whether what was sampled is scored again before it is learnt from, and old log-probabilities
-    are those. It takes another pass; where sampler and trainer compute differently it is exact."""
+    """Whether trajectories are scored again before they are learnt from, for old log-probabilities
+    that are exact where sampler and trainer compute differently. It takes another pass."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
-    """What becomes of tokens that sampler and trainer find unlike: ratios are clipped (truncate) or
-    the tokens left out (mask), by most_mismatch; null does nothing."""
+    """Correction where sampler and trainer differ: ratios are clipped (truncate) or tokens left out
+    (mask), by max_mismatch; null does nothing."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
     """Whether the ratio is of each token or of whole trajectories."""
-    most_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
+    max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
         default=2.0, ge=1
     )
     """Largest ratio between trainer and sampler that is taken as it is."""
+
+
+class ImportanceLossParameters(PolicyLossParameters):
+    """The loss of a trainer that reads the weights."""
+
+    loss: PolicyLossName = "importance_sampling"
+    """Loss of each token, see `rl_objectives.policy_losses`."""

@@ -10,7 +10,6 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import TokenModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import advantages_of
 from nip_astra.samplers.task_episodes import Sample
@@ -83,7 +82,7 @@ def _what_plays_elsewhere(hyper_params: HyperParameters, model: TokenModel) -> s
 def informative_groups(
     trajectories: Sequence[Trajectory],
     *,
-    baseline: Baseline | None = "mean",
+    needs_spread: bool = True,
     use_run_ids: bool = True,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trajectories of groups that teach something, and the others.
@@ -92,9 +91,8 @@ def informative_groups(
 
     Parameters
     ----------
-    baseline : Baseline or None
-        What rewards are compared with: with "none" a group of equal rewards teaches as well; None
-        where rewards are not learnt from.
+    needs_spread : bool
+        Whether a group of equal rewards has no signal.
     use_run_ids : bool
         See `advantages_of`.
     """
@@ -104,7 +102,6 @@ def informative_groups(
     groups = dict.fromkeys(one.group_id for one in trajectories)
     is_flat = dict(zip(groups, found.is_zero_variance_P.tolist(), strict=True))
     known = {one.group_id for one in trajectories if one.reward is not None}
-    needs_spread = baseline in ("mean", "leave_one_out")
     # Minibatches depend on this order: groups of equal rewards come last.
     ordered = sorted(trajectories, key=lambda one: is_flat[one.group_id])
     is_informative = [

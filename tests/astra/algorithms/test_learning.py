@@ -159,8 +159,8 @@ def test_options_are_those_of_the_registered_trainers_and_others_are_refused() -
     assert PPO(problem, 0.3, 0.7, gamma=0.5).parameters.gamma == 0.5
     with pytest.raises(ConfigurationError, match=r"loss: unknown parameter"):
         IPO(problem, loss="hinge")
-    with pytest.raises(ConfigurationError, match="Did you mean 'clip_range'"):
-        PPO(problem, clip_rang=0.1)
+    with pytest.raises(ConfigurationError, match="'value_clip_range'"):
+        PPO(problem, value_clip_rang=0.1)
     with pytest.raises(ConfigurationError, match="weak_supervision, which it does not use"):
         DPO(problem, weak_supervision={"probes": "x.txt"})
 

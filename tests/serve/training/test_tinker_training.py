@@ -127,7 +127,7 @@ def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server:
         logprobs = trainer.service.logprobs(*rows, torch.tensor([[4]]), one)
         return LossOutput(logprobs.sum() * math.nan, {})
 
-    with pytest.raises(ServiceRequestError, match="no finite number"):
+    with pytest.raises(ServiceRequestError, match="weights"):
         trainer.service.forward_backward([trainer.collate_fn(samples)], broken)
     assert learn(trainer, samples) == pytest.approx(learn(plain, samples), rel=1e-5, abs=1e-5)
 

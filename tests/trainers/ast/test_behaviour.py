@@ -15,7 +15,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.importance import importance_weights
-from nip_astra.rl_objectives.policy_gradient import ppo_policy_loss
+from nip_astra.rl_objectives.policy_losses import policy_loss
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.node_samples import node_samples
@@ -123,7 +123,7 @@ def _relative_error(
         *(f"{name}.behaviour.{part}" for part in behaviour),
         "ast_chat.attacker.max_new_tokens=2",
         *{
-            "ast_grpo": ("ast_grpo.variant=dr_grpo", "ast_grpo.kl_weight=0"),
+            "ast_grpo": ("ast_grpo.variant=dr_grpo", "ast_grpo.kl.weight=0"),
             "ast_reinforce": ("ast_reinforce.kl_mix=0",),
         }[name],
     )
@@ -332,11 +332,10 @@ def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> N
     now = torch.tensor([[0.0, 0.5, -0.5]], requires_grad=True)
     old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     weights = importance_weights(
-        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", most=2.0
+        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", max_ratio=2.0
     )
-    options = {"clip_low": 0.2, "clip_high": 0.2}
     advantages = torch.tensor([[1.0, -2.0, 3.0]])
-    weighted = ppo_policy_loss(now, old, advantages, mask, weights_BT=weights, **options)
+    weighted = policy_loss(now, old, advantages, mask, weights_BT=weights)
     # Weight, ratio, advantage of each token; none is held by its clip.
     surrogate = 1.0 - math.exp(-0.5) * math.exp(0.5) * 2.0 + 2.0 * math.exp(-0.5) * 3.0
     assert weighted.loss.item() == pytest.approx(-surrogate / 3, abs=1e-6)

@@ -7,11 +7,11 @@ import logging
 import pytest
 import torch
 
+from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
 from nip_astra.tracking.tracker import flat_figures
-from nip_astra.trainers.service.losses import clip_share
 from nip_astra.trainers.service.measuring import Tally, pass_at_k
 from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
 from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
@@ -79,7 +79,7 @@ def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -
     std = 1.5 / 2**0.5
     assert [one.advantage for one in rows] == pytest.approx([-1.25 / std, -0.25 / std, 0.75 / std])
     assert (alone.advantage, without.advantage) == (0.0, 0.0)
-    assert "1 of 2 groups have rewards that tell nothing" in caplog.text
+    assert "1 of 2 groups" in caplog.text
     compute_grpo_advantage_for_trajectories(rows, use_run_ids=False, scale="none")
     assert [one.advantage for one in rows] == [-1.0, 0.0, 1.0]
 
@@ -142,19 +142,20 @@ def test_entropy_is_estimated_by_what_was_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("name", "outside", "clipped"),
     [
-        ({}, (0.5 + 0.0) / 2),  # PPO: above with A > 0, not above with A < 0
-        ({"is_one_sided": False}, (0.5 + 0.5) / 2),
-        ({"is_of_rows": True}, (1.0 + 0.0) / 2),
+        ("ppo", (0.5 + 0.5) / 2, (0.5 + 0.0) / 2),  # above with A > 0, not above with A < 0
+        ("cispo", (0.5 + 0.5) / 2, 0.0),  # the clip bounds a weight
+        ("gspo", 1.0, (1.0 + 0.0) / 2),  # one ratio per row
     ],
 )
-def test_the_clip_share_counts_tokens_that_the_clip_acts_on(
-    options: dict[str, bool], expected: float
+def test_the_clip_fraction_counts_tokens_without_a_gradient(
+    name: str, outside: float, clipped: float
 ) -> None:
     old = torch.zeros(2, 3)
     new = torch.tensor([[0.5, 0.0, 9.0], [0.5, 0.0, 9.0]])
     mask = torch.tensor([[True, True, False]] * 2)
-    advantages = torch.tensor([1.0, -1.0])
-    found = clip_share(new, old, advantages, mask, least_ratio=0.8, most_ratio=1.2, **options)
-    assert found.item() == pytest.approx(expected)
+    loss = PolicyLoss.of(name, clip_low=0.2, clip_high=0.2)
+    found = loss.metrics(new, old, torch.tensor([1.0, -1.0]), mask)
+    assert found["ratio_outside_clip"].item() == pytest.approx(outside)
+    assert found["clip_fraction"].item() == pytest.approx(clipped)

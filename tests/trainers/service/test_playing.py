@@ -139,16 +139,11 @@ def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    ("baseline", "expected"),
-    [
-        ("mean", {"mixed", "partly"}),
-        ("leave_one_out", {"mixed", "partly"}),
-        ("none", {"mixed", "partly", "equal", "lone"}),
-        (None, {"mixed", "partly", "equal", "lone"}),
-    ],
+    ("needs_spread", "expected"),
+    [(True, {"mixed", "partly"}), (False, {"mixed", "partly", "equal", "lone"})],
 )
-def test_groups_are_informative_by_the_baseline_and_only_with_rewards(
-    baseline: Any, expected: set[str]
+def test_groups_are_informative_by_their_spread_and_only_with_rewards(
+    needs_spread: bool, expected: set[str]
 ) -> None:
     rewards = {
         "nothing": [None, None],
@@ -162,7 +157,7 @@ def test_groups_are_informative_by_the_baseline_and_only_with_rewards(
         for group, given in rewards.items()
         for run, reward in enumerate(given)
     ]
-    informative, others = informative_groups(trajectories, baseline=baseline)
+    informative, others = informative_groups(trajectories, needs_spread=needs_spread)
     assert {one.group_id for one in informative} == expected
     assert {one.group_id for one in others} == set(rewards) - expected
     assert len(informative) + len(others) == len(trajectories)
@@ -176,7 +171,7 @@ def test_distillation_replaces_no_problem_whatever_its_rewards(
         trainer="self_hosted_grpo",
         overrides=[
             *SMALL[:3],
-            "self_hosted_grpo.num_runs=1",
+            "self_hosted_grpo.group_size=1",
             "self_hosted_grpo.max_resampling_rounds=2",
         ],
     )

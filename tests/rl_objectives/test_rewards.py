@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 
 WEIGHTS = {"w_response": 1.0, "w_combined": 0.5, "w_likelihood": 0.1, "empty_nll": math.log(100)}
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from nip_astra.rl_objectives.advantages import gae
-from nip_astra.rl_objectives.token_gae import token_gae
+from nip_astra.rl_objectives.advantages import gae, tree_gae
 
 DOUBLE = torch.float64
 
@@ -62,7 +61,7 @@ def _by_recursion(tree: dict[str, torch.Tensor], gamma: float, lam: float) -> to
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)])
 def test_it_equals_the_recursion_over_the_tree(gamma: float, lam: float) -> None:
     tree = _random_tree()
-    found = token_gae(**tree, gamma=gamma, lam=lam)
+    found = tree_gae(**tree, gamma=gamma, lam=lam)
     assert torch.allclose(found.advantages, _by_recursion(tree, gamma, lam), atol=1e-12)
     expected = found.advantages + tree["values_NT"] * tree["mask_NT"]
     assert torch.allclose(found.returns, expected, atol=1e-12)
@@ -72,7 +71,7 @@ def test_a_chain_is_one_sequence_of_tokens() -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
     rewards, values = torch.randn(2, 3, 3, generator=generator, dtype=DOUBLE)
-    found = token_gae(
+    found = tree_gae(
         rewards,
         values,
         mask,
@@ -87,18 +86,18 @@ def test_a_chain_is_one_sequence_of_tokens() -> None:
 
 def test_padding_and_the_order_of_nodes_change_nothing() -> None:
     tree = _random_tree()
-    expected = token_gae(**tree, gamma=0.9, lam=0.8).advantages
+    expected = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
     wide = dict(tree)
     for name in ("rewards_NT", "values_NT"):
         wide[name] = torch.nn.functional.pad(tree[name], (0, 3), value=math.nan)
     wide["mask_NT"] = torch.nn.functional.pad(tree["mask_NT"], (0, 3))
-    assert torch.allclose(token_gae(**wide, gamma=0.9, lam=0.8).advantages[:, :4], expected)
+    assert torch.allclose(tree_gae(**wide, gamma=0.9, lam=0.8).advantages[:, :4], expected)
     order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(2))
     place = order.argsort()
     mixed = {name: values[order] for name, values in tree.items()}
     parents = mixed["parent_N"]
     mixed["parent_N"] = torch.where(parents >= 0, place[parents.clamp(min=0)], -1)
-    found = token_gae(**mixed, gamma=0.9, lam=0.8).advantages
+    found = tree_gae(**mixed, gamma=0.9, lam=0.8).advantages
     assert torch.allclose(found[place], expected)
 
 
@@ -107,11 +106,9 @@ def test_a_turn_without_a_verdict_is_left_out() -> None:
     leaf = int((tree["depth_N"] == 2).nonzero()[0])
     parent = int(tree["parent_N"][leaf])
     tree["rewards_NT"][leaf, 0] = math.nan
-    found = token_gae(**tree, gamma=0.9, lam=0.8).advantages
+    found = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
     assert found[leaf][tree["mask_NT"][leaf]].isnan().all()
     assert not found[parent].isnan().any()
     kept = torch.arange(len(found)) != leaf
     alone = {name: values[kept] for name, values in tree.items()}
-    assert torch.allclose(
-        token_gae(**alone, gamma=0.9, lam=0.8).advantages, found[kept], atol=1e-12
-    )
+    assert torch.allclose(tree_gae(**alone, gamma=0.9, lam=0.8).advantages, found[kept], atol=1e-12)

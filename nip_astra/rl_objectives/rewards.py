@@ -1,12 +1,14 @@
-"""The reward of adaptive stress testing: failures, found by plausible conversation.
+"""The reward of adaptive stress testing, and the penalty on long answers.
 
-Shape suffixes: `N` node, `T` token.
+Shape suffixes: `N` node, `B` answer, `T` token.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
 
 
 def mean_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
@@ -51,3 +53,22 @@ def ast_reward(
     """
     nll_N = torch.where(is_empty_N, torch.full_like(probe_nll_N, empty_nll), probe_nll_N)
     return w_response * response_score_N + w_combined * combined_score_N - w_likelihood * nll_N
+
+
+def overlong_penalty(lengths_B: Tensor, *, max_length: int, margin: int) -> Tensor:
+    """Penalty on answers near the token limit, added to rewards (DAPO, arXiv:2503.14476, eq. 13).
+
+    0 up to `max_length - margin` tokens, then falling linearly to -1 at `max_length`.
+
+    Raises
+    ------
+    ConfigurationError
+        When the margin is not within the length.
+    """
+    if not 0 < margin <= max_length:
+        raise ConfigurationError(
+            f"the margin of the length penalty must be between 1 and max_length {max_length}; got "
+            f"{margin}."
+        )
+    over_B = (lengths_B - (max_length - margin)).clamp(0, margin)
+    return -over_B / margin

@@ -8,36 +8,32 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS, GroupVariant
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.policy_gradient import (
-    group_policy_loss,
-    nll_loss,
-    ppo_policy_loss,
-    reinforce_loss,
-    value_loss,
-)
-from tests.rl_objectives.batches import DOUBLE, Batch, length_of, random_batch, without
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, nll_loss, policy_loss
+from nip_astra.rl_objectives.registry import POLICY_LOSSES
+from nip_astra.rl_objectives.values import value_loss
+from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+INPUTS = ("logprobs_BT", "old_logprobs_BT", "advantages", "mask_BT")
 
 
-def ppo(batch: Batch, **options: object) -> LossOutput:
-    return ppo_policy_loss(**without(batch, "reference_logprobs_BT"), **CLIP, **options)
-
-
-def group(variant: GroupVariant) -> Callable[..., LossOutput]:
+def plain(name: str) -> Callable[..., LossOutput]:
     def loss(batch: Batch, **options: object) -> LossOutput:
-        return group_policy_loss(
-            **batch, variant=variant, max_length=length_of(variant), kl_weight=0.3, **options
+        inputs = [batch[one] for one in INPUTS]
+        return policy_loss(
+            *inputs, loss=name, reduction="token", entropy_BT=batch.get("entropy_BT"), **options
         )
 
     return loss
 
 
-def reinforce(batch: Batch, **options: object) -> LossOutput:
-    names = ("old_logprobs_BT", "reference_logprobs_BT", "entropy_BT")
-    return reinforce_loss(**without(batch, *names), **options)
+def variant(name: str) -> Callable[..., LossOutput]:
+    def loss(batch: Batch, **options: object) -> LossOutput:
+        more = {n: batch[n] for n in ("reference_logprobs_BT", "entropy_BT") if n in batch}
+        inputs = [batch[one] for one in INPUTS]
+        return loss_of_variant(name, *inputs, **more, kl_weight=0.3, **options)
+
+    return loss
 
 
 def nll(batch: Batch, **options: object) -> LossOutput:
@@ -56,13 +52,15 @@ def value(batch: Batch, **options: object) -> LossOutput:
 
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {
-    "ppo": ppo,
-    "reinforce": reinforce,
     "nll": nll,
     "value": value,
-    **{name: group(variant) for name, variant in GROUP_VARIANTS.items()},
+    **{name: plain(name) for name in POLICY_LOSSES.names() if POLICY_LOSSES.is_built_in(name)},
+    **{f"variant {name}": variant(name) for name in GROUP_VARIANTS},
 }
-NEEDS_TOKENS = {"ppo", "nll", "value", "dapo", "cispo"}
+NEEDS_TOKENS = {name for name in LOSSES if not name.startswith("variant")} | {
+    "variant dapo",
+    "variant cispo",
+}
 """Losses that are by default a mean over tokens, so that parts need the tokens of the whole."""
 
 every_loss = pytest.mark.parametrize("name", LOSSES)
@@ -156,7 +154,7 @@ def test_a_row_without_tokens_adds_nothing(name: str) -> None:
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+@pytest.mark.parametrize("name", ["ppo", *(f"variant {name}" for name in GROUP_VARIANTS)])
 def test_gradients_stay_within_the_policy(name: str) -> None:
     batch = {
         key: tensor if key == "mask_BT" else tensor.clone().requires_grad_()
@@ -170,7 +168,7 @@ def test_gradients_stay_within_the_policy(name: str) -> None:
     assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
-@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+@pytest.mark.parametrize("name", ["ppo", *(f"variant {name}" for name in GROUP_VARIANTS)])
 def test_equal_rewards_leave_the_policy_alone(name: str) -> None:
     batch = random_batch() | {"advantages": torch.zeros(6, dtype=DOUBLE)}
     batch["reference_logprobs_BT"] = batch["logprobs_BT"]
@@ -178,7 +176,7 @@ def test_equal_rewards_leave_the_policy_alone(name: str) -> None:
     assert gradient.eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+@pytest.mark.parametrize("name", ["ppo", *(f"variant {name}" for name in GROUP_VARIANTS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_policy_far_above_its_sampler_gives_finite_gradients(
     name: str, dtype: torch.dtype
@@ -199,6 +197,6 @@ def test_a_policy_far_above_its_sampler_gives_finite_gradients(
 def test_entropy_is_reported_where_it_is_given() -> None:
     batch = random_batch()
     expected = (batch["entropy_BT"] * batch["mask_BT"]).sum(1) / batch["mask_BT"].sum(1)
-    output = ppo(batch)
+    output = plain("ppo")(batch)
     assert output.metrics["entropy"].item() == pytest.approx(expected.mean().item())
-    assert "entropy" not in ppo(without(batch, "entropy_BT")).metrics
+    assert "entropy" not in plain("ppo")(without(batch, "entropy_BT")).metrics

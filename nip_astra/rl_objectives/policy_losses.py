@@ -1,0 +1,573 @@
+"""Policy losses by token, and their reduction to the loss of a batch.
+
+A policy loss takes log-probabilities of the sampled tokens under the policy (nats, with gradient)
+and under the policy that sampled them, advantages `[B, T]` or `[B, 1]` and a bool mask, and gives
+the loss of each token, `[B, T]`, to be minimised. `PolicyLoss.of_tokens` calls it with 0 where the
+mask is False, so that padding never matters. Below, `r = pi / pi_old`, whose logarithm is held
+within 20 nats of 0 (`reductions.MAX_LOG_RATIO`), and `A` is the advantage. `clip_low` and
+`clip_high` are distances from 1: a ratio is clipped to `[1 - clip_low, 1 + clip_high]`.
+
+Shape suffixes: `B` row (sample), `T` token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, JsonValue, model_validator
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rl_objectives.advantages import Baseline, Scale, ZeroVarianceRule
+from nip_astra.rl_objectives.kl import KlKind, straight_through_kl
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import (
+    Reduction,
+    bounded,
+    masked_fill_zero,
+    masked_mean,
+    masked_sum,
+    reduce_loss,
+)
+from nip_astra.rl_objectives.registry import (
+    POLICY_LOSSES,
+    PolicyLossName,
+    has_option,
+    options_of,
+    register_policy_loss,
+    with_options,
+)
+
+OWN_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {"gspo": "sequence", "sapo": "sequence", "rloo": "sequence_sum"}
+)
+"""The reduction of a loss's paper; that of all other losses is "token"."""
+
+ROW_LOSSES = ("gspo", "rloo")
+"""Losses with one ratio per row."""
+
+
+# ---- losses
+
+
+@register_policy_loss("ppo")
+def ppo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """`-min(r A, clip(r) A)`, the clipped loss of PPO (arXiv:1707.06347, eq. 7).
+
+    With a `dual_clip` c the loss of tokens with A < 0 is at most `-c A`, so that a ratio far above
+    1 does not dominate (arXiv:1912.09729; the "delta" of TRL). c is above `1 + clip_high`.
+    """
+    ratio_BT = _ratio(logprobs_BT, old_logprobs_BT)
+    loss_BT = _clipped(ratio_BT, advantages_BT, clip_low, clip_high)
+    if dual_clip is not None:
+        if not dual_clip > 1 + clip_high:
+            raise ConfigurationError(
+                f"dual_clip {dual_clip} must be above 1 + clip_high = {1 + clip_high}. Set it to, "
+                "for instance, 3."
+            )
+        most_BT = torch.minimum(loss_BT, -dual_clip * advantages_BT)
+        loss_BT = torch.where(advantages_BT < 0, most_BT, loss_BT)
+    return loss_BT
+
+
+@register_policy_loss("importance_sampling")
+def importance_sampling(
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """`-r A`, without a clip."""
+    return -_ratio(logprobs_BT, old_logprobs_BT) * advantages_BT
+
+
+@register_policy_loss("cispo")
+def cispo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 3.0,
+) -> Tensor:
+    """`-clip(r) A log pi` with a constant `clip(r)` (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
+
+    The clip bounds a weight and removes no gradient. By default ratios are clipped to [0, 4], as
+    in Tinker; TRL has [0, 5].
+    """
+    ratio_BT = _ratio(logprobs_BT, old_logprobs_BT).detach()
+    return -_clip(ratio_BT, clip_low, clip_high) * advantages_BT * logprobs_BT
+
+
+@register_policy_loss("gspo")
+def gspo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """PPO's loss with one ratio per row, the geometric mean over its tokens (arXiv:2507.18071).
+
+    The gradient of each token is its own, `sg[s] pi / sg[pi]` (GSPO-token), so that advantages may
+    differ between tokens. With one advantage per row, the mean over the row's tokens and its
+    gradient are those of GSPO, eq. 5.
+    """
+    log_ratio_BT = (logprobs_BT - old_logprobs_BT).detach()
+    mean_B1 = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
+    ratio_BT = bounded(mean_B1 + (logprobs_BT - logprobs_BT.detach())).exp()
+    return _clipped(ratio_BT, advantages_BT, clip_low, clip_high)
+
+
+@register_policy_loss("rloo")
+def rloo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """PPO's loss with the ratio of the whole row (arXiv:2402.14740, clipped for later epochs).
+
+    The loss of a row is divided evenly among its tokens, so that their sum is the row's.
+    """
+    ratio_B1 = _row_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    loss_BT = _clipped(ratio_B1, advantages_BT, clip_low, clip_high)
+    return (loss_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).expand_as(mask_BT)
+
+
+@register_policy_loss("sapo")
+def sapo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> Tensor:
+    """`-(4 / tau) sigmoid(tau (r - 1)) A`: a soft gate in place of a clip (arXiv:2511.20347).
+
+    `tau` is one of the temperatures, by the sign of A; a larger one lets ratios move less. At
+    ratio 1 the gradient is that of importance sampling.
+    """
+    if not (temperature_positive > 0 and temperature_negative > 0):
+        raise ConfigurationError(
+            f"temperatures of sapo must be positive; got {temperature_positive} and "
+            f"{temperature_negative}."
+        )
+    tau_BT = torch.where(advantages_BT > 0, temperature_positive, temperature_negative)
+    tau_BT = tau_BT.to(logprobs_BT.dtype)
+    ratio_BT = _ratio(logprobs_BT, old_logprobs_BT)
+    gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT
+    return -gate_BT * advantages_BT
+
+
+@register_policy_loss("dro")
+def dro(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    beta: float = 0.05,
+) -> Tensor:
+    """`beta / 2 (log r)^2 - A log pi`, direct reward optimisation (Tinker's; arXiv:2405.19107)."""
+    distance_BT = (logprobs_BT - old_logprobs_BT).square()
+    return 0.5 * beta * distance_BT - logprobs_BT * advantages_BT
+
+
+@register_policy_loss("reinforce")
+def reinforce(
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """`-A log pi`, without a ratio (Williams, 1992).
+
+    Unbiased with the reduction "sequence_sum" on samples of the policy itself, so with one epoch
+    and one step per iteration.
+    """
+    return -advantages_BT * logprobs_BT
+
+
+@register_policy_loss("cross_entropy")
+def cross_entropy(
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """`-log pi`: supervised learning, which reads neither advantages nor old log-probabilities."""
+    return -logprobs_BT
+
+
+def _clipped(ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    clipped = _clip(ratio, clip_low, clip_high)
+    return torch.maximum(-ratio * advantages_BT, -clipped * advantages_BT)
+
+
+def _clip(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    # Tensors of bounds are Tinker's, one per token.
+    if not isinstance(clip_low, Tensor) and not (clip_low >= 0 and clip_high >= 0):
+        raise ConfigurationError(
+            f"clip_low and clip_high are distances from 1 and must be >= 0; got {clip_low} and "
+            f"{clip_high}. Set, for instance, 0.2."
+        )
+    return ratio.clamp(1 - clip_low, 1 + clip_high)
+
+
+def _log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
+    return bounded(logprobs_BT - old_logprobs_BT)
+
+
+def _ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
+    return _log_ratio(logprobs_BT, old_logprobs_BT).exp()
+
+
+def _row_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT)
+    return bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)).exp()
+
+
+# ---- the loss of a batch
+
+
+class LossParameters(SubParameters):
+    """Which policy loss a trainer minimises."""
+
+    loss: PolicyLossName = "ppo"
+    """Loss of each token: ppo, importance_sampling, cispo, gspo, rloo, sapo, dro, reinforce,
+    cross_entropy, or one registered by a plug-in; see `rl_objectives.policy_losses`."""
+    clip_low: Annotated[float | None, has_option("clip_low")] = Field(default=None, ge=0)
+    """How far the ratio may fall below 1 before it is clipped; null takes the loss's own, 0.2 for
+    ppo."""
+    clip_high: Annotated[float | None, has_option("clip_high")] = Field(default=None, ge=0)
+    """How far the ratio may rise above 1 before it is clipped; null takes the loss's own, 0.2 for
+    ppo. Larger takes larger steps."""
+    loss_options: dict[str, JsonValue] = {}
+    """Other options of the loss by name, for instance {dual_clip: 3.0} for ppo."""
+
+    @model_validator(mode="after")
+    def _has_options_of_its_loss(self) -> Self:
+        try:
+            self.chosen_loss()
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def chosen_loss(self) -> PolicyLoss:
+        """The loss with its options.
+
+        Raises
+        ------
+        ConfigurationError
+            For an option that the loss lacks, or a value of another type.
+        """
+        return PolicyLoss.of(self.loss, self.loss_options, self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered policy loss and all of its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+    ) -> PolicyLoss:
+        """A loss with some of its options; others have their defaults.
+
+        Raises
+        ------
+        ConfigurationError
+            For an unknown loss or option, or a value of another type.
+        """
+        given = dict(options or {})
+        known = options_of(POLICY_LOSSES.get(name))
+        for option, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+            if value is not None and option in known:
+                given[option] = value
+        return cls(name, with_options(POLICY_LOSSES, name, given)[1])
+
+    @property
+    def reduction(self) -> Reduction:
+        """The loss's own reduction."""
+        return OWN_REDUCTIONS.get(self.name, "token")
+
+    def of_tokens(
+        self,
+        logprobs_BT: Tensor,
+        old_logprobs_BT: Tensor | None,
+        advantages: Tensor,
+        mask_BT: Tensor,
+    ) -> Tensor:
+        """The loss of each token, `[B, T]`, 0 where the mask is False.
+
+        Parameters
+        ----------
+        old_logprobs_BT : Tensor, optional
+            By default those of the policy itself, so that ratios are 1.
+        advantages : Tensor
+            `[B, T]`, or `[B]` for all tokens of a row.
+        """
+        # Masked before exp: the gradient of an infinite value times 0 would be NaN.
+        logprobs_BT = masked_fill_zero(logprobs_BT, mask_BT)
+        old_BT = logprobs_BT if old_logprobs_BT is None else old_logprobs_BT
+        old_BT = masked_fill_zero(old_BT.detach(), mask_BT)
+        function = POLICY_LOSSES.get(self.name)
+        found: Tensor = function(
+            logprobs_BT, old_BT, _per_token(advantages), mask_BT, **self.options
+        )
+        if found.shape != mask_BT.shape:
+            raise ConfigurationError(
+                f"the policy loss {self.name!r} returned shape {list(found.shape)}; it must "
+                f"return the loss of each token, {list(mask_BT.shape)}."
+            )
+        return masked_fill_zero(found, mask_BT)
+
+    @torch.no_grad()
+    def metrics(
+        self,
+        logprobs_BT: Tensor,
+        old_logprobs_BT: Tensor | None,
+        advantages: Tensor,
+        mask_BT: Tensor,
+    ) -> dict[str, Tensor]:
+        """How far the policy has moved: means over a row's tokens, then over rows.
+
+        `logprob` (nats per token); with old log-probabilities `ratio_mean` and `approx_kl` (k3 of
+        KL(pi_old || pi), nats per token); for a loss with a clip `ratio_outside_clip` (share of
+        tokens whose ratio is beyond the clip) and `clip_fraction` (share whose gradient the clip
+        removed).
+        """
+        columns = {"logprob": logprobs_BT}
+        if old_logprobs_BT is not None:
+            log_ratio_BT = bounded(masked_fill_zero(logprobs_BT - old_logprobs_BT, mask_BT))
+            columns["ratio_mean"] = log_ratio_BT.exp()
+            columns["approx_kl"] = torch.expm1(log_ratio_BT) - log_ratio_BT
+            columns |= self._clip_columns(log_ratio_BT, _per_token(advantages), mask_BT)
+        return {
+            name: reduce_loss(x.expand_as(mask_BT), mask_BT, "sequence")
+            for name, x in columns.items()
+        }
+
+    def _clip_columns(
+        self, log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+    ) -> dict[str, Tensor]:
+        low, high = self.options.get("clip_low"), self.options.get("clip_high")
+        if low is None or high is None:
+            return {}
+        if self.name == "gspo":
+            log_ratio_BT = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
+        elif self.name == "rloo":
+            log_ratio_BT = bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1))
+        ratio_BT = log_ratio_BT.exp()
+        is_above, is_below = ratio_BT > 1 + high, ratio_BT < 1 - low
+        is_clipped = (is_above & (advantages_BT > 0)) | (is_below & (advantages_BT < 0))
+        # The clip of cispo bounds a weight.
+        is_clipped = is_clipped & (self.name != "cispo")
+        columns = {"ratio_outside_clip": is_above | is_below, "clip_fraction": is_clipped}
+        return {name: x.to(ratio_BT.dtype) for name, x in columns.items()}
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor | None,
+    advantages: Tensor,
+    mask_BT: Tensor,
+    *,
+    loss: PolicyLoss | str = "ppo",
+    reduction: Reduction | None = None,
+    normaliser: float | Tensor | None = None,
+    max_length: int | None = None,
+    weights_BT: Tensor | None = None,
+    reference_logprobs_BT: Tensor | None = None,
+    kl_weight: float = 0.0,
+    kl_value: KlKind = "k3",
+    kl_gradient: Literal["k2", "k3"] = "k2",
+    entropy_BT: Tensor | None = None,
+) -> LossOutput:
+    """The loss of a batch, `reduce(weights * (loss + kl_weight * KL(pi || ref)))`, and metrics.
+
+    Parameters
+    ----------
+    logprobs_BT : Tensor
+        Log-probabilities of the sampled tokens under the policy, nats, with gradient.
+    old_logprobs_BT : Tensor, optional
+        The same under the policy that sampled them; no gradient flows. None for losses without a
+        ratio.
+    advantages : Tensor
+        `[B, T]`, or `[B]` for all tokens of a row; no gradient flows.
+    mask_BT : Tensor
+        bool; True on sampled tokens. Values elsewhere never matter.
+    loss : PolicyLoss or str
+        A loss with its options, or the name of one with its defaults.
+    reduction : Reduction, optional
+        See `reduce_loss`; by default the loss's own.
+    normaliser, max_length
+        See `reduce_loss`; each is read by its reduction alone.
+    weights_BT : Tensor, optional
+        Weights >= 0 of tokens, no gradient: importance weights where another distribution sampled
+        than `old_logprobs_BT` is of.
+    reference_logprobs_BT : Tensor, optional
+        Log-probabilities under the reference; needed where `kl_weight` is not 0.
+    kl_value, kl_gradient
+        See `kl.straight_through_kl`.
+    entropy_BT : Tensor, optional
+        Entropy of the policy at each token, nats; for the metrics.
+
+    Returns
+    -------
+    LossOutput
+        Metrics of `PolicyLoss.metrics`, and `kl` and `entropy` (nats per token) where given.
+
+    Raises
+    ------
+    ConfigurationError
+        For a divergence without a reference, or an unknown loss.
+    """
+    loss = PolicyLoss.of(loss) if isinstance(loss, str) else loss
+    inputs = logprobs_BT, old_logprobs_BT, advantages, mask_BT
+    loss_BT, metrics = loss.of_tokens(*inputs), loss.metrics(*inputs)
+    if reference_logprobs_BT is None and kl_weight != 0:
+        raise ConfigurationError(
+            f"a KL penalty of weight {kl_weight} needs reference_logprobs_BT. Give them, or set "
+            "the weight to 0."
+        )
+    if weights_BT is not None:
+        loss_BT = weights_BT.detach() * loss_BT
+    if reference_logprobs_BT is not None:
+        kl_BT = straight_through_kl(
+            logprobs_BT, reference_logprobs_BT, mask_BT, value=kl_value, gradient=kl_gradient
+        )
+        kl_BT = kl_BT if weights_BT is None else weights_BT.detach() * kl_BT
+        metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
+        loss_BT = loss_BT + kl_weight * kl_BT
+    if entropy_BT is not None:
+        metrics["entropy"] = reduce_loss(entropy_BT.detach(), mask_BT, "sequence")
+    by = reduction or loss.reduction
+    total = reduce_loss(
+        loss_BT,
+        mask_BT,
+        by,
+        normaliser=normaliser if by == "token" else None,
+        max_length=max_length if by == "sum_over_length" else None,
+    )
+    return LossOutput(total, metrics)
+
+
+def _per_token(advantages: Tensor) -> Tensor:
+    advantages = advantages.detach()
+    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+
+
+def nll_loss(
+    logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    reduction: Reduction = "token",
+    normaliser: float | Tensor | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """Negative log-likelihood of given tokens, `-log pi`: supervised fine-tuning.
+
+    Parameters
+    ----------
+    logprobs_BT : Tensor
+        Log-probabilities of the given tokens under the policy, nats, with gradient.
+    reduction, normaliser, max_length
+        See `reduce_loss`.
+
+    Returns
+    -------
+    LossOutput
+        Metrics: `nll`, nats per token.
+    """
+    loss = reduce_loss(
+        -logprobs_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length
+    )
+    return LossOutput(loss, {"nll": -reduce_loss(logprobs_BT.detach(), mask_BT, "sequence")})
+
+
+# ---- algorithms over groups of siblings
+
+
+@dataclass(frozen=True)
+class GroupVariant:
+    """A published algorithm over groups of siblings, as data.
+
+    Attributes
+    ----------
+    source : str
+        Its paper, and differences from it.
+    loss : str
+        Policy loss.
+    clip_high : float, optional
+        See `LossParameters`; None takes the loss's own.
+    baseline, scale, zero_variance
+        See `advantages.group_advantages`.
+    reduction : Reduction
+        See `reduce_loss`.
+    """
+
+    source: str
+    loss: str = "ppo"
+    clip_high: float | None = None
+    baseline: Baseline = "mean"
+    scale: Scale = "group"
+    zero_variance: ZeroVarianceRule = "keep"
+    reduction: Reduction = "sequence"
+
+
+GroupVariantName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"]
+"""Names of `GROUP_VARIANTS`."""
+
+GROUP_VARIANTS: Mapping[str, GroupVariant] = MappingProxyType(
+    {
+        "grpo": GroupVariant("DeepSeekMath, arXiv:2402.03300, eq. 3"),
+        "dr_grpo": GroupVariant(
+            "Understanding R1-Zero-like training, arXiv:2503.20783",
+            scale="none",
+            reduction="sum_over_length",
+        ),
+        "dapo": GroupVariant(
+            "DAPO, arXiv:2503.14476, eq. 8; dropped groups are not sampled again, and the penalty "
+            "on overlong answers is an option",
+            clip_high=0.28,
+            zero_variance="drop",
+            reduction="token",
+        ),
+        "cispo": GroupVariant(
+            "MiniMax-M1, arXiv:2506.13585, eq. 4 and 5",
+            loss="cispo",
+            zero_variance="drop",
+            reduction="token",
+        ),
+        "gspo": GroupVariant("GSPO, arXiv:2507.18071, eq. 5 and 7", loss="gspo"),
+        "rloo": GroupVariant(
+            "Back to basics, arXiv:2402.14740; clipped, for later epochs",
+            loss="rloo",
+            baseline="leave_one_out",
+            scale="none",
+            reduction="sequence_sum",
+        ),
+    }
+)

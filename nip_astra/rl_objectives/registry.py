@@ -1,0 +1,132 @@
+"""The registries of policy losses and of advantages, and the check of their options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, UnknownNameError, nearest_names
+from nip_astra.parameters.conditions import ReadWhere
+from nip_astra.registry import Registry
+
+_PACKAGE = "nip_astra.rl_objectives"
+
+_LOSSES = (
+    *("ppo", "importance_sampling", "cispo", "gspo", "rloo", "sapo", "dro"),
+    *("reinforce", "cross_entropy"),
+)
+
+POLICY_LOSSES: Registry[Callable[..., Tensor]] = Registry(
+    "policy_loss",
+    package=_PACKAGE,
+    members=_LOSSES,
+    modules=dict.fromkeys(_LOSSES, "policy_losses"),
+)
+ADVANTAGES: Registry[Callable[..., Any]] = Registry(
+    "advantage", package=_PACKAGE, members=("group",), modules={"group": "advantages"}
+)
+
+OLD_LOSS_NAMES = {"clipped": "ppo"}
+"""Names of policy losses in files of older versions."""
+
+
+def register_policy_loss(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a policy loss for the trainers of every family; a decorator.
+
+    The function takes `(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)` and gives the loss
+    of each token, `[B, T]`, to be minimised. Its keyword arguments are its options
+    (`loss_options` in a parameter file). See `rl_objectives.policy_losses`.
+
+        @na.register_policy_loss("mine")
+        def mine(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, *, epsilon: float = 0.2):
+            ratio_BT = (logprobs_BT - old_logprobs_BT).exp()
+            clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon)
+            return -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    """
+    return POLICY_LOSSES.register(name)
+
+
+def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an advantage for the trainers that compare samples of a group; a decorator.
+
+    The function takes `(rewards_N, group_N, run_N)` and gives advantages `[N]`, or a
+    `GroupAdvantages`. A reward is NaN where there is no verdict; `group_N` and `run_N` are int64,
+    `run_N` may be None. Its keyword arguments are its options (`advantage_options`).
+    """
+    return ADVANTAGES.register(name)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a loss or an advantage with their defaults: its keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+def with_options(
+    registry: Registry[Callable[..., Any]], name: str, given: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A registered function, and all of its options: those given, and defaults for the others.
+
+    Raises
+    ------
+    UnknownNameError
+        For an unknown function.
+    ConfigurationError
+        For an option that the function lacks or needs, or a value of another type.
+    """
+    function = registry.get(name)
+    options = options_of(function)
+    words = f"the {registry.kind.replace('_', ' ')} {name!r}"
+    for option in given:
+        if option not in options:
+            near = nearest_names(option, list(options))
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigurationError(
+                f"{words} has no option {option!r}.{hint} Options: {', '.join(options) or 'none'}."
+            )
+    try:
+        hints = get_type_hints(function)
+        checked = {
+            option: TypeAdapter(hints.get(option, Any)).validate_python(value)
+            for option, value in given.items()
+        }
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"an option of {words} has a wrong value: {error.errors()[0]['msg']} (got "
+            f"{error.errors()[0]['input']!r}). Options given: {dict(given)}."
+        ) from error
+    found = options | checked
+    missing = [option for option, value in found.items() if value is inspect.Parameter.empty]
+    if missing:
+        raise ConfigurationError(f"{words} needs the option {missing[0]!r}. Set it.")
+    return function, found
+
+
+def has_option(option: str) -> ReadWhere:
+    """Read where the policy loss that `loss` names takes an option."""
+
+    def is_met(loss: Any) -> bool:
+        return loss is None or option in options_of(POLICY_LOSSES.get(loss))
+
+    return ReadWhere("loss", is_met, f"names a policy loss with the option {option}")
+
+
+def _known(registry: Registry[Any]) -> AfterValidator:
+    def check(name: str) -> str:
+        if registry is POLICY_LOSSES:
+            name = OLD_LOSS_NAMES.get(name, name)
+        if name not in registry.names():
+            raise ValueError(str(UnknownNameError(registry.kind, name, registry.names())))
+        return name
+
+    return AfterValidator(check)
+
+
+PolicyLossName = Annotated[str, _known(POLICY_LOSSES)]
+"""A name in `POLICY_LOSSES`."""
+AdvantageName = Annotated[str, _known(ADVANTAGES)]
+"""A name in `ADVANTAGES`."""

@@ -1,0 +1,152 @@
+"""Policy losses and advantages of a plug-in train in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nip_astra as na
+from nip_astra.errors import DuplicateNameError, ParameterError
+from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
+from nip_astra.trainers.registry import TRAINERS
+
+TASK = (
+    "training.num_iterations=1",
+    "training.num_episodes_per_experience=2",
+    "task.evaluation.num_problems=2",
+)
+CHAT = (
+    "training.num_iterations=1",
+    "training.num_episodes_per_experience=2",
+    "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.use_random_search=false",
+)
+FAMILIES = {
+    "ast_grpo": ("ast_grpo", CHAT),
+    "ast_ppo": ("ast_ppo", CHAT),
+    "self_hosted_grpo": ("self_hosted_grpo.policy_loss", TASK),
+    "remote_api_grpo": ("remote_api_grpo.policy_loss", TASK),
+    "vanilla_ppo": (
+        "ppo",
+        (
+            *("rl.num_iterations=1", "rl.num_test_iterations=1", "rl.frames_per_batch=63"),
+            *("rl.num_epochs=1", "graph_isomorphism.dataset.num_train=20"),
+            *("graph_isomorphism.dataset.num_test=10", "rl.pretrain_agents=false"),
+        ),
+    ),
+}
+SCENARIOS = {"vanilla_ppo": "graph_isomorphism_small"}
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    registries = (POLICY_LOSSES, ADVANTAGES, TRAINERS)
+    snapshots = [registry.snapshot() for registry in registries]
+    yield
+    for registry, snapshot in zip(registries, snapshots, strict=True):
+        registry.restore(snapshot)
+
+
+def run(trainer: str, folder: Path, *overrides: str) -> Any:
+    resolved = na.resolve_experiment(
+        trainer=trainer, scenario=SCENARIOS.get(trainer), overrides=list(overrides)
+    )
+    return na.run_experiment(resolved, runs_dir=str(folder), progress=False, num_threads=1)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("trainer", FAMILIES)
+def test_a_policy_loss_of_six_lines_trains_in_every_family(trainer: str, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    @na.register_policy_loss("mine")
+    def mine(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, *, epsilon: float = 0.2):  # type: ignore[no-untyped-def]
+        seen.append(epsilon)
+        ratio_BT = (logprobs_BT - old_logprobs_BT).exp()
+        clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon)
+        return -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+
+    place, small = FAMILIES[trainer]
+    chosen = (f"{place}.loss=mine", f"{place}.loss_options.epsilon=0.3")
+    run(trainer, tmp_path, *small, *chosen)
+    assert set(seen) == {0.3}
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("trainer", ["ast_grpo", "self_hosted_grpo", "remote_api_grpo"])
+def test_an_advantage_of_eight_lines_trains_in_every_family(trainer: str, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    @na.register_advantage("mine")
+    def mine(rewards_N, group_N, run_N, *, power: float = 1.0):  # type: ignore[no-untyped-def]
+        seen.append(power)
+        found_N = torch.zeros_like(rewards_N)
+        for group in group_N.unique():
+            is_own_N = group_N == group
+            found_N[is_own_N] = rewards_N[is_own_N] - rewards_N[is_own_N].nanmedian()
+        return found_N.abs() ** power * found_N.sign()
+
+    small = CHAT if trainer == "ast_grpo" else TASK
+    chosen = (f"{trainer}.advantage=mine", f"{trainer}.advantage_options.power=2.0")
+    run(trainer, tmp_path, *small, *chosen)
+    assert set(seen) == {2.0}
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_trainer_like_simpo_of_thirty_lines_needs_one_import(tmp_path: Path) -> None:
+    code = '''
+import nip_astra as na
+
+@na.register_trainer("my_simpo")
+class MySimpo(na.AstPreferenceTrainer):
+    """Prefer the best probe to the worst by a margin."""
+
+    class Parameters(na.AstPreferenceTrainer.Parameters):
+        """The margin."""
+
+        margin: float = na.Field(default=1.0, ge=0)
+        """Difference of mean log-probabilities that is enough."""
+        length_normalised: bool = True
+        """Whether a probe counts by its mean log-probability."""
+
+    def loss(self, batch):
+        chosen_B, rejected_B = self.pair_logprobs(batch)
+        margins_B = self.parameters.beta * (chosen_B - rejected_B) - self.parameters.margin
+        return na.LossOutput(-margins_B.sigmoid().log().mean(), {"margin": margins_B.mean()})
+'''
+    assert len(code.strip().splitlines()) <= 30
+    path = tmp_path / "my_simpo.py"
+    path.write_text(code)
+    na.load_plugin(path)
+    resolved = na.resolve_experiment(
+        trainer="my_simpo", scenario="pocket_chat", overrides=list(CHAT)
+    )
+    done = na.run_experiment(resolved, runs_dir=str(tmp_path / "runs"), progress=False)
+    assert done.results["training"]["num_optimizer_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"),
+    [
+        ("self_hosted_grpo.policy_loss.loss=cipso", "cispo"),
+        ("ast_grpo.loss=cipso", "cispo"),
+        ("self_hosted_grpo.advantage=grup", "group"),
+        ("self_hosted_grpo.policy_loss.loss_options.dual_clp=3", "dual_clip"),
+        ("self_hosted_grpo.policy_loss.loss_options.dual_clip=wide", "wide"),
+        ("self_hosted_grpo.advantage_options.baselin=mean", "baseline"),
+    ],
+)
+def test_unknown_names_and_options_name_the_nearest(override: str, facts: str) -> None:
+    with pytest.raises(ParameterError, match=facts):
+        na.resolve_experiment(trainer=override.partition(".")[0], overrides=[override])
+
+
+@pytest.mark.parametrize("register", [na.register_policy_loss, na.register_advantage])
+def test_a_built_in_name_cannot_be_taken(register: Any) -> None:
+    name = "ppo" if register is na.register_policy_loss else "group"
+    with pytest.raises(DuplicateNameError):
+        register(name)(lambda: None)

@@ -1,0 +1,550 @@
+"""Policy losses equal their definitions and those of TRL; the table of variants is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.rl_objectives.importance import effective_sample_size, mismatch_weights
+from nip_astra.rl_objectives.kl import KlKind, kl_estimate, straight_through_kl
+from nip_astra.rl_objectives.policy_losses import (
+    GROUP_VARIANTS,
+    GroupVariantName,
+    PolicyLoss,
+    nll_loss,
+    policy_loss,
+)
+from nip_astra.rl_objectives.reductions import REDUCTIONS, bounded, reduce_loss
+from nip_astra.rl_objectives.rewards import overlong_penalty
+from nip_astra.rl_objectives.values import value_loss
+from nip_astra.trainers import self_hosted_base
+from nip_astra.trainers.language_model.steps import STEP_TOTALS
+from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
+from nip_astra.trainers.service.parameters import PolicyLossParameters
+from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
+from tests.rl_objectives.references import trl_trainer
+
+CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
+
+
+def tokens(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.0, 2.0, -2.0, -2.0),  # d ratio / d log pi = ratio
+        (1.5, 2.0, -2.6, 0.0),  # beyond the clip, in the direction of the advantage
+        (0.5, 2.0, -1.0, -1.0),  # too low, and to be raised
+        (0.5, -2.0, 1.6, 0.0),
+        (1.5, -2.0, 3.0, 3.0),
+    ],
+)
+def test_one_token_of_ppo_by_hand(
+    ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    logprobs = tokens(math.log(ratio) - 3.0).requires_grad_()
+    output = policy_loss(
+        *(logprobs, tokens(-3.0), tokens(advantage), torch.ones(1, 1).bool()), loss=CLIP
+    )
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert output.metrics["clip_fraction"].item() == float(slope == 0.0)
+    assert output.metrics["ratio_outside_clip"].item() == float(abs(ratio - 1) > 0.2)
+    assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
+    assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
+
+
+def test_an_advantage_may_differ_from_token_to_token() -> None:
+    output = policy_loss(
+        *(tokens(-1.0, -1.0), tokens(-1.0, -1.0), tokens(3.0, -1.0), torch.ones(1, 2).bool())
+    )
+    assert output.loss.item() == pytest.approx(-1.0)
+
+
+# Two rows: log-ratios log 1.1 and log 1.2 with advantage 2; log 0.5 with advantage -1.
+OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE)
+RATIO = torch.tensor([[1.1, 1.2], [0.5, 1.0]], dtype=DOUBLE)
+ADVANTAGES = torch.tensor([2.0, -1.0], dtype=DOUBLE)
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", ((-2.2 - 2.4) / 2 + 0.8) / 2),
+        ("dr_grpo", (-2.2 - 2.4 + 0.8) / 9 / 2),
+        ("dapo", (-2.2 - 2.4 + 0.8) / 3),
+        ("gspo", (-2 * 1.0004 + 0.9997) / 2),
+        ("rloo", (-2 * 1.2 + 0.8) / 2),
+        # -ratio * A * log pi, by token
+        (
+            "cispo",
+            (
+                -1.1 * 2 * (math.log(1.1) - 1)
+                - 1.2 * 2 * (math.log(1.2) - 2)
+                + 0.5 * (math.log(0.5) - 1.5)
+            )
+            / 3,
+        ),
+    ],
+)
+def test_each_variant_by_hand(name: str, expected: float) -> None:
+    output = loss_of_variant(name, OLD + RATIO.log(), OLD, ADVANTAGES, MASK)
+    assert output.loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("gspo", math.sqrt(1.1 * 1.2)), ("rloo", 1.32)])
+def test_one_ratio_a_row_by_hand(name: str, ratio: float) -> None:
+    wide = PolicyLoss.of(name, clip_low=1.0, clip_high=9.0)
+    logprobs = (OLD + RATIO.log()).requires_grad_()
+    output = loss_of_variant(name, logprobs, OLD, ADVANTAGES, MASK, loss=wide)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx((-2 * ratio + 0.5) / 2, abs=1e-12)
+    per_token = ratio / (2 if name == "gspo" else 1)
+    expected = [-2 * per_token / 2, -2 * per_token / 2, 0.5 / 2, 0.0]
+    assert logprobs.grad.flatten().tolist() == pytest.approx(expected, abs=1e-12)
+    assert output.metrics["clip_fraction"] == output.metrics["ratio_outside_clip"] == 0.0
+
+
+INPUTS = ("logprobs_BT", "old_logprobs_BT", "advantages", "mask_BT")
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
+@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+def test_a_policy_that_went_far_has_finite_gradients_and_metrics_in_float32(
+    name: str, log_ratio: float, advantage: float
+) -> None:
+    old = torch.tensor([[-120.0, -1.0], [-150.0, -2.0]])
+    logprobs = (old + torch.tensor([[log_ratio, 0.1], [log_ratio, -0.1]])).requires_grad_()
+    advantages, mask = torch.full((2,), advantage), torch.ones(2, 2, dtype=torch.bool)
+    inputs = (logprobs, old, advantages, mask)
+    if name == "ppo":
+        output = policy_loss(*inputs, loss=CLIP)
+    else:
+        output = loss_of_variant(name, *inputs, reference_logprobs_BT=old, kl_weight=0.1)
+    output.loss.backward()
+    assert logprobs.grad.isfinite().all()
+    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+
+
+def test_a_log_ratio_in_the_ordinary_range_is_what_it_is() -> None:
+    ordinary = torch.tensor([-20.0, -1.5, 0.0, 1e-7, 20.0])
+    assert torch.equal(bounded(ordinary), ordinary)
+    assert bounded(torch.tensor([-21.0, 1e4])).tolist() == [-20.0, 20.0]
+
+
+def test_a_weighted_token_learns_beyond_its_clip() -> None:
+    logprobs = tokens(math.log(8.0) - 4.0).requires_grad_()
+    one = torch.ones(1, 1).bool()
+    output = loss_of_variant("cispo", logprobs, tokens(-4.0), torch.tensor([2.0]), one)
+    output.loss.backward()
+    assert logprobs.grad.item() == pytest.approx(-4.0 * 2.0)
+    assert output.metrics["clip_fraction"] == 0.0
+    assert output.metrics["ratio_outside_clip"] == 1.0
+
+
+@pytest.mark.parametrize("name", GROUP_VARIANTS)
+def test_the_first_step_is_the_policy_gradient(name: str) -> None:
+    """Where policy and sampler are one, each variant differs from REINFORCE by weights alone."""
+    batch = random_batch()
+    batch["old_logprobs_BT"] = batch["logprobs_BT"]
+    logprobs = batch["logprobs_BT"].clone().requires_grad_()
+    variant = GROUP_VARIANTS[name]
+    inputs = (logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"])
+    output = loss_of_variant(name, *inputs)
+    output.loss.backward()
+    mask = batch["mask_BT"]
+    weight = {
+        "token": 1 / mask.sum(),
+        "sequence": 1 / mask.sum(dim=1, keepdim=True) / 6,
+        "sequence_sum": torch.tensor(1 / 6),
+        "sum_over_length": torch.tensor(1 / 6 / 9),
+    }[variant.reduction]
+    expected = -batch["advantages"][:, None] * mask * weight
+    assert torch.allclose(logprobs.grad, expected, atol=1e-7)
+    assert output.metrics["ratio_mean"] == 1.0
+    assert output.metrics["approx_kl"] == 0.0
+
+
+def test_the_penalty_is_reduced_as_the_policy_loss_is() -> None:
+    batch = random_batch()
+    for name, variant in GROUP_VARIANTS.items():
+        inputs = [batch[one] for one in INPUTS]
+        free = loss_of_variant(name, *inputs).loss
+        reference = batch["reference_logprobs_BT"]
+        options = {"reference_logprobs_BT": reference, "kl_weight": 0.5, "kl_value": "k1"}
+        held = loss_of_variant(name, *inputs, **options).loss
+        difference = batch["logprobs_BT"] - batch["reference_logprobs_BT"]
+        mask = batch["mask_BT"]
+        by_row = (difference * mask).sum(dim=1)
+        expected = {
+            "token": by_row.sum() / mask.sum(),
+            "sequence": (by_row / mask.sum(dim=1)).mean(),
+            "sequence_sum": by_row.mean(),
+            "sum_over_length": by_row.mean() / 9,
+        }[variant.reduction]
+        assert (held - free).item() == pytest.approx(0.5 * expected.item(), abs=1e-12), name
+
+
+def test_a_penalty_without_a_reference_is_refused() -> None:
+    batch = without(random_batch(), "reference_logprobs_BT")
+    with pytest.raises(ConfigurationError, match=r"0\.1.*reference_logprobs_BT"):
+        policy_loss(**batch, kl_weight=0.1)
+
+
+def test_reinforce_and_nll_by_hand() -> None:
+    logprobs = OLD.clone().requires_grad_()
+    output = policy_loss(
+        *(logprobs, None, ADVANTAGES, MASK), loss="reinforce", reduction="sequence_sum"
+    )
+    output.loss.backward()
+    # -(2 * (-1 - 2) - 1 * (-1.5)) / 2
+    assert output.loss.item() == pytest.approx(2.25)
+    assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
+    assert nll_loss(OLD, MASK).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
+    assert nll_loss(OLD, MASK).metrics["nll"].item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("new", "clip_range", "loss", "slope"),
+    [
+        (1.0, None, 2.0, -2.0),  # (1 - 3)**2 / 2
+        (1.0, 0.25, 3.125, 0.0),  # moved up by 0.75: held at 0.5, and (0.5 - 3)**2 is larger
+        (-1.0, 0.25, 8.0, -4.0),  # moved away: the free error is larger
+        (0.4, 0.25, 3.38, -2.6),  # within reach
+    ],
+)
+def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, slope: float) -> None:
+    values = tokens(new).requires_grad_()
+    output = value_loss(
+        values, tokens(0.25), tokens(3.0), torch.ones(1, 1).bool(), clip_range=clip_range
+    )
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    assert values.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert output.metrics["value_clip_fraction"].item() == float(slope == 0.0)
+    assert output.metrics["return_mean"].item() == 3.0
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    **{name: PolicyLoss.of(name) for name in ("importance_sampling", "ppo", "cispo", "sapo")},
+    "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
+    "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
+    "dro": PolicyLoss.of("dro", {"beta": 0.5}),
+    "reinforce": PolicyLoss.of("reinforce"),
+}
+
+
+def arguments(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    batch = random_batch(seed)
+    logprobs = batch["logprobs_BT"].requires_grad_()
+    return logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
+
+
+def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=DOUBLE, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    return logprobs, torch.zeros(1, 1, dtype=DOUBLE), torch.tensor([advantage]), mask
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "loss", "slope"),
+    [
+        ("importance_sampling", 3.0, 2.0, -6.0, -6.0),
+        ("ppo", 1.5, 2.0, -2.4, 0.0),
+        ("ppo", 1.1, 2.0, -2.2, -2.2),
+        ("ppo", 0.5, -2.0, 1.6, 0.0),
+        ("ppo", 3.0, -2.0, 6.0, 6.0),
+        ("dual_clip", 3.0, -2.0, 3.0, 0.0),
+        ("dual_clip", 3.0, 2.0, -2.4, 0.0),
+        ("cispo", 6.0, 2.0, -8.0 * math.log(6.0), -8.0),
+        ("cispo", 0.1, -2.0, 0.2 * math.log(0.1), 0.2),
+        ("gspo", 1.05, 2.0, -2.1, -2.1),
+        ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("sapo", 1.0, 2.0, -4.0, -2.0),
+        # 0.25 log(3)**2 - 2 log(3), and its derivative 0.5 log(3) - 2
+        ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3), 0.5 * math.log(3) - 2),
+        ("reinforce", 3.0, 2.0, -2.0 * math.log(3), -2.0),
+    ],
+)
+def test_losses_of_one_token_are_those_worked_out_by_hand(
+    name: str, ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    given = one_token(ratio, advantage)
+    found = LOSSES[name].of_tokens(*given)
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+    assert torch.autograd.grad(found.sum(), given[0])[0].item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_on_policy_is_that_of_the_score(name: str) -> None:
+    _, old, advantages, mask = arguments()
+    logprobs = old.clone().requires_grad_()
+    loss = LOSSES[name].of_tokens(logprobs, old, advantages, mask).sum()
+    expected = torch.where(mask, -advantages[:, None], 0.0)
+    assert torch.allclose(torch.autograd.grad(loss, logprobs)[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_never_matters_not_even_nan(name: str) -> None:
+    logprobs, old, advantages, mask = arguments()
+    spoilt = torch.where(mask, logprobs.detach(), torch.nan).requires_grad_()
+    losses = [
+        LOSSES[name].of_tokens(one, two, advantages, mask)
+        for one, two in ((logprobs, old), (spoilt, torch.where(mask, old, torch.inf)))
+    ]
+    assert torch.equal(losses[0], losses[1])
+    gradients = [
+        torch.autograd.grad(loss.sum(), given)[0]
+        for loss, given in zip(losses, (logprobs, spoilt), strict=True)
+    ]
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_gspo_of_tokens_has_the_mean_and_the_gradient_of_gspo() -> None:
+    given = arguments(2)
+    logprobs, old, advantages, mask = given
+    by_token = reduce_loss(LOSSES["gspo"].of_tokens(*given), mask, "sequence")
+    ratio = (torch.where(mask, logprobs - old, 0.0).sum(1) / mask.sum(1)).exp()
+    rows = torch.maximum(-ratio * advantages, -ratio.clamp(0.9, 1.1) * advantages).mean()
+    assert by_token.item() == pytest.approx(rows.item(), abs=1e-12)
+    mine, theirs = (torch.autograd.grad(one, logprobs)[0] for one in (by_token, rows))
+    assert torch.allclose(mine, theirs, atol=1e-12)
+    assert mine.abs().max() > 0
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """The trainer, imported only where a test asks for it."""
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return GRPOTrainer
+
+
+def loss_of_trl(trl: Any, given: tuple[torch.Tensor, ...], **changes: Any) -> torch.Tensor:
+    logprobs, old, advantages, mask = given
+    attributes = {
+        "loss_type": "bnpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "max_completion_length": 9,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "_entropy_bonus_enabled": False,
+    }
+    args = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
+    args |= {name: changes.pop(name) for name in [*changes] if name.startswith(("delta", "sapo"))}
+    trainer = trl_trainer(
+        **(attributes | changes),
+        args=SimpleNamespace(**args),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs * 0, None),
+    )
+    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask.to(DOUBLE),
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "num_items_in_batch": mask.sum(),
+    }
+    found = trl._compute_loss(trainer, None, inputs)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def assert_same(mine: torch.Tensor, theirs: torch.Tensor, given: torch.Tensor) -> None:
+    assert mine.item() == pytest.approx(theirs.item(), abs=1e-10)
+    slopes = [torch.autograd.grad(one, given)[0] for one in (mine, theirs)]
+    assert slopes[0].abs().max() > 0
+    assert torch.allclose(slopes[0], slopes[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dual_clip_equals_the_delta_of_trl(trl: Any, seed: int) -> None:
+    given = arguments(seed)
+    mine = LOSSES["dual_clip"].of_tokens(*given)
+    assert_same(reduce_loss(mine, given[3], "token"), loss_of_trl(trl, given, delta=1.5), given[0])
+
+
+def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: Any) -> None:
+    # TRL: clamp(max=5), no lower bound. TorchRL: clamp(1 - epsilon, 1 + epsilon).
+    given = arguments(1)
+    mine = PolicyLoss.of("cispo", clip_high=4.0).of_tokens(*given)
+    theirs = loss_of_trl(trl, given, loss_type="cispo", epsilon_high=5.0)
+    assert_same(reduce_loss(mine, given[3], "token"), theirs, given[0])
+    logprobs, old, advantages, mask = given
+    narrow = PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2).of_tokens(*given)
+    ratio = (logprobs - old).exp().detach().clamp(0.8, 1.2)
+    assert torch.allclose(narrow[mask], (-ratio * advantages[:, None] * logprobs)[mask])
+
+
+OF_TRL: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 4.0},
+}
+"""How TRL computes what trainers compute by their defaults; Tinker's cispo has a bound of 4."""
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+@pytest.mark.parametrize("seed", range(2))
+def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
+    trl: Any, name: str, seed: int
+) -> None:
+    given = arguments(seed)
+    assert len(set(given[3].sum(dim=1).tolist())) > 1  # ragged, so that reductions differ
+    columns = ("old_logprobs", "advantages", "trained_mask")
+    batch = TensorDict(dict(zip(columns, given[1:], strict=True)), batch_size=[len(given[0])])
+    options = PolicyLossParameters(loss=name)
+    mine = self_hosted_base.policy_loss(
+        given[0], batch, options, normaliser=None, max_length=None
+    ).loss
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]), given[0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo"])
+def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(trl: Any, name: str) -> None:
+    given = arguments(2)
+    rows = len(given[0])
+    totals = torch.tensor([[int(given[3].sum()), rows]]).expand(rows, 2)
+    columns = {"old_logprobs": given[1], "advantages": given[2], "trained_mask": given[3]}
+    batch = TensorDict({**columns, STEP_TOTALS: totals}, batch_size=[rows])
+    trainer: Any = SimpleNamespace(
+        _loss_options=lambda: RemoteLossParameters(loss=name),
+        policy_logprobs=lambda *_: (given[0],),
+    )
+    mine = RemoteApiTrainer.loss(trainer, batch).loss
+    # Services take sums; both of TRL are means over tokens.
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
+
+
+def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: Any) -> None:
+    given = arguments(3)
+    mine = loss_of_variant("gspo", *given).loss
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL["gspo"]), given[0])
+
+
+# ---- mismatch
+
+
+def test_mismatch_weights_truncate_or_mask_by_token_or_row() -> None:
+    logprobs = torch.log(torch.tensor([[3.0, 0.5], [1.5, 0.1]], dtype=DOUBLE))
+    sampler, mask = torch.zeros(2, 2, dtype=DOUBLE), torch.tensor([[True, True], [True, False]])
+
+    def found(**options: Any) -> list[float]:
+        weights = mismatch_weights(logprobs, sampler, mask, max_ratio=2.0, **options)
+        return [round(one, 12) for one in weights.flatten().tolist()]
+
+    assert found() == [2.0, 0.5, 1.5, 0.0]
+    assert found(mode="mask", min_ratio=0.6) == [0.0, 0.0, 1.5, 0.0]
+    assert found(level="sequence") == [1.5, 1.5, 1.5, 0.0]
+    assert found(level="sequence", mode="mask", min_ratio=1.0) == [1.5, 1.5, 1.5, 0.0]
+    with pytest.raises(ConfigurationError, match=r"0\.5"):
+        mismatch_weights(logprobs, sampler, mask, max_ratio=0.5)
+    with pytest.raises(ConfigurationError, match="token, sequence"):
+        mismatch_weights(logprobs, sampler, mask, mode="drop")  # type: ignore[arg-type]
+
+
+def test_the_effective_sample_size_is_one_where_all_weights_are_alike() -> None:
+    mask = torch.tensor([True, True, False])
+    assert effective_sample_size(torch.tensor([2.0, 2.0, 9.0]), mask).item() == 1.0
+    assert effective_sample_size(torch.tensor([1.0, 0.0, 9.0]), mask).item() == 0.5
+
+
+def test_the_penalty_on_overlong_answers_falls_in_a_line() -> None:
+    lengths = torch.tensor([5, 8, 9, 10, 12])
+    found = overlong_penalty(lengths, max_length=10, margin=2)
+    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+# ---- straight-through KL
+
+
+def test_a_straight_through_kl_shows_one_estimate_and_pulls_as_another() -> None:
+    batch = random_batch(4)
+    logprobs = batch["logprobs_BT"].requires_grad_()
+    given = (logprobs, batch["reference_logprobs_BT"])
+    kinds: tuple[KlKind, ...] = ("k1", "k2", "k3")
+    for value in kinds:
+        for gradient in kinds[1:]:
+            found = straight_through_kl(*given, batch["mask_BT"], value=value, gradient=gradient)
+            shown = kl_estimate(*given, value, mask_BT=batch["mask_BT"])
+            pulls = kl_estimate(*given, gradient, mask_BT=batch["mask_BT"])
+            assert torch.allclose(found, shown, atol=1e-12)
+            mine, expected = (torch.autograd.grad(x.sum(), logprobs)[0] for x in (found, pulls))
+            assert torch.allclose(mine, expected, atol=1e-12)
+
+
+def test_the_gradient_of_k1_is_refused_since_it_is_zero_on_average() -> None:
+    zeros = torch.zeros(1, 1)
+    with pytest.raises(ConfigurationError, match=r"'k1'.*'k2'"):
+        straight_through_kl(zeros, zeros, zeros == 0, value="k1", gradient="k1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "facts"),
+    [
+        ("ppo", {"clip_low": -0.2}, "-0.2"),
+        ("ppo", {"dual_clip": 1.1}, "dual_clip 1.1"),
+        ("sapo", {"temperature_positive": 0.0}, "0.0"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(
+    name: str, options: dict[str, float], facts: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=facts):
+        PolicyLoss.of(name, options).of_tokens(*one_token(1.0, 1.0))
+
+
+def test_an_unknown_loss_or_option_names_the_nearest_one() -> None:
+    with pytest.raises(UnknownNameError, match="cispo"):
+        PolicyLoss.of("cipso")
+    with pytest.raises(ConfigurationError, match=r"'dual_clip'.*clip_low, clip_high"):
+        PolicyLoss.of("ppo", {"dual_clp": 3.0})
+    with pytest.raises(ConfigurationError, match="'much'"):
+        PolicyLoss.of("ppo", {"dual_clip": "much"})
+
+
+# ---- variants
+
+
+def test_every_variant_has_a_source_and_is_that_of_its_paper() -> None:
+    assert tuple(GROUP_VARIANTS) == get_args(GroupVariantName)
+    assert all("arXiv:" in one.source for one in GROUP_VARIANTS.values())
+    assert {one.reduction for one in GROUP_VARIANTS.values()} <= set(REDUCTIONS)
+    facts = {
+        name: (v.loss, v.clip_high, v.baseline, v.scale, v.zero_variance, v.reduction)
+        for name, v in GROUP_VARIANTS.items()
+    }
+    assert facts == {
+        "grpo": ("ppo", None, "mean", "group", "keep", "sequence"),
+        "dr_grpo": ("ppo", None, "mean", "none", "keep", "sum_over_length"),
+        "dapo": ("ppo", 0.28, "mean", "group", "drop", "token"),
+        "cispo": ("cispo", None, "mean", "group", "drop", "token"),
+        "gspo": ("gspo", None, "mean", "group", "keep", "sequence"),
+        "rloo": ("rloo", None, "leave_one_out", "none", "keep", "sequence_sum"),
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GROUP_VARIANTS["grpo"].loss = "cispo"
