@@ -6,7 +6,6 @@ The service and the processes that train write to it at once; what is written is
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -297,29 +296,3 @@ class JobStore:
 
 def _now() -> int:
     return int(time.time())
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began, in the system's own unit; None where it is gone or cannot be told.
-
-    With the process id it names a process for good: ids are given anew.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state == "Z" else rest[18]
-
-
-def is_running(pid: int | None, started: str | None) -> bool:
-    """Whether a process that was noted is still the one of that id."""
-    if pid is None:
-        return False
-    if not Path("/proc").is_dir():
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return False
-        return True
-    return started is not None and process_start(pid) == started

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.services.chat import render_chat
 from nip_astra.serve.api_errors import wrong
 
 
@@ -16,39 +18,18 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[i
     ApiError
         When there is no template, or it refuses the messages.
     """
-    return encode(tokenizer, render(tokenizer, messages, opens_answer=True))
-
-
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
-    """A conversation as the template writes it."""
     if not getattr(tokenizer, "chat_template", None):
         raise wrong(
-            "messages were given to a model whose tokenizer has no chat template. Use "
-            "/v1/completions, or serve a model that was taught to converse.",
+            "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
+            "model.",
             "messages",
             "no_chat_template",
         )
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=opens_answer,
-        )
-    except Exception as error:
-        # A template may raise what it likes, and does so where it refuses an order of roles.
-        raise wrong(
-            f"the model's chat template refused the messages: {error}. Give roles, in an order, "
-            "that the model knows.",
-            "messages",
-            "refused_by_template",
-        ) from error
-    return text
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, with none added."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+        text = render_chat(tokenizer, messages, opens_answer=True)
+    except ModelLoadError as error:
+        raise wrong(str(error), "messages", "refused_by_template") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def completion_prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 import torch
 from pydantic import JsonValue
 
+from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
 from nip_astra.parameters.parameters_base import PolymorphicParameters
@@ -23,6 +24,37 @@ class ChatMessage(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opens_answer: bool
+) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Parameters
+    ----------
+    opens_answer : bool
+        Whether the text ends where the assistant's next message begins.
+
+    Raises
+    ------
+    ModelLoadError
+        When the template is missing or refuses the messages.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=opens_answer,
+        )
+    except Exception as error:
+        # Templates raise whatever their authors chose.
+        raise ModelLoadError(
+            f"the chat template refused messages of the roles "
+            f"{[message['role'] for message in messages]}: {error}. Give roles, in an order, that "
+            "the model knows."
+        ) from error
+    return text
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from nip_astra.errors import (
     ServiceError,
 )
 from nip_astra.language_models.services.fine_tuning import (
+    DPO_OPTIONS,
+    HYPERPARAMETERS,
     FineTuningJob,
     FineTuningOptions,
     FineTuningService,
@@ -229,14 +231,13 @@ def _row_of(example: SupervisedExample | PreferenceExample) -> Mapping[str, Any]
 
 
 def _method_of(options: FineTuningOptions) -> Any:
-    """The method with its hyper-parameters; what is left to the service is left out."""
-    values = {
-        "n_epochs": options.num_epochs,
-        "batch_size": options.batch_size,
-        "learning_rate_multiplier": options.lr_multiplier,
-        "beta": options.beta if options.method == "dpo" else None,
+    """The method with its hyper-parameters; those left to the service are left out."""
+    given = {
+        theirs: getattr(options, name)
+        for name, theirs in HYPERPARAMETERS.items()
+        if getattr(options, name) is not None
+        and (options.method == "dpo" or name not in DPO_OPTIONS)
     }
-    given = {name: value for name, value in values.items() if value is not None}
     return {"type": options.method, options.method: {"hyperparameters": given}}
 
 
