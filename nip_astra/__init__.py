@@ -47,7 +47,16 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
+    from nip_astra.language_models.services.training import (
+        LocalTrainingService as LocalTrainingService,
+    )
     from nip_astra.language_models.services.training import TrainingService as TrainingService
+    from nip_astra.language_models.services.training import (
+        TrainingServiceRequest as TrainingServiceRequest,
+    )
+    from nip_astra.language_models.services.training import (
+        register_training_service as register_training_service,
+    )
     from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
@@ -340,6 +349,7 @@ _HOMES = {
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
     "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
+    "LocalTrainingService": "nip_astra.language_models.services.training",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
     "Message": "nip_astra.scorers.base",
@@ -418,6 +428,7 @@ _HOMES = {
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
     "TrainingService": "nip_astra.language_models.services.training",
+    "TrainingServiceRequest": "nip_astra.language_models.services.training",
     "Trajectory": "nip_astra.rollouts.trajectory",
     "TreeSampler": "nip_astra.samplers.trees",
     "Turn": "nip_astra.scenario_base.conversation.tokens",
@@ -472,6 +483,7 @@ _HOMES = {
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",
     "register_trainer": "nip_astra.trainers.registry",
+    "register_training_service": "nip_astra.language_models.services.training",
     "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",

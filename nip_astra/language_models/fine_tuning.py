@@ -112,7 +112,7 @@ class FineTuningPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
         """A stored plan; one of an older version has the values that it trained with."""
-        older = {
+        older: dict[str, Any] = {
             "nll_weight": 0.0,
             "freeze_embeddings": False,
             "lr_schedule": "linear",

@@ -33,7 +33,7 @@ from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.serve.text_routes import text_routes, to_response
 from nip_astra.serve.training.bases import Bases
-from nip_astra.serve.training.routes import TrainingHost, training_routes
+from nip_astra.serve.training.http_routes import TrainingHost, training_routes
 from nip_astra.serve.training.tinker.host import TinkerHost
 from nip_astra.serve.training.tinker.messages import schema as require_messages
 from nip_astra.serve.training.tinker.rest_routes import tinker_rest_routes

@@ -108,7 +108,9 @@ class JobBody(Body):
         if self.method is not None:
             method = self.method.type
             values = getattr(self.method, method).hyperparameters
-        given = {name: getattr(values, theirs, "auto") for name, theirs in HYPERPARAMETERS.items()}
+        given: dict[str, Any] = {
+            name: getattr(values, theirs, "auto") for name, theirs in HYPERPARAMETERS.items()
+        }
         chosen = {name: value for name, value in given.items() if value != "auto"}
         return FineTuningOptions(method, seed=self.seed, **chosen)
 

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import check_address
@@ -43,8 +42,11 @@ from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
     TrainingService,
+    TrainingServiceRequest,
     check_step,
+    register_training_service,
 )
+from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
@@ -66,41 +68,15 @@ DEFAULT_KEY = "tml-local"
 """Brought where no key is named; a local server without a token asks for none."""
 
 
-@dataclass(frozen=True)
-class TinkerOptions:
-    """What a service is to train, and how.
-
-    Attributes
-    ----------
-    base_url : str or None
-        None for the one in the SDK's environment variable.
-    token_variable : str or None
-        Name of the environment variable with the API key; None for the SDK's own.
-    model : str
-        Name of the model at the service.
-    seed : int
-        Of the adapter's first weights.
-    """
-
-    base_url: str | None
-    token_variable: str | None
-    model: str
-    optimizer: str
-    weight_decay: float
-    seed: int
-    patience_seconds: float = 60.0
-
-
+@register_training_service(TrainingServiceType.TINKER)
 class TinkerTrainingService(TrainingService):
     """Trains an adapter at a service of Tinker's protocol.
 
     Any loss of log-probabilities goes: they come from the service, and the gradients go back as
     weights of its cross-entropy. What a checkpoint holds is the address of the state there.
 
-    Parameters
-    ----------
-    policy : LanguageModel
-        Whose tokenizer the service's model has; its adapter says how large the service's is.
+    The service's model must have the policy's tokenizer; the policy's adapter gives the size of
+    the service's.
 
     Raises
     ------
@@ -110,16 +86,19 @@ class TinkerTrainingService(TrainingService):
         When the service cannot be reached, or refuses the model.
     """
 
-    def __init__(self, policy: LanguageModel, options: TinkerOptions) -> None:
+    def __init__(self, request: TrainingServiceRequest) -> None:
         self._tinker = _sdk()
+        policy, options, optimizer = request.policy, request.parameters, request.training.optimizer
         self.policy, self.options = policy, options
+        self.weight_decay = request.training.weight_decay
         self._handed_out = HandedOut(policy)
         self._sampling: Any = None
         shape = tinker_shape(policy)
-        if options.optimizer != "adamw":
+        model = request.remote_model()
+        if optimizer != "adamw":
             raise ConfigurationError(
-                f"a policy was to be trained through Tinker's protocol with the optimizer "
-                f"{options.optimizer!r}, but that has adamw alone. Set training.optimizer to adamw."
+                f"Tinker's protocol has no optimizer {optimizer!r}. Set training.optimizer to "
+                "adamw."
             )
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         key = _key(options.token_variable)
@@ -131,9 +110,13 @@ class TinkerTrainingService(TrainingService):
         self._forget = weakref.finalize(self, _finish, self._client)
         self._training = self._asked(
             lambda: self._client.create_lora_training_client(
-                options.model, seed=options.seed % (1 << 62), **shape
+                model, seed=request.seed % (1 << 62), **shape
             )
         )
+
+    @classmethod
+    def open(cls, request: TrainingServiceRequest) -> TinkerTrainingService:
+        return cls(request)
 
     # ---- training
 
@@ -156,7 +139,7 @@ class TinkerTrainingService(TrainingService):
             beta1=0.9,
             beta2=0.999,
             eps=1e-8,
-            weight_decay=self.options.weight_decay,
+            weight_decay=self.weight_decay,
             grad_clip_norm=max_grad_norm or 0.0,
         )
         self._sampling = None

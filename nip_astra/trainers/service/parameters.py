@@ -6,8 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where, where_above
-from nip_astra.parameters.parameters_base import SubParameters, Url
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlKind
@@ -16,41 +17,6 @@ from nip_astra.rl_objectives.run_advantages import Scale
 
 PolicyLoss = Literal["clipped", "importance_sampling", "cispo", "gspo", "sapo"]
 """Losses of `rl_objectives.token_losses`."""
-
-
-class TrainServiceParameters(SubParameters):
-    """Where the policy learns and samples."""
-
-    backend: Literal["local", "http", "tinker"] = "local"
-    """local: in this process, on the settings' device. http: at a service that `nip-astra serve
-    --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
-    `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
-    min_new_tokens."""
-    base_url: Annotated[Url | None, where("backend", "http", "tinker")] = None
-    """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
-    model: Annotated[str | None, where("backend", "http", "tinker")] = None
-    """Name of the policy's model at the service; null for the path by which the policy names it."""
-    token_variable: Annotated[str | None, where("backend", "http", "tinker")] = None
-    """Environment variable with the token that the service asks for; null where it asks for
-    none."""
-    patience_seconds: Annotated[float, where("backend", "http", "tinker")] = Field(
-        default=60.0, ge=0
-    )
-    """How long a service that does not answer, or is full, is asked again before the run ends."""
-    operation_timeout: Annotated[float, where("backend", "http")] = Field(default=3600.0, gt=0)
-    """Longest in seconds that one operation, such as a gradient or a rollout, may take."""
-    max_answer_mib: Annotated[float, where("backend", "http")] = Field(default=4096.0, gt=0)
-    """Largest answer of the service that is read. A saved state of full weights in float32 with
-    Adam takes 12 bytes per weight."""
-
-    @model_validator(mode="after")
-    def _has_address(self) -> Self:
-        if self.backend == "http" and self.base_url is None:
-            raise ValueError(
-                f"the backend {self.backend} needs base_url, the address of the service; start one "
-                "with nip-astra serve --train --model NAME=PATH"
-            )
-        return self
 
 
 class RolloutParameters(SubParameters):

@@ -22,7 +22,7 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import http_training
-from nip_astra.language_models.services.training_wire import ROUTE
+from nip_astra.language_models.services.http_training import ROUTE
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.training import work
