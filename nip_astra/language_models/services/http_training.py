@@ -17,7 +17,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from nip_astra.language_models.base import Generation, SamplingOptions, TokenCou
 from nip_astra.language_models.services.adapter_shapes import plain_adapter
 from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import MIB, bounded, check_address
-from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
+from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
 from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 ROUTE = "/training/v1/models"
 KEY_HEADER = "Idempotency-Key"
-"""A repeated request has the key of the first one, and gets the same answer."""
+"""A repeated request has the key of the first, and gets the same answer."""
 DONE_HEADER = "X-Operation"
-"""In the answer to an operation that had its turn, also where it failed."""
+"""Header of the answer to an operation that was carried out, or was refused when its turn came."""
 MESSAGE = "application/octet-stream"
 SECONDS_BETWEEN_REPORTS = 20.0
-"""By which a service knows a client that computes by itself from one that is dead."""
+"""Reports tell a client that is computing from one that has died."""
 SECONDS_WITHOUT_A_BYTE = 60.0
-"""A service answers within 20, if only that it is at work."""
+"""A service answers within 20 seconds, if only that it is still working."""
 SECONDS_OF_ONE_REQUEST = 600.0
 """From its first byte to the last one of the answer."""
 SECONDS_BETWEEN_POLLS = 0.05
@@ -80,15 +80,15 @@ KINDS: Mapping[int, type[ServiceError]] = {
     429: ServiceBusyError,
 }
 PASSING = (429, 502, 503, 504)
-"""Refusals that the same request may not meet again."""
+"""Refusals after which the same request may succeed."""
 
 
 @register_training_service(TrainingServiceType.HTTP)
 class HttpTrainingService(TrainingService):
     """Trains at a service that `nip-astra serve --train` runs.
 
-    Log-probabilities come from the service, and the gradients of the loss by them go back. Numbers
-    are those of `LocalTrainingService`, and so is what `save_state` writes.
+    The service returns log-probabilities and receives the loss's gradients by them. Numbers and
+    saved states are those of `LocalTrainingService`.
 
     The service's model must have the tokenizer and adapter of the policy, which a loss must not
     differentiate.
@@ -112,7 +112,7 @@ class HttpTrainingService(TrainingService):
             operation_timeout=options.operation_timeout,
             max_answer_mib=options.max_answer_mib,
         )
-        self._handed_out = HandedOut(policy)
+        self._leaves = LogprobLeaves(policy)
         self._number = 0
         self._client = uuid.uuid4().hex
         module = getattr(policy, "module", None)
@@ -131,7 +131,7 @@ class HttpTrainingService(TrainingService):
         if not isinstance(made.get("id"), str):
             raise connection.misunderstood("it names no model")
         self.model_id = made["id"]
-        # A run that ends, however it ends, leaves nothing behind at the service.
+        # A run leaves nothing at the service, however it ends.
         path = f"{ROUTE}/{self.model_id}"
         ended = threading.Event()
         self._forget = weakref.finalize(self, _leave, connection, path, ended)
@@ -153,7 +153,7 @@ class HttpTrainingService(TrainingService):
         def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
             pieces.append({"rows": asked, "gradient": gradient_BT})
 
-        found = mean_loss(batches, loss, self._handed_out, send)
+        found = mean_loss(batches, loss, self._leaves, send)
         self._do("backward", pieces=pieces)
         return found
 
@@ -173,7 +173,7 @@ class HttpTrainingService(TrainingService):
             raise self.connection.misunderstood(
                 f"its logprobs have the shape {tuple(found_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
-        return self._handed_out.leaf(asked, found_BT)
+        return self._leaves.leaf(asked, found_BT)
 
     def sample(
         self,
@@ -205,18 +205,20 @@ class HttpTrainingService(TrainingService):
         self._write_files("save_weights_for_sampler", directory)
 
     def close(self) -> None:
-        """Let the service forget the model; this happens by itself when the run ends."""
+        """Have the service drop the model, as happens when the run ends."""
         self._forget()
 
     def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """Have an operation carried out once, however often it must be asked for."""
+        """Have an operation carried out once, however often it must be sent."""
         number = self._number + 1
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # One that was refused had its turn as well.
+        # A refused operation keeps its number.
         self._number = number
-        content = answer.result()
+        if answer.status_code != 200:
+            raise self.connection.error(answer)
+        content = answer.content
         try:
             result: dict[str, Any] = unpack_state(content)
             self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
@@ -251,32 +253,6 @@ def _leave(connection: TrainingConnection, path: str, ended: threading.Event) ->
 # ---- requests
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What became of an operation.
-
-    Attributes
-    ----------
-    error : ServiceError or None
-        Why it was refused when its turn came.
-    """
-
-    content: bytes
-    error: ServiceError | None = None
-
-    def result(self) -> bytes:
-        """The content.
-
-        Raises
-        ------
-        ServiceError
-            Where it was refused.
-        """
-        if self.error is not None:
-            raise self.error
-        return self.content
-
-
 class TrainingConnection:
     """Requests to one service.
 
@@ -285,9 +261,9 @@ class TrainingConnection:
     base_url : str
         For instance `http://127.0.0.1:8000`.
     token_variable : str or None
-        Name of the environment variable with the token that the service asks for.
+        Name of the environment variable with the service's token.
     patience_seconds : float
-        For how long a service that does not answer, or is full, is asked again.
+        How long requests are repeated to a service that does not answer or is full.
     operation_timeout : float
         Longest that an operation may take, in seconds.
     max_answer_mib : float
@@ -307,8 +283,8 @@ class TrainingConnection:
             import httpx
         except ImportError as error:
             raise MissingDependencyError(
-                "a training service was to be used, and it needs the package httpx. Install it "
-                "with: pip install 'nip_astra[http]'."
+                "train_service.backend http needs the package httpx. Install it with: "
+                "pip install 'nip_astra[http]'."
             ) from error
         check_address(base_url, "the training service")
         self._httpx = httpx
@@ -321,25 +297,24 @@ class TrainingConnection:
             token = read_variable(token_variable) or ""
             if not token:
                 raise ConfigurationError(
-                    f"the token of the training service {self.base_url} was to be taken from the "
-                    f"environment variable {token_variable}, which is not set or empty. Set it to "
-                    "what the service was started with."
+                    f"the environment variable {token_variable}, which train_service."
+                    f"token_variable names, is not set. Set it to the token of {self.base_url}."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def post_json(self, path: str, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:
-        """Ask for something by JSON until there is an answer.
+        """Send JSON until there is an answer.
 
         Raises
         ------
         ServiceError
-            Where it is refused, or the answer is no JSON object.
+            When it is refused, or the answer is not a JSON object.
         """
         answer = wait_for(self._operate(path, {"json": dict(body)}, key, polls="POST"))
         if answer.status_code != 200:
-            raise self._error(answer)
+            raise self.error(answer)
         try:
             found = answer.json()
         except (ValueError, RecursionError) as error:
@@ -348,33 +323,30 @@ class TrainingConnection:
             raise self.misunderstood("it is no JSON object")
         return found
 
-    def operate(self, path: str, message: bytes, *, key: str) -> Answer:
-        """Have an operation carried out once, and wait for it.
+    def operate(self, path: str, message: bytes, *, key: str) -> httpx.Response:
+        """Have an operation carried out once, and return the answer of 200 or its refusal.
 
         Raises
         ------
         ServiceError
-            Where it had no turn.
+            When it was not carried out.
         """
         sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
         answer = wait_for(self._operate(path, sent, key, polls="GET"))
-        if answer.status_code == 200:
-            return Answer(answer.content)
-        error = self._error(answer)
-        if DONE_HEADER in answer.headers:
-            return Answer(b"", error)
-        raise error
+        if answer.status_code == 200 or DONE_HEADER in answer.headers:
+            return answer
+        raise self.error(answer)
 
     def forget(self, path: str) -> None:
-        """Ask once for something to be forgotten; a service that does not answer has forgotten."""
+        """Have something deleted; a service that does not answer holds nothing."""
         with suppress(self._httpx.HTTPError):
-            # At the end of the program the event loop takes no more work.
+            # At interpreter exit the event loop takes no more work.
             self._httpx.delete(
                 f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
             )
 
     def report(self, path: str) -> None:
-        """Tell the service once that the client of a model is there."""
+        """Report once that the client of a model is alive."""
         with suppress(self._httpx.HTTPError):
             self._httpx.get(
                 f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
@@ -390,18 +362,18 @@ class TrainingConnection:
     async def _operate(
         self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
     ) -> httpx.Response:
-        """Send a request, and while the service is at work on it ask how far it is."""
+        """Send a request, and poll while the service is working on it."""
         end = time.monotonic() + self.operation_timeout
         with waiting_for(f"the training service {self.base_url}", after=10.0):
             answer = await self._patiently("POST", path, key, sent, end)
             while answer.status_code == 202:
                 if time.monotonic() > end:
                     raise ServiceUnreachableError(
-                        f"the training service {self.base_url} has been at work on one request for "
+                        f"the training service {self.base_url} has worked on one request for "
                         f"{self.operation_timeout:g} s. Check the service or raise "
                         "train_service.operation_timeout, then go on with: nip-astra resume RUN."
                     )
-                # A service of ours has waited for the work itself.
+                # The service itself has waited for the result.
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)
                 again = sent if polls == "POST" else {}
                 answer = await self._patiently(polls, path, key, again, end)
@@ -410,7 +382,7 @@ class TrainingConnection:
     async def _patiently(
         self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
     ) -> httpx.Response:
-        """Ask again where the service does not answer or is full, up to the end of patience."""
+        """Repeat a request while the service does not answer or is full."""
         deadline = time.monotonic() + self.patience_seconds
         pause = 0.05
         while True:
@@ -421,25 +393,25 @@ class TrainingConnection:
                     answer = await self._send(method, path, key, sent)
                 if answer.status_code not in PASSING or DONE_HEADER in answer.headers:
                     return answer
-                told = f"status {answer.status_code}"
+                problem = f"status {answer.status_code}"
             except AnswerTooLargeError as error:
                 raise AnswerTooLargeError(
                     f"the training service {self.base_url}: {error}. Check the service, or raise "
                     "train_service.max_answer_mib."
                 ) from error
             except TimeoutError as error:
-                fault, told = error, f"its answer is not complete after {limit:.3g} s"
+                fault, problem = error, f"its answer is not complete after {limit:.3g} s"
             except self._httpx.RequestError as error:
-                fault, told = error, str(error) or type(error).__name__
+                fault, problem = error, str(error) or type(error).__name__
             if time.monotonic() + pause > deadline:
                 if fault is None:
                     return answer
                 raise ServiceUnreachableError(
-                    f"the training service {self.base_url} does not answer: {told} (asked for "
-                    f"{self.patience_seconds:.3g} s). Start it again, and go on from the last "
+                    f"the training service {self.base_url} does not answer: {problem} (tried for "
+                    f"{self.patience_seconds:.3g} s). Start it again, and continue from the last "
                     "checkpoint with: nip-astra resume RUN."
                 ) from fault
-            with waiting_for(f"the training service {self.base_url}: {told}", after=0.5):
+            with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
                 await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
@@ -461,13 +433,14 @@ class TrainingConnection:
             self._loop = loop
         return self._client
 
-    def _error(self, answer: httpx.Response) -> ServiceError:
+    def error(self, answer: httpx.Response) -> ServiceError:
+        """The error for a refusal."""
         try:
-            told = str(answer.json()["error"]["message"])
+            reason = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            told = answer.text[:300] or f"status {answer.status_code}"
+            reason = answer.text[:300] or f"status {answer.status_code}"
         kind = KINDS.get(answer.status_code, ServiceError)
-        return kind(f"the training service {self.base_url} refused a request: {told}")
+        return kind(f"the training service {self.base_url} refused a request: {reason}")
 
 
 # ---- messages
@@ -485,7 +458,7 @@ def pack_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
-    """Write what `pack_folder` gave, and nothing outside the folder.
+    """Write the result of `pack_folder`, and nothing outside the folder.
 
     Raises
     ------
@@ -498,20 +471,19 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
         is_bytes = isinstance(content, Tensor) and content.dtype == torch.uint8
         if not path.is_relative_to(root) or not is_bytes:
             raise CheckpointError(
-                f"the file {name!r} was to be written into {folder}, but it is no file of such a "
-                "folder. Send the files of a saved state."
+                f"{name!r} is no file of a folder. Send the files of a saved state."
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.numpy().tobytes())
         except OSError as error:
             raise CheckpointError(
-                f"{path} was to be written, but: {error}. Free space or change the permissions."
+                f"{path} cannot be written: {error}. Free space or change the permissions."
             ) from error
 
 
 def weights_digest(module: Any) -> str:
-    """Tells two sets of weights apart; those of adapters are left out."""
+    """Digest of a model's weights, adapters left out."""
     digests = sorted(
         hashlib.sha256(_bytes_of(tensor)).hexdigest() for tensor in _base_weights(module)
     )
@@ -529,6 +501,6 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Tells two vocabularies apart."""
+    """Digest of a vocabulary."""
     items = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(repr(items).encode()).hexdigest()

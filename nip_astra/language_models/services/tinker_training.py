@@ -37,7 +37,7 @@ from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import check_address
-from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
+from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
 from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
@@ -91,7 +91,7 @@ class TinkerTrainingService(TrainingService):
         policy, options, optimizer = request.policy, request.parameters, request.training.optimizer
         self.policy, self.options = policy, options
         self.weight_decay = request.training.weight_decay
-        self._handed_out = HandedOut(policy)
+        self._leaves = LogprobLeaves(policy)
         self._sampling: Any = None
         shape = tinker_shape(policy)
         model = request.remote_model()
@@ -127,7 +127,7 @@ class TinkerTrainingService(TrainingService):
             # The service adds the gradient of -weights * logprobs.
             data.extend(self._data(asked, -gradient_BT))
 
-        found = mean_loss(batches, loss, self._handed_out, send)
+        found = mean_loss(batches, loss, self._leaves, send)
         self._asked(lambda: self._training.forward_backward(data, "cross_entropy"))
         return found
 
@@ -165,7 +165,7 @@ class TinkerTrainingService(TrainingService):
             for row, one in zip(rows, output.loss_fn_outputs, strict=True):
                 length = int(asked[3][row].sum())
                 found_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
-        return self._handed_out.leaf(asked, found_BT)
+        return self._leaves.leaf(asked, found_BT)
 
     def _data(self, asked: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
         """Rows with something to score, as the SDK takes them."""

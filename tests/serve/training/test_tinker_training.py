@@ -103,7 +103,7 @@ def test_a_checkpoint_names_the_state_of_the_service_and_goes_on(
 def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
     with pytest.raises(ConfigurationError, match=r"lora\.alpha 8"):
         trainer_at(server, "tinker", "task.policy.language_model.lora.alpha=8")
-    with pytest.raises(ConfigurationError, match="'sgd'.*adamw"):
+    with pytest.raises(ConfigurationError, match=r"'sgd'.*adamw"):
         trainer_at(server, "tinker", "training.optimizer=sgd")
     with pytest.raises(ConfigurationError, match="min_new_tokens"):
         iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
