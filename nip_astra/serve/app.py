@@ -33,7 +33,7 @@ from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.serve.text_routes import text_routes, to_response
 from nip_astra.serve.training.bases import Bases
-from nip_astra.serve.training.http_routes import TrainingHost, training_routes
+from nip_astra.serve.training.http_routes import training_routes
 from nip_astra.serve.training.tinker.host import TinkerHost
 from nip_astra.serve.training.tinker.messages import schema as require_messages
 from nip_astra.serve.training.tinker.rest_routes import tinker_rest_routes
@@ -133,7 +133,7 @@ def open_training(
     work = WorkQueue(settings.max_waiting)
     routers: list[APIRouter] = []
     if "http" in protocols:
-        routers.append(training_routes(TrainingHost(bases, work, settings)))
+        routers.append(training_routes(bases, work, settings))
     if "tinker" in protocols:
         host = TinkerHost(bases, work, settings)
         routers += [tinker_routes(host), tinker_rest_routes(host)]

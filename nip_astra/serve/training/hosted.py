@@ -27,14 +27,14 @@ class HostedModel:
 
     @property
     def policy(self) -> HuggingFaceLanguageModel:
-        """What learns."""
+        """The model that learns."""
         policy = self.service.model
         assert isinstance(policy, HuggingFaceLanguageModel)
         return policy
 
     @contextmanager
     def gradients_or_none(self) -> Iterator[None]:
-        """A block that adds its gradients as a whole; where it fails they are as before."""
+        """A block that adds all its gradients, or none when it fails."""
         before = [one.grad.clone() if one.grad is not None else None for one in self.learned]
         try:
             yield
@@ -45,24 +45,23 @@ class HostedModel:
 
     @property
     def learned(self) -> list[torch.nn.Parameter]:
-        """What gradients are taken of."""
+        """The trained weights."""
         return self.service.learned
 
     def check_ids(self, ids: Tensor, length: int) -> None:
-        """Refuse tokens that the model has not, and more than its window holds."""
+        """Refuse unknown tokens, and more than the window holds."""
         if ids.numel() == 0:
-            raise wrong("tokens were to be read, but there are none. Send at least one.")
+            raise wrong("there are no tokens. Send at least one.")
         if ids.dtype != torch.int64:
-            raise wrong(f"tokens were sent as {ids.dtype}. Send them as int64.")
+            raise wrong(f"tokens are {ids.dtype}. Send them as int64.")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.base.vocab_size:
             raise wrong(
-                f"the token {low if low < 0 else high} was to be read, but the model "
-                f"{self.base.name!r} has those from 0 to {self.base.vocab_size - 1}. Encode texts "
-                "by its tokenizer."
+                f"the model {self.base.name!r} has no token {low if low < 0 else high}, only 0 to "
+                f"{self.base.vocab_size - 1}. Encode texts by its tokenizer."
             )
         if length > self.policy.context_window:
             raise wrong(
-                f"{length} tokens were to be read, but the window of the model {self.base.name!r} "
-                f"is {self.policy.context_window}. Send shorter texts."
+                f"{length} tokens exceed the window of the model {self.base.name!r}, "
+                f"{self.policy.context_window}. Send shorter texts."
             )

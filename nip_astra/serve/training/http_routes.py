@@ -48,11 +48,11 @@ from nip_astra.serve.training.work import Operation, WorkQueue
 from nip_astra.trainers.optimization import build_optimizer
 
 SECONDS_TO_WAIT = 20.0
-"""After which a client that waits is told to ask again."""
+"""How long a request waits for a result before the client must poll."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """`(context_BC, context_mask_BC, ids_BT, mask_BT)`, as `LanguageModel.logprobs` takes them."""
 Number = Annotated[int, PathPart(ge=1, lt=1 << 53)]
-"""Which of a model's operations, in the order in which they take effect."""
+"""Number of a model's operation, in the order in which they take effect."""
 
 
 class LoraBody(Body):
@@ -71,7 +71,7 @@ class ModelBody(Body):
     seed : int
         Of an adapter's first weights.
     vocabulary, weights : str or None
-        Digests of what the client takes the model for.
+        Digests of the client's model.
     """
 
     base_model: str
@@ -97,12 +97,12 @@ class HttpModel(HostedModel):
     key: str = ""
 
     def do(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out an operation, and count the tokens that it took.
+        """Carry out an operation, and count its tokens.
 
         Raises
         ------
         ApiError
-            When it is none, or is refused.
+            When it is unknown or refused.
         """
         operations: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "logprobs": self._logprobs,
@@ -117,8 +117,8 @@ class HttpModel(HostedModel):
         kind = str(message.get("kind"))
         if kind not in operations:
             raise wrong(
-                f"the operation {kind[:100]!r} was asked for, but a model knows "
-                f"{', '.join(operations)}. Use a client of this version."
+                f"unknown operation {kind[:100]!r}; known: {', '.join(operations)}. Use a client "
+                "of this version."
             )
         with self.policy.counting() as spent:
             try:
@@ -127,8 +127,8 @@ class HttpModel(HostedModel):
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
                 raise wrong(
-                    f"the operation {kind} was asked for with what it cannot take: "
-                    f"{type(error).__name__}: {str(error)[:300]}. Use a client of this version."
+                    f"wrong arguments of the operation {kind}: {type(error).__name__}: "
+                    f"{str(error)[:300]}. Use a client of this version."
                 ) from error
         return {**result, "tokens": _counted(spent)}
 
@@ -140,8 +140,8 @@ class HttpModel(HostedModel):
         for rows, gradient_BT in pieces:
             if gradient_BT.shape != rows[2].shape:
                 raise wrong(
-                    f"gradients of the shape {list(gradient_BT.shape)} were sent for tokens of the "
-                    f"shape {list(rows[2].shape)}. Send one a token."
+                    f"gradients have the shape {list(gradient_BT.shape)}, tokens "
+                    f"{list(rows[2].shape)}. Send one for each token."
                 )
         with self.gradients_or_none():
             for rows, gradient_BT in pieces:
@@ -159,7 +159,7 @@ class HttpModel(HostedModel):
     def _sample(self, message: Mapping[str, Any]) -> dict[str, Any]:
         given = message["options"]
         if not isinstance(given, dict) or any(isinstance(one, Tensor) for one in given.values()):
-            raise wrong("sampling options are no dictionary of numbers. Send one.")
+            raise wrong("sampling options must be a dictionary of numbers.")
         end_ids = tuple(operator.index(token) for token in given.get("end_ids", ()))
         options = SamplingOptions(**{**given, "end_ids": end_ids})
         contexts = [[operator.index(token) for token in one] for one in message["contexts"]]
@@ -170,14 +170,13 @@ class HttpModel(HostedModel):
         )
         if not contexts or count < 1 or not is_uniform:
             raise wrong(
-                f"{count} answers to {len(contexts)} contexts were asked for. Send at least one "
+                f"cannot sample {count} answers to {len(contexts)} contexts. Send at least one "
                 "context, rows_per_context from 1, and random numbers from 0 to 1."
             )
         if list(uniforms_BT.shape) != [len(contexts) * count, options.max_new_tokens]:
             raise wrong(
-                f"{len(contexts) * count} answers of {options.max_new_tokens} tokens were to be "
-                f"drawn with random numbers of the shape {list(uniforms_BT.shape)}. Send one a "
-                "token."
+                f"random numbers have the shape {list(uniforms_BT.shape)}, the answers "
+                f"{[len(contexts) * count, options.max_new_tokens]}. Send one for each token."
             )
         for context in contexts:
             self.check_ids(torch.tensor(context), len(context) + options.max_new_tokens)
@@ -217,7 +216,7 @@ class HttpModel(HostedModel):
         )
         if not is_right:
             raise wrong(
-                "rows to score were sent whose parts do not fit each other. Send contexts and "
+                "the parts of the rows to score have different shapes. Send contexts and "
                 "continuations of as many rows, each with a boolean mask of its shape."
             )
         length = context_mask_BC.sum(dim=1) + mask_BT.sum(dim=1)
@@ -226,75 +225,11 @@ class HttpModel(HostedModel):
         return context_BC, context_mask_BC, ids_BT, mask_BT
 
 
-class TrainingHost:
-    """The models that clients train.
-
-    Parameters
-    ----------
-    work : WorkQueue
-        Carries out what they ask for.
-    """
-
-    def __init__(self, bases: Bases, work: WorkQueue, settings: ServiceSettings) -> None:
-        self.bases, self.work, self.settings = bases, work, settings
-        self.models: dict[str, HttpModel] = {}
-
-    def make_room(self) -> None:
-        """Give up models that nobody has asked for in a long time, where there is no room.
-
-        Raises
-        ------
-        ApiError
-            429 where all are in use.
-        """
-        most, seconds = self.settings.max_training_models, self.settings.training_idle_seconds
-        if len(self.models) < most:
-            return
-        for name in list(self.models):
-            if self.work.is_given_up(name, seconds):
-                self.forget(name)
-        if len(self.models) >= most:
-            raise ApiError(
-                429,
-                f"a model was to be trained, but {most} are in training, which is the most that "
-                "this service holds. Close one, come later, or start the service with a higher "
-                "max_training_models.",
-                kind="rate_limit_error",
-                code="models_full",
-                retry_after=1,
-            )
-
-    def add(self, model: HttpModel) -> None:
-        """Take in a model."""
-        self.work.open_lane(model.name)
-        self.models[model.name] = model
-
-    def get(self, name: str) -> HttpModel:
-        """A model by its name.
-
-        Raises
-        ------
-        ApiError
-            404 where there is none.
-        """
-        reason = (
-            "the model {name} was to be trained further, but this service does not hold it: it was "
-            "closed, was idle for too long, or the service was started anew. Make a model from a "
-            "saved state: nip-astra resume RUN goes on from a run's."
-        )
-        return held(self.models, name, reason=reason, code="model_lost")
-
-    def forget(self, name: str) -> None:
-        """Give up a model."""
-        self.models.pop(name, None)
-        self.work.close_lane(name)
-
-
-def training_routes(host: TrainingHost) -> APIRouter:
-    """The routes over the models of a host."""
-    routes = _TrainingRoutes(host)
+def training_routes(bases: Bases, work: WorkQueue, settings: ServiceSettings) -> APIRouter:
+    """The routes of one service; `work` carries out the operations on its models."""
+    routes = _TrainingRoutes(bases, work, settings)
     router = APIRouter(prefix=ROUTE)
-    router.add_api_route("", routes.bases, methods=["GET"])
+    router.add_api_route("", routes.list_bases, methods=["GET"])
     router.add_api_route("", routes.create, methods=["POST"])
     router.add_api_route("/{name}", routes.report, methods=["GET"])
     router.add_api_route("/{name}", routes.close, methods=["DELETE"])
@@ -304,49 +239,83 @@ def training_routes(host: TrainingHost) -> APIRouter:
 
 
 class _TrainingRoutes:
-    def __init__(self, host: TrainingHost) -> None:
-        self.host = host
+    def __init__(self, bases: Bases, work: WorkQueue, settings: ServiceSettings) -> None:
+        self.bases, self.work, self.settings = bases, work, settings
+        self.models: dict[str, HttpModel] = {}
 
-    async def bases(self) -> Response:
-        return JSONResponse({"models": self.host.bases.names})
+    def _model(self, name: str) -> HttpModel:
+        reason = (
+            "this service holds no model {name}: it was closed, was idle for too long, or the "
+            "service was restarted. Make one from a saved state, of a run by: nip-astra resume RUN."
+        )
+        return held(self.models, name, reason=reason, code="model_lost")
+
+    def _with_key(self, key: str) -> HttpModel | None:
+        return next((one for one in self.models.values() if one.key == key), None)
+
+    def _drop(self, name: str) -> None:
+        self.models.pop(name, None)
+        self.work.close_lane(name)
+
+    def _make_room(self) -> None:
+        """Drop models that were idle for long, when the service is full."""
+        limit, seconds = self.settings.max_training_models, self.settings.training_idle_seconds
+        if len(self.models) < limit:
+            return
+        for name in list(self.models):
+            if self.work.is_given_up(name, seconds):
+                self._drop(name)
+        if len(self.models) >= limit:
+            raise ApiError(
+                429,
+                f"{limit} models are in training, the most that this service holds. Close one, "
+                "try again later, or raise max_training_models.",
+                kind="rate_limit_error",
+                code="models_full",
+                retry_after=1,
+            )
+
+    async def list_bases(self) -> Response:
+        return JSONResponse({"models": self.bases.names})
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, ModelBody)
         key = _key(request)
-        known = next((one for one in self.host.models.values() if one.key and one.key == key), None)
+        known = self._with_key(key)
         if known is None:
             operation = Operation(lambda: self._build(body, key), key)
-            known = await _result(self.host.work.submit(operation))
+            known = await _result(self.work.submit(operation))
         if known is None:
             return JSONResponse({"status": "working"}, 202)
         return JSONResponse(_card(known))
 
     async def report(self, name: str) -> Response:
-        """A client reports that it is there."""
-        model = self.host.get(name)
-        self.host.work.report(name)
+        """Note that a client is alive."""
+        model = self._model(name)
+        self.work.report(name)
         return JSONResponse(_card(model))
 
     def _build(self, body: ModelBody, key: str) -> HttpModel:
-        found = next((one for one in self.host.models.values() if one.key == key), None)
-        if found is not None:
-            return found
-        base = self.host.bases.get(body.base_model)
+        known = self._with_key(key)
+        if known is not None:
+            return known
+        base = self.bases.get(body.base_model)
         _check_same(base.name, "vocabulary", body.vocabulary, vocabulary_digest(base.tokenizer))
         if body.weights is not None:
             _check_same(base.name, "weights", body.weights, weights_digest(base.module))
         lora = None if body.lora is None else LoraParameters(**body.lora.model_dump())
-        self.host.make_room()
-        policy = self.host.bases.policy(base, lora, seed=body.seed)
+        self._make_room()
+        policy = self.bases.policy(base, lora, seed=body.seed)
         config = TrainingConfiguration(optimizer=body.optimizer, weight_decay=body.weight_decay)
         optimizer = build_optimizer(config, policy.parameters())
         service = LocalTrainingService(policy, optimizer, role=body.role)
         model = HttpModel(uuid.uuid4().hex, base, service, key)
-        self.host.add(model)
+        self.work.open_lane(model.name)
+        self.models[model.name] = model
         return model
 
     async def operate(self, request: Request, name: str, number: Number) -> Response:
-        model = self.host.get(name)
+        model = self._model(name)
         body = await request.body()
 
         def run() -> bytes:
@@ -355,27 +324,26 @@ class _TrainingRoutes:
             except CheckpointError as error:
                 raise wrong(str(error), code="invalid_message") from error
             if not isinstance(message, dict):
-                raise wrong("an operation was sent that is no message. Use a client of ours.")
+                raise wrong("an operation must be a message of named values.")
             return pack_state(model.do(message))
 
-        operation = self.host.work.submit_ordered(name, number, Operation(run, _key(request)))
+        operation = self.work.submit_ordered(name, number, Operation(run, _key(request)))
         return await _answer(operation)
 
     async def wait(self, request: Request, name: str, number: Number) -> Response:
-        self.host.get(name)
-        operation = self.host.work.find(name, number)
+        self._model(name)
+        operation = self.work.find(name, number)
         if operation is None or operation.key != _key(request):
             raise ApiError(
                 404,
-                f"the result of operation {number} was asked for, but the operation is not known. "
-                "Send it again.",
+                f"operation {number} is unknown. Send it again.",
                 code="operation_unknown",
             )
         return await _answer(operation)
 
     async def close(self, name: str) -> Response:
-        self.host.get(name)
-        self.host.forget(name)
+        self._model(name)
+        self._drop(name)
         return JSONResponse({"closed": name})
 
 
@@ -388,7 +356,7 @@ def _card(model: HttpModel) -> dict[str, Any]:
 
 
 async def _result(operation: Operation) -> Any:
-    """What an operation gave; None where it takes longer than a client waits."""
+    """The result of an operation; None when it takes longer than a client waits."""
     waited = asyncio.shield(asyncio.wrap_future(operation.future))
     try:
         return await asyncio.wait_for(waited, SECONDS_TO_WAIT)
@@ -411,8 +379,8 @@ def _key(request: Request) -> str:
     key = request.headers.get(KEY_HEADER, "")
     if not key or len(key) > 200:
         raise wrong(
-            f"a request came without the header {KEY_HEADER}, by which it is known when it comes "
-            "again. Use a client of ours.",
+            f"the header {KEY_HEADER} must be 1 to 200 characters that identify a repeated "
+            "request.",
             KEY_HEADER,
         )
     return key
@@ -422,9 +390,8 @@ def _check_same(name: str, what: str, given: str | None, own: str) -> None:
     if given is not None and given != own:
         raise ApiError(
             400,
-            f"the model {name!r} was to be trained, but its {what} here and at the client are not "
-            "the same. Start the service with the model that the parameters name as "
-            "language_model.model.",
+            f"the {what} of the model {name!r} differ between service and client. Start the "
+            "service with the model that the parameters name as language_model.model.",
             param=what,
             code="other_model",
         )

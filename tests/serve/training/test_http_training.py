@@ -128,7 +128,7 @@ def test_a_wrong_model_path_is_told_with_what_there_is(server: Server) -> None:
 def test_other_weights_under_the_name_are_refused() -> None:
     with (
         training_server(["http"], {"policy": str(POLICY.parent / "teacher")}) as server,
-        pytest.raises(ServiceRequestError, match="weights here and at the client are not the same"),
+        pytest.raises(ServiceRequestError, match="weights"),
     ):
         distant(server)
 
@@ -137,11 +137,11 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path:
     trainer = distant(server)
     before = weights(trainer, tmp_path / "before")
     one = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+    with pytest.raises(ServiceRequestError, match="9999"):
         trainer.service.logprobs(torch.tensor([[3]]), one, torch.tensor([[9999]]), one)
-    with pytest.raises(ServiceRequestError, match="'explode' was asked for"):
+    with pytest.raises(ServiceRequestError, match="'explode'"):
         trainer.service._do("explode")
-    with pytest.raises(ServiceRequestError, match="what it cannot take"):
+    with pytest.raises(ServiceRequestError, match="sample"):
         trainer.service._do("sample", contexts=3)
     with pytest.raises(ServiceRequestError, match="nan"):
         trainer.service.optim_step(lr=math.nan)
@@ -231,7 +231,7 @@ def test_a_dead_server_is_told_and_a_checkpoint_goes_on_at_the_next(tmp_path: Pa
             iterate(trainer, 1)
         server.start()
         # The new one knows nothing of the old one's models.
-        with pytest.raises(ServiceModelError, match="started anew"):
+        with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
             iterate(trainer, 1)
         again = distant(server)
         again.service.load_state(tmp_path / "state")
