@@ -117,7 +117,7 @@ def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server:
         samples = plain.collect(0).samples
     one = torch.ones(1, 1, dtype=torch.bool)
     rows = torch.tensor([[3]]), one
-    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+    with pytest.raises(ServiceRequestError, match="9999"):
         trainer.service.logprobs(*rows, torch.tensor([[9999]]), one)
     wide = torch.ones(1, 9999, dtype=torch.bool)
     with pytest.raises(ServiceRequestError, match="window"):
