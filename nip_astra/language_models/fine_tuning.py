@@ -171,7 +171,7 @@ class FineTuning:
         self.plan = plan
         self.device = torch.device(plan.device)
         self.model = model or _load_model(plan, self.device)
-        if plan.freeze_embeddings:
+        if plan.freeze_embeddings and not plan.trains_adapter:
             _freeze_embeddings(self.model.module)
         self.rows = self._rows_of(texts)
         self.weights = [one for one in self.model.module.parameters() if one.requires_grad]

@@ -54,8 +54,8 @@ class TextRlParameters(SubParameters):
     Larger keeps preferred answers likelier. Like the three fields below, it is an option of jobs in
     this process and of `nip-astra serve`; other services refuse it."""
     fine_tune_freeze_embeddings: bool | None = None
-    """Whether a job leaves token embeddings and output head as they are; null leaves it to the
-    service."""
+    """Whether a job that trains all weights leaves token embeddings and output head as they are;
+    null leaves it to the service."""
     fine_tune_lr_schedule: Literal["linear", "constant"] | None = None
     """Learning rate over a job: to zero in a line, or constant; null leaves it to the service."""
     fine_tune_truncate_prompts: bool | None = None

@@ -59,7 +59,7 @@ class FineTuningOptions:
     nll_weight : float or None
         Weight of the preferred answers' cross entropy in a DPO job.
     freeze_embeddings : bool or None
-        Whether token embeddings and output head stay as they are.
+        Whether token embeddings and output head stay as they are where all weights are trained.
     lr_schedule : {"linear", "constant"} or None
         Learning rate over the job: to zero in a line, or constant.
     truncate_prompts : bool or None
@@ -90,8 +90,8 @@ DEFAULTS: Mapping[str, Any] = {
     "batch_size": 8,
     "lr_multiplier": 1.0,
     "beta": 0.1,
-    "nll_weight": 0.0,
-    "freeze_embeddings": False,
+    "nll_weight": 1.0,
+    "freeze_embeddings": True,
     "lr_schedule": "linear",
     "truncate_prompts": False,
     "seed": 0,
