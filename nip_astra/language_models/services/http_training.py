@@ -150,8 +150,8 @@ class HttpTrainingService(TrainingService):
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         pieces: list[dict[str, Any]] = []
 
-        def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
-            pieces.append({"rows": asked, "gradient": gradient_BT})
+        def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
+            pieces.append({"rows": rows, "gradient": gradient_BT})
 
         found = mean_loss(batches, loss, self._leaves, send)
         self._do("backward", pieces=pieces)
@@ -167,13 +167,13 @@ class HttpTrainingService(TrainingService):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        (found_BT,) = self._tensors("logprobs", self._do("logprobs", rows=asked))
-        if found_BT.shape != ids_BT.shape:
+        rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+        (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=rows))
+        if logprobs_BT.shape != ids_BT.shape:
             raise self.connection.misunderstood(
-                f"its logprobs have the shape {tuple(found_BT.shape)}, not {tuple(ids_BT.shape)}"
+                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
-        return self._leaves.leaf(asked, found_BT)
+        return self._leaves.leaf(rows, logprobs_BT)
 
     def sample(
         self,
