@@ -210,8 +210,8 @@ class WorkQueue:
             raise failed("the service is shutting down")
         if self.num_waiting >= self.max_waiting:
             raise overloaded(
-                f"{self.max_waiting} operations wait already, the most that this service takes. Try "
-                "again later, or start it with a higher max_waiting.",
+                f"{self.max_waiting} operations wait already, the most that this service takes. "
+                "Try again later, or start it with a higher max_waiting.",
                 "queue_full",
             )
 
