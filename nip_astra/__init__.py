@@ -39,14 +39,15 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.chat import ChatModel as ChatModel
     from nip_astra.language_models.services.chat import ChatOutcome as ChatOutcome
     from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
+    from nip_astra.language_models.services.chat import ChatUsage as ChatUsage
     from nip_astra.language_models.services.chat import FinishReason as FinishReason
     from nip_astra.language_models.services.chat_models.openai import (
         OpenAIChatModel as OpenAIChatModel,
     )
-    from nip_astra.language_models.services.patience import open_chat_model as open_chat_model
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
+    from nip_astra.language_models.services.retrying import open_chat_model as open_chat_model
     from nip_astra.language_models.services.training import (
         LocalTrainingService as LocalTrainingService,
     )
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.training import (
         register_training_service as register_training_service,
     )
-    from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
@@ -228,6 +228,8 @@ if TYPE_CHECKING:
     from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
     from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
+    from nip_astra.tracking.tracker import Tracker as Tracker
+    from nip_astra.tracking.tracker import register_tracker as register_tracker
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
@@ -305,7 +307,7 @@ _HOMES = {
     "ChatModel": "nip_astra.language_models.services.chat",
     "ChatOutcome": "nip_astra.language_models.services.chat",
     "ChatRequest": "nip_astra.language_models.services.chat",
-    "ChatUsage": "nip_astra.language_models.services.usage",
+    "ChatUsage": "nip_astra.language_models.services.chat",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
     "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
     "CodeValidationParameters": (
@@ -427,6 +429,7 @@ _HOMES = {
     "TokenSampler": "nip_astra.language_models.base",
     "TokenScorer": "nip_astra.language_models.base",
     "TextRlParameters": "nip_astra.parameters.text",
+    "Tracker": "nip_astra.tracking.tracker",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -468,7 +471,7 @@ _HOMES = {
     "padding_data": "nip_astra.rollouts.batch",
     "play_task": "nip_astra.samplers.task_parts",
     "policy_loss": "nip_astra.trainers.service.losses",
-    "open_chat_model": "nip_astra.language_models.services.patience",
+    "open_chat_model": "nip_astra.language_models.services.retrying",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
@@ -486,6 +489,7 @@ _HOMES = {
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",
+    "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
     "register_training_service": "nip_astra.language_models.services.training",
     "resolve_experiment": "nip_astra.resolving.resolution",

@@ -30,8 +30,8 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
-from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.run_sync import close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
@@ -45,10 +45,9 @@ from nip_astra.tracking.environment import (
     note_computation,
     warn_of_changed_plugins,
 )
-from nip_astra.tracking.local import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.trainers.fitness import (
     refuse_half_built,
     refuse_idle_actors,
@@ -366,7 +365,7 @@ def _run(
             return name_of_signal() or asked()
 
         _remove_leftovers(directory)
-        tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
+        tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
         is_done = False
         services: list[ChatModel] = []
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import MissingPartError
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
@@ -39,7 +39,7 @@ class ScenarioInstance:
         Folder of the scenario, which `scenario://` references name.
     layers : str
         By what layers are computed, which decides last digits: "torch", or what is compiled.
-    services : Mapping[str, PatientChatModel]
+    services : Mapping[str, RetryingChatModel]
         Chat models that are asked, by who they are: "target", "judge".
 
     Raises
@@ -52,7 +52,7 @@ class ScenarioInstance:
     agents: Mapping[str, Any] = field(default_factory=dict)
     scenario_dir: Path | None = None
     layers: str = "torch"
-    services: Mapping[str, PatientChatModel] = field(default_factory=dict)
+    services: Mapping[str, RetryingChatModel] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:

@@ -36,9 +36,9 @@ from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_has
 from nip_astra.evaluation.summary import VERSION, summarise
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.patience import PatientChatModel, open_accounts
+from nip_astra.language_models.services.retrying import RetryingChatModel, resume_usage
+from nip_astra.language_models.services.run_sync import close_all
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -214,7 +214,7 @@ def _evaluate_cell(
     check_condition(request.judged.fail_if, _shape_of_figures(options, judges))
     services = _services(sampler, judges, settings)
     asked.extend(services.values())
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
+    resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
     if not request.judged.is_overwritten:
         _reuse(folder, configuration, judges, options, is_quiet=request.judged.as_json)
     player = Player(
@@ -278,7 +278,7 @@ def _play(
     player: Player,
     title: str,
     judged: JudgingRequest,
-    services: Mapping[str, PatientChatModel],
+    services: Mapping[str, RetryingChatModel],
 ) -> tuple[list[Episode], list[Episode]]:
     """Play what is not there yet, with a progress bar.
 
@@ -309,7 +309,7 @@ def _play(
 
 def _services(
     sampler: TreeSampler, judges: Judges, settings: ExperimentSettings
-) -> dict[str, PatientChatModel]:
+) -> dict[str, RetryingChatModel]:
     """The chat models that are asked, by who they are."""
     target = sampler.target
     found = {"target": target.chat_model} if isinstance(target, ChatAgent) else {}

@@ -16,7 +16,7 @@ from nip_astra.evaluation.storage import EVALUATIONS, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import as_learner
-from nip_astra.language_models.services.patience import MEMORY_FILE
+from nip_astra.language_models.services.retrying import CACHE_FILE
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.samplers.trees import TreeSampler
@@ -277,7 +277,7 @@ def _scenario_of(
 
 def with_service_files(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
     """Settings by which chat models remember what the run was answered, and count anew."""
-    remembered = settings.service_cache or str(run / MEMORY_FILE)
+    remembered = settings.service_cache or str(run / CACHE_FILE)
     places = {"run_directory": RunDirectory(run / EVALUATIONS), "service_cache": remembered}
     return settings.model_copy(update=places)
 

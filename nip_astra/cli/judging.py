@@ -28,7 +28,7 @@ from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, comparison_tables, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
@@ -144,7 +144,7 @@ def finish(
     parts: Sequence[Mapping[str, Any]],
     cards: Sequence[Mapping[str, Any]] = (),
     why_not_weighed: str | None = None,
-    services: Mapping[str, PatientChatModel],
+    services: Mapping[str, RetryingChatModel],
 ) -> dict[str, Any]:
     """Work out the figures and write them with the table.
 

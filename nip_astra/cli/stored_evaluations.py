@@ -42,8 +42,8 @@ from nip_astra.evaluation.storage import (
     text_hash,
 )
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import close_all
-from nip_astra.language_models.services.patience import open_accounts
+from nip_astra.language_models.services.retrying import resume_usage
+from nip_astra.language_models.services.run_sync import close_all
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import open_services
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
@@ -78,7 +78,7 @@ def score(
     limit = own if request.threshold is None else request.threshold
     folder, is_new = _folder_for(source, run, before, judges, limit, request)
     services = open_services(judges.scorers.values(), settings)
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
+    resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
     try:
         num_calls = rate_anew(episodes, ordinary, judges.scorers)
     finally:

@@ -12,7 +12,7 @@ import yaml
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.storage import text_hash
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.rollouts.prompts import Prompt, columns_of
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts

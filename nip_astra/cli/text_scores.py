@@ -20,8 +20,8 @@ from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder,
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_scores import rate_answers, score_figures
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import close_all
-from nip_astra.language_models.services.patience import open_accounts
+from nip_astra.language_models.services.retrying import resume_usage
+from nip_astra.language_models.services.run_sync import close_all
 from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.safe_text import to_json
@@ -82,7 +82,7 @@ def score_text_run(
     }
     is_new = folder.open(configuration, is_overwritten=request.is_overwritten)
     services = open_services(loaded.scorers.values(), settings)
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
+    resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
     rollouts = NestedArrayDict.load(source.path)
     try:
         answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)

@@ -1,7 +1,4 @@
-"""What a language model can do, ability by ability: sample tokens, score tokens, learn.
-
-A role asks for the abilities that it needs, by `as_sampler`, `as_scorer`, `as_learner` or
-`as_language_model`; a model that lacks one is refused by name.
+"""Language models over tokens: three abilities (sampling, scoring, learning) and their checks.
 
 Shape suffixes: `B` row, `R` row of a session, `C` context position, `T` continuation position.
 """
@@ -10,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -17,24 +15,32 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ModelAbilityError, ModelLoadError
-from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.sampling import Draw as Draw
+from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
+from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
+from nip_astra.language_models.sampling import SupportMask
+from nip_astra.language_models.scoring import require_finite
+from nip_astra.language_models.sequences import (
+    GenerationRequest,
+    Progress,
+    RunningSequence,
+    TokenRecord,
+)
 from nip_astra.language_models.tokens import Counted as Counted
-from nip_astra.language_models.tokens import Draw as Draw
-from nip_astra.language_models.tokens import Drawn as Drawn
 from nip_astra.language_models.tokens import Generation as Generation
-from nip_astra.language_models.tokens import SamplingOptions as SamplingOptions
 from nip_astra.language_models.tokens import TokenCount as TokenCount
 from nip_astra.language_models.tokens import TokenScores as TokenScores
 from nip_astra.language_models.tokens import Turns as Turns
 from nip_astra.language_models.tokens import pad_left as pad_left
 from nip_astra.language_models.tokens import pad_right as pad_right
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.utils.seeding import uniform_rows
 
 
 class GenerationSession(ABC):
-    """One rollout through a model: calls in turn, each continuing what the last one said.
+    """One rollout through a model: each call continues the turns of the last one.
 
-    The weights of the model stay as they are while a session is open.
+    The weights must not change while a session is open.
     """
 
     @abstractmethod
@@ -48,46 +54,46 @@ class GenerationSession(ABC):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        """Sample turns as `TokenSampler.generate` does, and score spans of what is read.
+        """Sample turns as `TokenSampler.generate` does, and score spans of their contexts.
 
         Parameters
         ----------
         branching : int
-            Contexts that continue one row: context i continues row `i // branching` of the last
-            call, and in a first call so many neighbours are expected to begin alike. A context
-            that does not continue its row is read from its beginning.
+            Contexts per row of the last call: context i continues row `i // branching`; in a first
+            call, as many neighbours are expected to begin alike. A context that does not continue
+            its row is forwarded from its beginning.
         spans : Sequence[tuple[int, int]], optional
-            For each context, where the tokens to be scored begin, at least 1, and end.
+            For each context, start (at least 1) and end of the tokens to score.
         """
 
-    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
-        """Free what was kept for further calls."""
+    def close(self) -> None:  # noqa: B027 - a session without caches frees nothing
+        """Free the caches."""
 
 
 class TokenModel(Counted, ABC):
-    """A model that reads and says tokens; what it can do with them is said by its subclasses.
+    """A model with a tokenizer; subclasses add its abilities.
 
     Attributes
     ----------
     tokenizer
         A Hugging Face tokenizer.
     context_window : int
-        Most tokens that context and continuation may have together.
+        Most tokens of context and continuation together.
     end_ids : tuple[int, ...]
         Tokens that end a turn.
     cache_bytes_per_token : int
-        Memory that a session keeps for each token; 0 where it keeps none.
+        Memory that a session keeps per token; 0 if none.
     can_be_forked : bool
-        Whether a forked process may generate and score: there is no connection, device or thread
-        behind the model, and `token_count` is all that generating changes.
+        Whether a forked process may sample and score: the model has no connection, device or
+        thread, and changes nothing but `token_count`.
     can_be_copied : bool
-        Whether a copy in another process, sent there by pickle, may generate and score.
+        Whether a pickled copy in another process may sample and score.
     is_in_this_process : bool
-        Whether this process holds the weights, so that each process of a run has a model as this.
+        Whether this process holds the weights, so that each process of a run has a model like it.
     can_score_contexts : bool
-        Whether sessions give log-probabilities of spans of what is read.
+        Whether sessions give log-probabilities of spans of contexts.
     voices : Sequence[TokenModel]
-        Models that speak in its place, each some of the turns.
+        Models that generate in its place, each some of the turns.
     """
 
     class Parameters(PolymorphicParameters):
@@ -110,37 +116,34 @@ class TokenModel(Counted, ABC):
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> TokenModel:
-        """Load the model. Raises `ModelLoadError` where it cannot be found or read."""
+        """Load the model. Raises `ModelLoadError` if it is missing or unreadable."""
 
     @abstractmethod
     def num_parameters(self) -> int:
         """The number of weights, trainable or not."""
 
     def shared_parts(self) -> list[object]:
-        """What this model may share with others, so that copies of both share it too."""
+        """Objects that this model may share with others; copies of both share them too."""
         return [self.tokenizer, self.token_count]
 
     def to_send(self) -> TokenModel:
-        """What is sent in place of the model where it is copied to another process."""
+        """The model to pickle when this one is copied to another process."""
         return self
 
     def base_for(self, parameters: Any) -> TokenModel | None:
-        """A frozen model on this one's weights where that is what `parameters` describe.
+        """A frozen model on this one's weights, if `parameters` describe that; else None.
 
-        None where it is another model, or where training changes the weights that would be shared.
+        Also None if training changes the weights that would be shared.
         """
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """What the backend has to log about its sampling since it was last asked."""
+        """Metrics of the backend's sampling since the last call."""
         return {}
 
 
 class TokenSampler(TokenModel):
-    """A model that draws tokens: what an agent needs to speak.
-
-    One that can keep its caches between the levels of a tree gives `open_session` too.
-    """
+    """A model that samples tokens; override `open_session` to cache the levels of a tree."""
 
     @abstractmethod
     def generate(
@@ -155,23 +158,69 @@ class TokenSampler(TokenModel):
         Parameters
         ----------
         uniforms_BT : Tensor
-            One uniform number in [0, 1) a row and token; the only randomness used.
+            One uniform number in [0, 1) per row and token; the only source of randomness.
         """
+
+    def complete(
+        self, requests: Sequence[GenerationRequest], *, max_rows: int
+    ) -> list[list[Progress]]:
+        """Answer requests, each by its own options and seeds: the final progress of each answer.
+
+        Parameters
+        ----------
+        max_rows : int
+            Most answers generated at once.
+
+        Raises
+        ------
+        NonFiniteOutputError
+            If the model's logits are NaN.
+        """
+        cpu, end_ids = torch.device("cpu"), frozenset(self.end_ids)
+        sequences = [
+            [
+                RunningSequence(request, index, self.tokenizer, end_ids, device=cpu)
+                for index in range(request.num_samples)
+            ]
+            for request in requests
+        ]
+        alike: dict[SamplingOptions, list[RunningSequence]] = {}
+        for sequence in chain.from_iterable(sequences):
+            alike.setdefault(sequence.request.options, []).append(sequence)
+        for options, rows in alike.items():
+            # Neighbours that begin alike share their caches.
+            rows.sort(key=lambda row: row.request.prompt)
+            for start in range(0, len(rows), max_rows):
+                self._complete_rows(rows[start : start + max_rows], options)
+        progress = [[row.take_progress() for row in rows] for rows in sequences]
+        return [[one for one in rows if one is not None] for rows in progress]
+
+    def _complete_rows(self, rows: Sequence[RunningSequence], options: SamplingOptions) -> None:
+        keys = [row.request.seed_key(row.index) for row in rows]
+        uniforms_BT = uniform_rows(keys, options.max_new_tokens)
+        drawn = self.generate([row.request.prompt for row in rows], 1, uniforms_BT, options)
+        require_finite(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=self, during="a batch")
+        ids, logprobs = drawn.ids_BT.tolist(), drawn.logprobs_BT.tolist()
+        for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
+            for record in map(TokenRecord, row_ids, row_logprobs):
+                if row.finish_reason is None:
+                    row.append(record)
 
     def open_session(self) -> GenerationSession:
         """Start a rollout."""
-        return _SeparateCalls(self)
+        return _UncachedSession(self)
 
     @property
     def samples_as_it_scores(self) -> bool:
-        """Whether `generate` gives the log-probabilities that `logprobs` would, up to rounding of
-        float32. Where it does not, what is compared with a loss's is scored again.
+        """Whether `generate` gives the log-probabilities of `logprobs`, up to float32 rounding.
+
+        If not, sampled tokens are scored again before they are compared with a loss's scores.
         """
         return True
 
 
-class _SeparateCalls(GenerationSession):
-    """A session of a model that keeps nothing between calls."""
+class _UncachedSession(GenerationSession):
+    """A session of a model without caches."""
 
     def __init__(self, model: TokenSampler) -> None:
         self.model = model
@@ -193,15 +242,13 @@ class _SeparateCalls(GenerationSession):
         before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
         tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]
         with torch.no_grad():
-            scorer = as_scorer(
-                self.model, role="model", to="tell how likely it finds what it reads"
-            )
-            scored = scorer.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
-        return Turns(generation, scored.cpu())
+            scorer = as_scorer(self.model, role="model", to="score its contexts")
+            logprobs = scorer.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
+        return Turns(generation, logprobs.cpu())
 
 
 class TokenScorer(TokenModel):
-    """A model that tells how likely it finds tokens: what a reference or a teacher needs."""
+    """A model that gives log-probabilities of tokens, as a reference or a teacher."""
 
     @abstractmethod
     def logprobs(
@@ -210,7 +257,7 @@ class TokenScorer(TokenModel):
         """Log-probabilities of each continuation token, `[B, T]` float32 nats, 0 on padding.
 
         The context is left-padded, the continuation right-padded. Gradients flow into the
-        parameters of a trainable model where grad mode is on.
+        parameters of a trainable model if grad mode is on.
         """
 
     def token_scores(
@@ -222,54 +269,51 @@ class TokenScorer(TokenModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
-        """`logprobs` and, from the same pass, entropies and hidden states.
+        """`logprobs` with entropies and hidden states from the same pass.
 
         Parameters
         ----------
-        drawn : Drawn, optional
-            Score under the distribution that tokens are drawn from; without it, under the model's
-            own (temperature 1, nothing cut off).
+        distribution : SamplingDistribution, optional
+            Score under the distribution that tokens were drawn from; default: the model's own
+            (temperature 1, nothing cut off).
 
         Raises
         ------
         ModelLoadError
-            When this backend cannot do what is asked for.
+            If the backend does not support an option.
         """
-        if drawn is not None:
+        if distribution is not None:
             raise ModelLoadError(
-                "log-probabilities under a tempered or cut distribution were asked for, but the "
-                f"backend {type(self).__name__} gives those of the model's own alone. Set the "
-                "trainer's behaviour.logprobs to raw, or use the huggingface backend."
+                f"the backend {type(self).__name__} cannot score under a tempered or cut "
+                "distribution. Set the trainer's behaviour.logprobs to raw, or use huggingface."
             )
         if needs_entropy or needs_hidden:
             raise ModelLoadError(
-                f"entropies or hidden states were asked for, but the backend {type(self).__name__} "
-                "gives log-probabilities only. Switch off what needs them (entropy bonus, value "
-                "head), or use the huggingface backend."
+                f"the backend {type(self).__name__} gives no entropies or hidden states. Turn off "
+                "the entropy bonus or value head, or use huggingface."
             )
         return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
 
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
-        """The tokens that `top_k` and `top_p` leave at each position, row by row, on the CPU.
+    ) -> SupportMask:
+        """The tokens that `top_k` and `top_p` keep at each position, row by row, on the CPU.
 
         Raises
         ------
         ModelLoadError
-            When this backend cannot tell.
+            If the backend does not support it.
         """
         raise ModelLoadError(
-            f"the tokens that top_k or top_p leave were asked for, but the backend "
-            f"{type(self).__name__} cannot tell them. Set the trainer's behaviour.logprobs to raw, "
-            "or use the huggingface backend."
+            f"the backend {type(self).__name__} cannot find the tokens that top_k or top_p keep. "
+            "Set the trainer's behaviour.logprobs to raw, or use huggingface."
         )
 
     def sampled_logprobs(
@@ -280,63 +324,62 @@ class TokenScorer(TokenModel):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> Tensor | None:
-        """The log-probability with which `generate` draws each token, at temperature 1.
+        """The log-probability with which `generate` draws each token at temperature 1.
 
-        It never draws special tokens, nor an end before `min_new_tokens`; the others share what
-        those would have had. Temperature, top_k and top_p are not looked at.
+        Special tokens, and ends before `min_new_tokens`, have no mass there. Temperature, top_k
+        and top_p are ignored.
 
         Returns
         -------
         Tensor or None
-            `[B, T]` float32, nats, no gradient, 0 on padding; None where this backend cannot tell.
+            `[B, T]` float32, nats, no gradient, 0 on padding; None if the backend does not know.
         """
         return None
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that `token_scores` gives; 0 where it gives none."""
+        """Width of the hidden states of `token_scores`; 0 without any."""
         return 0
 
 
 class Learner(TokenModel):
-    """A model whose weights training changes."""
+    """A model that can be trained."""
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that training may change; none for a frozen model."""
+        """The trainable parameters; none for a frozen model."""
 
     @abstractmethod
     def frozen_reference(self) -> TokenModel:
-        """A model that stays as this one is now; shares weights where it can."""
+        """A model that stays as this one is now; shares weights if possible."""
 
     def sampler_copy(self) -> LanguageModel:
-        """A second model that samples as this one does now, and goes its own way.
+        """An independent copy that samples as this model does now.
 
         Raises
         ------
         ModelLoadError
-            When this backend cannot be held twice.
+            If the backend cannot be held twice.
         """
         raise ModelLoadError(
-            "a second model that samples while this one learns was asked for, but the backend "
-            f"{type(self).__name__} cannot be held twice. Set max_staleness to 0, or use the "
-            "huggingface backend."
+            f"the backend {type(self).__name__} cannot sample from a copy while it learns. Set "
+            "max_staleness to 0, or use huggingface."
         )
 
     def weight_copy(self) -> dict[str, Tensor]:
-        """The weights as they are now, for `take_weights` of a `sampler_copy`."""
+        """A copy of the weights, for `take_weights` of a `sampler_copy`."""
         return {}
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take weights that `weight_copy` gave."""
+        """Load weights from `weight_copy`."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write what training changes, exactly, in Hugging Face layout."""
+        """Write the trainable weights, exactly, in Hugging Face layout."""
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Read back what `save` wrote. Raises `CheckpointError` where it does not fit."""
+        """Read what `save` wrote. Raises `CheckpointError` if it does not fit."""
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
@@ -344,80 +387,50 @@ class Learner(TokenModel):
 
 
 class LanguageModel(TokenSampler, TokenScorer, Learner):
-    """A causal language model with its tokenizer, which samples, scores and learns.
-
-    What trains a model asks for all three.
-    """
+    """A causal language model with its tokenizer that samples, scores and learns."""
 
 
 def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
-    """The model, as one that speaks.
-
-    Raises
-    ------
-    ModelAbilityError
-        When it draws no tokens.
-    """
+    """The model as a `TokenSampler`. Raises `ModelAbilityError` if it cannot sample."""
     if not isinstance(model, TokenSampler):
-        raise _lacks(model, role, "speak", "TokenSampler", "samples tokens")
+        raise _lacks(model, "TokenSampler", role, "sample")
     return model
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
-    """The model, as one that scores tokens.
+    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score.
 
     Parameters
     ----------
     to : str
-        What for, for the message.
-
-    Raises
-    ------
-    ModelAbilityError
-        When it scores none.
+        Purpose, for the message.
     """
     if not isinstance(model, TokenScorer):
-        raise _lacks(model, role, to, "TokenScorer", "gives log-probabilities of tokens")
+        raise _lacks(model, "TokenScorer", role, to)
     return model
 
 
 def as_learner(model: TokenModel, *, role: str, to: str) -> Learner:
-    """The model, as one whose weights can be changed, saved and restored.
-
-    Raises
-    ------
-    ModelAbilityError
-        When its weights stay as they are.
-    """
+    """The model as a `Learner`. Raises `ModelAbilityError` if it cannot learn."""
     if not isinstance(model, Learner):
-        raise _lacks(model, role, to, "Learner", "can be trained")
+        raise _lacks(model, "Learner", role, to)
     return model
 
 
 def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
-    """The model, as one that is trained on what it says itself: it has every ability.
-
-    Raises
-    ------
-    ModelAbilityError
-        When it lacks one.
-    """
+    """The model as one with all abilities. Raises `ModelAbilityError` if it lacks one."""
     as_learner(model, role=role, to="learn")
     as_sampler(model, role=role)
-    as_scorer(model, role=role, to="learn from the log-probabilities of what it says")
-    # All that a `LanguageModel` adds is its name.
+    as_scorer(model, role=role, to="learn from log-probabilities of its samples")
     return cast("LanguageModel", model)
 
 
-def _lacks(model: TokenModel, role: str, to: str, ability: str, does: str) -> ModelAbilityError:
-    found = [one.__name__ for one in _ABILITIES if isinstance(model, one)]
+def _lacks(model: TokenModel, ability: str, role: str, to: str) -> ModelAbilityError:
+    abilities: tuple[type[TokenModel], ...] = (TokenSampler, TokenScorer, Learner)
+    present = [one.__name__ for one in abilities if isinstance(model, one)]
     parameters = getattr(type(model), "Parameters", None)
     name = getattr(parameters, "type_name", "") or type(model).__name__
     return ModelAbilityError(
-        f"the {role} was to {to}, for which it takes a model that {does}, a {ability}, but the "
-        f"backend {name!r} is {' and '.join(found) or 'none of the abilities'} only. Give the "
-        f"{role} a backend that is a {ability}, for instance huggingface."
+        f"the {role} needs a {ability} to {to}, but the backend {name!r} is "
+        f"{' and '.join(present) or 'no such ability'} only. Use huggingface."
     )
-
-
-_ABILITIES: tuple[type[TokenModel], ...] = (TokenSampler, TokenScorer, Learner)

@@ -1,8 +1,7 @@
-"""The Hugging Face backend: models of transformers, forwarded as trees of tokens where possible.
+"""The Hugging Face backend: models of transformers, forwarded as trees of tokens if possible.
 
-A model of the Llama family is read by `Decoder`, which forwards each token of a tree once. Any
-other causal language model goes through its own `forward` and `generate`, at the price of reading
-shared tokens again.
+`Decoder` computes models of the Llama family and forwards each token of a tree once. Other causal
+language models use their own `forward` and `generate`, which repeat shared tokens.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary,
 `S` scored position.
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ModelLoadError, NonFiniteOutputError
 from nip_astra.language_models.adapters import (
     LoraParameters,
     adapter_state,
@@ -31,16 +31,16 @@ from nip_astra.language_models.adapters import (
     merged_copy,
 )
 from nip_astra.language_models.base import (
-    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
+    SamplingDistribution,
     SamplingOptions,
     TokenCount,
     TokenModel,
     TokenScores,
 )
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
+from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
@@ -50,24 +50,29 @@ from nip_astra.language_models.plain_forward import (
 )
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.language_models.sampling import (
+    ConstrainedSampler,
+    SupportMask,
+    find_banned_ids,
+    find_end_ids,
+)
 from nip_astra.language_models.saved_weights import (
     has_adapter,
     restore_weights,
     save_adapter_config,
     save_weights,
 )
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
     round_weights,
 )
-from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import (
-    find_kept_tokens,
+    find_support,
     pair_cost_of,
     score_trie,
     sequences_to_read,
@@ -78,47 +83,45 @@ from nip_astra.parameters.types import LanguageModelType
 logger = logging.getLogger(__name__)
 
 SMALLEST_RELEASED = 50_000_000
-"""A frozen model of as many weights is held once, in the layout that is fastest to compute with."""
+"""Frozen models with at least as many weights are kept only in the fastest layout."""
 
 
 @register_language_model(LanguageModelType.HUGGINGFACE)
 class HuggingFaceLanguageModel(LanguageModel):
     """A causal language model that runs in this process.
 
-    The module is kept in eval mode always: dropout would make the log-probabilities of the policy
-    and of the reference differ by noise.
+    The module stays in eval mode: dropout would add noise to log-probabilities.
 
     Parameters
     ----------
-    is_unbridled : bool
-        Any token may be drawn, special ones too, and none ends a turn by itself.
+    allows_any_token : bool
+        Draw special tokens too, and end a turn at none unless the options name it.
     """
 
     class Parameters(TokenModel.Parameters):
-        """Where the model comes from and how it is held."""
+        """Source and precision of the model."""
 
         model: str
         """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. An adapter's
         folder, as peft writes it, is added into its base's weights."""
         base_model: str | None = None
-        """What the model was before training: where the tokenizer comes from if `model` holds none,
-        and the weights under an adapter; null for what the adapter names."""
+        """The model before training: source of the tokenizer if `model` has none, and of the
+        weights under an adapter; null for the one that the adapter names."""
         dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
-        """What is computed in. fastest: bfloat16 for a model that has 50 M weights or more and runs
-        where bfloat16 is computed natively, else float32. auto: the same for a model that learns,
-        and float32 for any other, so that a target answers exactly as published. Weights that are
-        trained in full are kept in float32 either way, and rounded as they are read: mixed
-        precision."""
+        """Precision. fastest: bfloat16 for a model of at least 50 M weights on hardware with native
+        bfloat16, else float32. auto: the same for a model that learns, float32 for any other, so
+        that a target answers exactly as published. Weights trained in full stay in float32 and are
+        rounded when read (mixed precision)."""
         lora: LoraParameters | None = None
-        """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
-        the reference, and as the target where that is the same model."""
+        """Train a low-rank adapter instead of the weights; the base serves as the reference, and as
+        the target if that is the same model."""
         max_batch_tokens: int = Field(default=8192, ge=256)
-        """Most positions in one forward pass without gradients, on a GPU with them too. Larger is
-        faster there and takes more memory."""
+        """Most positions in one forward pass without gradients (on a GPU also with). Larger is
+        faster and takes more memory."""
         decode_graphs: DecodeGraphs = "auto"
-        """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
-        done; always: demanded; never. It changes speed, and log-probabilities by rounding.
-        Experimental: not run on a GPU yet."""
+        """Whether to capture decoding steps as CUDA graphs. auto: on a GPU if possible; always:
+        required; never. Affects speed, and log-probabilities by rounding. Experimental: not run on
+        a GPU yet."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
-        is_unbridled: bool = False,
+        allows_any_token: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -145,17 +148,16 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
         banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
-        if is_unbridled:
-            # Whoever asks says which tokens end a turn.
+        if allows_any_token:
             banned_ids, self.end_ids = [], ()
-        self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
+        self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
-        # A subclass says so itself.
+        # A subclass must allow it itself.
         self.is_in_this_process = True
         self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None
@@ -164,10 +166,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._snapshot = self._new_snapshot()
         self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
         self.scores_by_module = self._decoder is None
-        """Whether tokens are scored by the module's own forward pass, as those of a model are
-        whose learner knows no other."""
+        """Whether the module's own forward pass scores tokens."""
         self.recomputes_layers = False
-        """Whether learning forgets the inside of layers, and computes it again going back."""
+        """Whether training recomputes activations of layers in the backward pass."""
         self._reader: RowReader | None = None
 
     @classmethod
@@ -192,10 +193,10 @@ class HuggingFaceLanguageModel(LanguageModel):
     def _load_whole(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
-        """The model with the matrices of its module, which may be freed afterwards."""
+        """The model with its module, whose matrices may be freed afterwards."""
         source = parameters.model, parameters.base_model, scenario_dir
         module = load_model(*source).to(device)
-        # Before the weights are rounded, so that it can be checked exactly.
+        # Before rounding, so that its exactness can be checked.
         decoder = build_decoder(module)
         is_full = trainable and parameters.lora is None
         dtype = computing_dtype(module, parameters.dtype, device, trainable=trainable)
@@ -218,12 +219,12 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @property
     def samples_as_it_scores(self) -> bool:
-        # In bfloat16 a pass over single tokens and one over a tree differ by up to 0.2 nats.
+        # In bfloat16, decoding and tree passes differ by up to 0.2 nats.
         return self.dtype == torch.float32
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module carries a LoRA adapter (of this model or of one sharing it)."""
+        """Whether the module has a LoRA adapter, of this model or of one sharing the module."""
         return has_adapter(self.module)
 
     @property
@@ -242,8 +243,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
         is_same = self.has_adapter and parameters.model == self.source
-        asked = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
-        if is_same and self.dtype == asked:
+        dtype = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
+        if is_same and self.dtype == dtype:
             twin = self.without_adapter()
             twin.max_batch_tokens = parameters.max_batch_tokens
             twin._decode_graphs = parameters.decode_graphs
@@ -255,24 +256,17 @@ class HuggingFaceLanguageModel(LanguageModel):
     def frozen_reference(self) -> HuggingFaceLanguageModel:
         if self.has_adapter:
             return self.without_adapter()
-        if not self.trainable:
-            return self
-        return HuggingFaceLanguageModel(
-            copy.deepcopy(self.module),
-            self.tokenizer,
-            device=self.device,
-            trainable=False,
-            max_batch_tokens=self.max_batch_tokens,
-            dtype=self.dtype,
-            decode_graphs=self._decode_graphs,
-        )
+        return self._copy(trainable=False) if self.trainable else self
 
     def sampler_copy(self) -> HuggingFaceLanguageModel:
+        return self._copy(trainable=self.trainable)
+
+    def _copy(self, *, trainable: bool) -> HuggingFaceLanguageModel:
         return HuggingFaceLanguageModel(
             copy.deepcopy(self.module),
             self.tokenizer,
             device=self.device,
-            trainable=self.trainable,
+            trainable=trainable,
             use_adapter=self.use_adapter,
             max_batch_tokens=self.max_batch_tokens,
             dtype=self.dtype,
@@ -281,7 +275,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @torch.no_grad()
     def weight_copy(self) -> dict[str, Tensor]:
-        return {name: one.clone() for name, one in self.module.state_dict().items()}
+        return {name: weight.clone() for name, weight in self.module.state_dict().items()}
 
     @torch.no_grad()
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -296,12 +290,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]  # depends on what was released
-        # Of matrices that are laid out for one processor alone nothing can be made elsewhere.
+        # Matrices in one processor's layout cannot be moved.
         is_whole = not self._snapshot.is_released or self._load_again is not None
         return type(self) is HuggingFaceLanguageModel and is_whole
 
     def shared_parts(self) -> list[object]:
-        # Of a module whose matrices were freed nothing can be made.
         shared = super().shared_parts()
         return shared if self._snapshot.is_released else [*shared, self.module]
 
@@ -319,12 +312,32 @@ class HuggingFaceLanguageModel(LanguageModel):
         return CachedSession(
             self._decoder,
             self._snapshot.of(self.parameters()),
-            self.token_draw.draw,
+            self.token_sampler.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
             max_batch_tokens=self.max_batch_tokens,
             steps=self._steps,
         )
+
+    def complete(
+        self, requests: Sequence[GenerationRequest], *, max_rows: int
+    ) -> list[list[Progress]]:
+        if self._decoder is None:
+            return super().complete(requests, max_rows=max_rows)
+        engine = BatchEngine(
+            self._decoder,
+            self._snapshot.of(self.parameters()),
+            self.tokenizer,
+            end_ids=self.end_ids,
+            banned_ids=self.token_sampler.banned_ids.tolist(),
+            limits=EngineLimits(max_rows=max_rows),
+        )
+        results = engine.run(requests)
+        self.token_count.add(engine.token_count)
+        for one in chain.from_iterable(results):
+            if one.finish_reason == "error":
+                raise NonFiniteOutputError(f"the model {self.source}: {one.error}")
+        return results
 
     def _new_snapshot(self) -> WeightSnapshot:
         return WeightSnapshot(
@@ -348,17 +361,17 @@ class HuggingFaceLanguageModel(LanguageModel):
         rows = [context for context in contexts for _ in range(rows_per_context)]
         autocast = autocast_to(self.module, self.dtype)
         with adapter_state(self.module, is_on=self.use_adapter), autocast():
-            said, spent = generate_turns(
+            generation, spent = generate_turns(
                 self.module,
                 rows,
                 uniforms_BT,
                 options,
-                draw=self.token_draw.draw,
+                draw=self.token_sampler.draw,
                 end_ids=self.end_ids,
                 max_batch_tokens=self.max_batch_tokens,
             )
         self.token_count.add(spent)
-        return said
+        return generation
 
     # ---- scoring
 
@@ -380,7 +393,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         if not mask_BT.any() and self._reader is None:
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
@@ -388,18 +401,19 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
-        needs["rule"] = None if drawn is None else self.token_draw.rule_of(drawn, mask_BT)
+        if distribution is not None:
+            needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
         if self._reader is not None:
-            # As many passes in each process that reads a part of the weights.
-            found, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
+            # One pass, as in every process that holds a part of the weights.
+            scores, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
             self.token_count.add(spent)
-            return found
+            return scores
         pair_cost = pair_cost_of(self._decoder, self.device)
         trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None and not self.scores_by_module:
-                found, spent = score_trie(
+                scores, spent = score_trie(
                     self._decoder,
                     self._weights_for_scoring(),
                     trie,
@@ -412,17 +426,17 @@ class HuggingFaceLanguageModel(LanguageModel):
                     recomputes = self.recomputes_layers
                     reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
-                    found, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
+                    scores, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
         self.token_count.add(spent)
-        return found
+        return scores
 
     def recompute_layers(self) -> None:
-        """Have learning forget the inside of layers, and compute it again in the backward pass.
+        """Recompute activations of layers in the backward pass, to save memory.
 
         Raises
         ------
         ConfigurationError
-            When the model does not say which its layers are.
+            If the layers of the model are unknown.
         """
         if self._decoder is None:
             layers_of(self._causal_lm)
@@ -432,7 +446,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @contextmanager
     def reading_through(self, reader: RowReader) -> Iterator[None]:
-        """Score by a reader in place of the module within the block, with gradient, in one pass."""
+        """Score through `reader` instead of the module, in one pass, within the block."""
         self._reader = reader
         try:
             yield
@@ -440,7 +454,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             self._reader = None
 
     def logits_of(self, hidden_NX: Tensor) -> Tensor:
-        """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
+        """Logits `[N, V]`, float32, of hidden states from `token_scores`; gradients flow."""
         if self._decoder is None:
             with adapter_state(self.module, is_on=self.use_adapter):
                 return self._module_head(hidden_NX).float()
@@ -453,11 +467,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         return logits
 
     def _weights_for_scoring(self) -> Weights:
-        # Policy and reference always by the same path: others differ by rounding.
+        # Policy and reference by the same path, or they would differ by rounding.
         if self._snapshot.is_released:
             return self._snapshot.of(())
         if self.trainable and torch.is_grad_enabled():
-            # A step follows, after which the snapshot is of no use; until then it is in the way.
+            # The step that follows makes the snapshot obsolete; free its memory now.
             self._snapshot.make_room()
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
@@ -472,26 +486,28 @@ class HuggingFaceLanguageModel(LanguageModel):
     ) -> Tensor | None:
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
-        return self.token_scores(*rows, drawn=Drawn(options)).logprobs_BT.cpu()
+        return self.token_scores(
+            *rows, distribution=SamplingDistribution(options)
+        ).logprobs_BT.cpu()
 
     @torch.no_grad()
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
+    ) -> SupportMask:
         scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         weights = self._weights_for_scoring() if self._decoder is not None else None
-        return find_kept_tokens(
+        return find_support(
             weights.head if weights is not None else self._module_head,
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
-            self.token_draw.rule_of(Drawn(options), mask_BT),
+            self.token_sampler.transform(SamplingDistribution(options), mask_BT),
             top_k=options.top_k,
             top_p=options.top_p,
             vocab_size=int(self.module.config.vocab_size),
@@ -503,7 +519,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         save_weights(self.module, directory)
 
     def save_description(self, directory: Path) -> None:
-        """Write all that a folder of the model holds beside the weights."""
+        """Write the files of the model except its weights."""
         if self.has_adapter:
             save_adapter_config(self.module, directory)
             return
@@ -518,64 +534,9 @@ class HuggingFaceLanguageModel(LanguageModel):
     def save_pretrained(self, directory: Path) -> None:
         if self._snapshot.is_released:
             raise ModelLoadError(
-                "a frozen model was to be written, but its weights are held in the processor's own "
-                "layout only. Copy the files that it was loaded from."
+                "cannot write a frozen model that is kept in the processor's layout only. Copy the "
+                "files that it was loaded from."
             )
         module = merged_copy(self.module) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-
-class TokenDraw:
-    """Draws tokens of a model's distributions, and says by which rule tokens were drawn.
-
-    Parameters
-    ----------
-    banned_ids : Sequence[int]
-        Tokens that are never drawn.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn.
-    """
-
-    def __init__(
-        self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
-    ) -> None:
-        self.banned_ids = torch.tensor(banned_ids, dtype=torch.long, device=device)
-        self._own_end_ids = end_ids
-        self._device = device
-        self._end_ids: dict[tuple[int, ...], Tensor] = {}
-
-    def draw(
-        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row; the logits are used up."""
-        logprobs_BV = logits_BV.log_softmax(dim=1)
-        logits_BV.index_fill_(1, self.banned_ids, float("-inf"))
-        if position < options.min_new_tokens:
-            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
-        token_B = sample_tokens(
-            logits_BV,
-            uniforms_B,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
-
-    def rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
-        """The rule by which the tokens of a mask were drawn."""
-        options = drawn.options
-        return DrawRule(
-            temperature=options.temperature,
-            banned_ids=self.banned_ids,
-            end_ids=self._ends(options),
-            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
-            kept=None if drawn.kept is None else drawn.kept.to(self._device),
-        )
-
-    def _ends(self, options: SamplingOptions) -> Tensor:
-        """The end tokens on the device; making them anew each step would wait for it."""
-        ids = (*self._own_end_ids, *options.end_ids)
-        if ids not in self._end_ids:
-            self._end_ids[ids] = torch.tensor(ids, device=self._device)
-        return self._end_ids[ids]

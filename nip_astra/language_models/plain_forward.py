@@ -1,6 +1,6 @@
 """Sampling and scoring through a module's own `generate` and `forward`, row by row.
 
-For models whose forward pass `Decoder` is not; shared tokens are read again for every row.
+For models that `Decoder` does not support.
 
 Shape suffixes: `B` row, `C` context position, `T` sampled position, `V` vocabulary.
 """
@@ -29,12 +29,12 @@ from nip_astra.language_models.base import (
     TokenScores,
     pad_left,
 )
-from nip_astra.language_models.drawn import DrawRule
+from nip_astra.language_models.sampling import LogitsTransform
 from nip_astra.language_models.scoring import chosen_logprobs
 
 
 class _Draw(LogitsProcessor):
-    """Draws the token itself and leaves `generate` no choice."""
+    """Draws the token itself, and forces `generate` to take it."""
 
     def __init__(
         self,
@@ -70,21 +70,21 @@ def generate_turns(
     max_batch_tokens: int,
 ) -> tuple[Generation, TokenCount]:
     """Sample a turn for each row's context, and count the work."""
-    found, order, spent = [], [], TokenCount()
+    parts, order, spent = [], [], TokenCount()
     for part in _parts([len(row) + options.max_new_tokens for row in rows], max_batch_tokens):
         context_BC, mask_BC = pad_left([rows[i] for i in part], module.device)
-        said = _generate_batch(
+        drawn = _generate_batch(
             module, context_BC, mask_BC, _Draw(draw, uniforms_BT[part], options), end_ids
         )
-        steps = int(said.mask_BT.any(dim=0).sum())
+        steps = int(drawn.mask_BT.any(dim=0).sum())
         spent.forwarded += context_BC.numel() + len(part) * max(steps - 1, 0)
         spent.head_rows += len(part) * steps
-        spent.generated += int(said.mask_BT.sum())
-        found.append(said)
+        spent.generated += int(drawn.mask_BT.sum())
+        parts.append(drawn)
         order += part
     back = torch.tensor(order).argsort()
     ids, mask, logprobs = (
-        torch.cat([getattr(piece, name) for piece in found])[back]
+        torch.cat([getattr(piece, name) for piece in parts])[back]
         for name in ("ids_BT", "mask_BT", "logprobs_BT")
     )
     return Generation(ids, mask, logprobs), spent
@@ -102,7 +102,7 @@ def _generate_batch(
             max_new_tokens=options.max_new_tokens,
             do_sample=False,
             num_beams=1,
-            # Where it is not said, the defaults of the checkpoint would change the distribution.
+            # Or the checkpoint's defaults would change the distribution.
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
             eos_token_id=ends,
@@ -121,25 +121,24 @@ def _generate_batch(
 
 
 class RowReader(torch.nn.Module):
-    """A causal language model's own forward pass over rows, as one module.
+    """A causal language model's forward pass over rows, as one module.
 
-    So what watches a module's calls, as the dividing of its weights does, sees whole passes: the
-    head is applied to the scored positions alone, which the model's own call has no way to say.
+    FSDP, which watches a module's calls, sees whole passes; the head is applied to the scored
+    positions only.
 
     Parameters
     ----------
     causal_lm : Module
-        The model, as transformers gives it.
+        A model of transformers.
     dtype : torch.dtype
-        What is computed in; where the weights are of another, torch's autocast rounds what it is
-        safe to round.
+        Precision, by torch's autocast if the weights have another.
     recomputes_layers : bool
-        Whether a layer's inside is forgotten, and computed again in the backward pass.
+        Whether activations of layers are recomputed in the backward pass.
 
     Raises
     ------
     ConfigurationError
-        When it is to recompute layers that it does not know.
+        If it is to recompute layers that are unknown.
     """
 
     def __init__(
@@ -158,14 +157,14 @@ class RowReader(torch.nn.Module):
         mask_BT: Tensor,
         **needs: Any,
     ) -> TokenScores:
-        """What the model thinks of each continuation token; see `score_rows`."""
+        """Scores of each continuation token; see `score_rows`."""
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
             return _score_batch(self.causal_lm, *rows, **needs)
 
 
 def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes blocks in which a module computes in a precision, whatever its weights are held in."""
+    """A context in which a module computes in `dtype`."""
     if next(module.parameters()).dtype == dtype:
         return nullcontext
     return partial(torch.autocast, module.device.type, dtype=dtype)
@@ -177,23 +176,22 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     Raises
     ------
     ConfigurationError
-        When it does not say which they are.
+        If they are unknown.
     """
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
-            f"the layers of {type(module).__name__} were to be read one by one, but it does not "
-            "say which they are, as models of transformers do by GradientCheckpointingLayer. Set "
-            "sharding to none and gradient_checkpointing to false, or choose another model."
+            f"the layers of {type(module).__name__} are unknown: no GradientCheckpointingLayer. "
+            "Set sharding to none and gradient_checkpointing to false, or use another model."
         )
     return layers
 
 
 @contextmanager
 def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
-    """Have layers called within the block keep their input alone.
+    """Keep only the inputs of layers called within the block.
 
-    Inside of what watches their calls; transformers' own way is for modules in train mode alone.
+    Transformers' own gradient checkpointing requires train mode.
     """
     for layer in layers:
         layer.forward = partial(
@@ -216,23 +214,23 @@ def score_rows(
     max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
-    rule: DrawRule | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Return what the model thinks of each continuation token, and count the work.
+    """Score each continuation token, and count the work.
 
     Parameters
     ----------
     max_batch_tokens : int or None
         Most positions in a pass; None for one pass.
-    rule : DrawRule, optional
-        Turns logits into those of another distribution.
+    transform : LogitsTransform, optional
+        To the logits of another distribution.
     """
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     lengths = [width + ids_BT.shape[1] for width in widths]
     limit = len(lengths) * max(lengths) if max_batch_tokens is None else max_batch_tokens
     for part in _parts(lengths, limit):
-        # Columns of padding that no row of this part needs are cut off.
+        # Without columns that are padding in all rows of this part.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
         pieces.append(
@@ -240,7 +238,7 @@ def score_rows(
                 *(context, mask, ids_BT[part], mask_BT[part]),
                 needs_entropy=needs_entropy,
                 needs_hidden=needs_hidden,
-                rule=None if rule is None else rule.at(_positions_of(part, mask_BT)),
+                transform=None if transform is None else transform.at(_positions_of(part, mask_BT)),
             )
         )
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
@@ -265,16 +263,16 @@ def _score_batch(
     *,
     needs_entropy: bool,
     needs_hidden: bool,
-    rule: DrawRule | None,
+    transform: LogitsTransform | None,
 ) -> TokenScores:
-    """Score one batch: the head is applied to the scored positions only."""
+    """Score one batch, with the head on scored positions only."""
     device = module.device
     ids = torch.cat([context_BC, ids_BT], dim=1).to(device)
     mask = torch.cat([context_mask_BC, mask_BT], dim=1).to(device)
     scored_BT = mask_BT.to(device)
     backbone = module.base_model
     positions = {}
-    # Not every architecture counts positions.
+    # Some architectures take none.
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         positions["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
     hidden = backbone(
@@ -285,8 +283,8 @@ def _score_batch(
     before_NX = before_BTH[scored_BT]
     ids_N = ids_BT.to(device)[scored_BT]
     logits_NV = module.get_output_embeddings()(before_NX).float()
-    if rule is not None:
-        found = chosen_logprobs(logits_NV, ids_N, rule, needs_entropy=needs_entropy)
+    if transform is not None:
+        found = chosen_logprobs(logits_NV, ids_N, transform, needs_entropy=needs_entropy)
         return spread(scored_BT, *found, before_NX.float() if needs_hidden else None)
     logprobs_NV = logits_NV.log_softmax(dim=1)
     return spread(
@@ -298,7 +296,7 @@ def _score_batch(
 
 
 def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
-    """Which of the scored positions, counted row by row, are those of some rows."""
+    """Indices of the scored positions of some rows, counted row by row."""
     lengths = mask_BT.sum(dim=1)
     ends = lengths.cumsum(0).tolist()
     starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]
@@ -308,7 +306,7 @@ def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
 def spread(
     mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
 ) -> TokenScores:
-    """Put the values of scored positions into their places, 0 elsewhere."""
+    """Spread the values of scored positions over `[B, T]`, 0 elsewhere."""
 
     def placed(values: Tensor | None) -> Tensor | None:
         if values is None:

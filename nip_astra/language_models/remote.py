@@ -1,4 +1,4 @@
-"""A policy whose weights a training service has: here is its tokenizer, and nothing to load."""
+"""A policy whose weights are at a training service; only its tokenizer is loaded here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.special_tokens import find_end_ids
+from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import LanguageModelType
 
@@ -36,22 +36,22 @@ class RemoteLanguageModel(LanguageModel):
     lora : LoraParameters or None
         The adapter that the service trains; None for all weights.
     source : str
-        As the parameters name the model.
+        Name of the model in the parameters.
     """
 
     class Parameters(TokenModel.Parameters):
-        """What is known of a model whose weights are elsewhere."""
+        """Description of a model whose weights are at a training service."""
 
         model: str
         """Folder or hub id of its tokenizer, which must be that of the service's model. Weights
-        beside it are not read. By this name the service is asked for the model too, where
-        train_service.model names none."""
+        there are not read. Also the name of the model at the service, unless train_service.model
+        gives one."""
         context_window: int | None = Field(default=None, ge=2)
-        """Most tokens that a prompt and its answer may have together, at most the service's; null
-        for what the folder's config.json says."""
+        """Most tokens of prompt and answer together, at most the service's; null reads the folder's
+        config.json."""
         lora: LoraParameters | None = None
-        """The adapter that the service trains; null trains all weights, which the backend tinker
-        refuses. With http and a target_modules of your own, names of the service's layers."""
+        """The adapter that the service trains; null trains all weights (not supported by the
+        backend tinker). With http, target_modules names layers of the service's model."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RemoteLanguageModel(LanguageModel):
         self.tokenizer, self.source, self.lora = tokenizer, source, lora
         self.context_window, self.end_ids = context_window, end_ids
         self.token_count = TokenCount()
-        # Optimizers refuse to have nothing at all.
+        # Optimizers require a parameter.
         self._nothing = torch.nn.Parameter(torch.zeros(0))
 
     @classmethod
@@ -93,7 +93,7 @@ class RemoteLanguageModel(LanguageModel):
     def frozen_reference(self) -> RemoteLanguageModel:
         return copy.copy(self)
 
-    # ---- what takes weights
+    # ---- not possible without weights
 
     def generate(
         self,
@@ -102,28 +102,27 @@ class RemoteLanguageModel(LanguageModel):
         uniforms_BT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        self._refuse("was to answer")
+        self._refuse("sample")
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        self._refuse("was to score tokens")
+        self._refuse("score tokens")
 
     def save(self, directory: Path) -> None:
-        self._refuse("was to be saved")
+        self._refuse("be saved")
 
     def restore(self, directory: Path) -> None:
-        self._refuse("was to take up weights")
+        self._refuse("load weights")
 
     def save_pretrained(self, directory: Path) -> None:
-        self._refuse("was to be saved")
+        self._refuse("be saved")
 
-    def _refuse(self, asked: str) -> NoReturn:
+    def _refuse(self, action: str) -> NoReturn:
         raise ConfigurationError(
-            f"the model {self.source!r} {asked} in this process, but its backend 'remote' leaves "
-            "its weights to a training service. Set the trainer's train_service.backend to http or "
-            "tinker; for what takes weights here, as self-hosted trainers with a reference or "
-            "max_staleness do, set language_model._type to huggingface."
+            f"the model {self.source!r} cannot {action} in this process: its weights are at a "
+            "training service. Set train_service.backend to http or tinker, or "
+            "language_model._type to huggingface (as a reference or max_staleness requires)."
         )
 
 
@@ -134,13 +133,13 @@ def _window_of(place: str) -> int:
         return int(AutoConfig.from_pretrained(place).max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelLoadError(
-            f"the window of the model {place!r} was to be read from its config.json, but there is "
-            "none that says it. Set language_model.context_window to what the service's model has."
+            f"{place!r} has no config.json with the model's window. Set "
+            "language_model.context_window to that of the service's model."
         ) from error
 
 
 def _generation_config_of(place: str) -> Any:
-    """Which tokens end a turn besides the tokenizer's; None where that is not written down."""
+    """The generation config, which names tokens that end a turn; None without one."""
     from transformers import GenerationConfig
 
     try:

@@ -1,17 +1,242 @@
-"""Draw tokens from logits by inverting the cumulative distribution.
+"""How a token is drawn: options, the tokens that may be drawn, the distribution and the draw.
 
-Shape suffixes: `B` row, `V` vocabulary, `C` chunk of the vocabulary.
+Two draws share these rules: by inverting the cumulative distribution at a uniform number
+(`sample_tokens`, for trees of conversations), and by Gumbel noise (`sample_with_noise`, for answers
+to requests).
+
+Shape suffixes: `B` row, `T` continuation position, `S` scored position, `V` vocabulary, `C` chunk
+of the vocabulary, `K` token kept at any position.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
+
 _NUM_LIKELY = (256, 4096)
-"""Tokens looked at for a nucleus; a row whose nucleus is larger still is sorted in full."""
+"""Sizes tried for a nucleus before a row is sorted in full."""
 _CHUNK = 256
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn from the model's distribution."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, in addition to the model's own."""
+
+    def __post_init__(self) -> None:
+        is_valid = {
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "min_new_tokens": self.min_new_tokens >= 0,
+            # Smaller values overflow float32 logits.
+            "temperature": self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+        }
+        for name in (name for name, is_fine in is_valid.items() if not is_fine):
+            raise ConfigurationError(
+                f"{name} is {getattr(self, name)}. Valid: max_new_tokens and top_k >= 1, "
+                "min_new_tokens >= 0, temperature 0 or 1e-6 to 1e6, 0 < top_p <= 1."
+            )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether `top_k` or `top_p` excludes unlikely tokens."""
+        return self.top_k is not None or self.top_p < 1.0
+
+
+class SupportMask(NamedTuple):
+    """The tokens that `top_k` and `top_p` keep at each position.
+
+    Attributes
+    ----------
+    ids_K : Tensor
+        int32; the tokens kept at the first position, then those at the second, and so on.
+    counts_S : Tensor
+        int64; number of tokens kept at each position, at least 1.
+    """
+
+    ids_K: Tensor
+    counts_S: Tensor
+
+    def at(self, positions: Sequence[int]) -> SupportMask:
+        """The mask of some positions, in the given order."""
+        parts = torch.split(self.ids_K, self.counts_S.tolist())
+        ids = [parts[position] for position in positions]
+        index = torch.tensor(positions, dtype=torch.long, device=self.counts_S.device)
+        return SupportMask(torch.cat([self.ids_K[:0], *ids]), self.counts_S[index])
+
+    def to(self, device: torch.device) -> SupportMask:
+        """The same on a device."""
+        return SupportMask(self.ids_K.to(device), self.counts_S.to(device))
+
+
+@dataclass(frozen=True)
+class SamplingDistribution:
+    """The distribution that tokens were drawn from, under which they are to be scored.
+
+    It is the model's at `temperature`, without special tokens, without an end before
+    `min_new_tokens`, and without what `top_k` and `top_p` cut off.
+
+    Attributes
+    ----------
+    options : SamplingOptions
+        Temperature 0 has no distribution.
+    support : SupportMask or None
+        For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`.
+    """
+
+    options: SamplingOptions
+    support: SupportMask | None = None
+
+
+@dataclass(frozen=True)
+class LogitsTransform:
+    """Turns the model's logits at scored positions into those of the sampling distribution.
+
+    Attributes
+    ----------
+    temperature : float
+        > 0; logits are divided by it.
+    banned_ids : Tensor
+        Tokens that are never drawn.
+    end_ids : Tensor
+        Tokens that are not drawn where a turn may not end yet.
+    is_early_S : Tensor
+        bool; True at those positions.
+    support : SupportMask or None
+        None if nothing is cut.
+    """
+
+    temperature: float
+    banned_ids: Tensor
+    end_ids: Tensor
+    is_early_S: Tensor
+    support: SupportMask | None = None
+
+    def at(self, positions: Sequence[int]) -> LogitsTransform:
+        """The transform of some of the positions."""
+        index = torch.tensor(positions, dtype=torch.long, device=self.is_early_S.device)
+        support = None if self.support is None else self.support.at(positions)
+        return replace(self, is_early_S=self.is_early_S[index], support=support)
+
+    def apply(self, logits_SV: Tensor) -> Tensor:
+        """Logits of the sampling distribution; gradients flow.
+
+        The support stays fixed while the logits change, so that the distributions before and after
+        a step are over the same tokens.
+        """
+        if self.support is not None:
+            rows_K = torch.arange(len(logits_SV), device=logits_SV.device)
+            rows_K = rows_K.repeat_interleave(self.support.counts_S)
+            is_out_SV = torch.ones_like(logits_SV, dtype=torch.bool)
+            is_out_SV[rows_K, self.support.ids_K.long()] = False
+        else:
+            is_out_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
+            is_out_SV[:, self.banned_ids] = True
+            is_out_SV[:, self.end_ids] |= self.is_early_S.unsqueeze(1)
+        return (logits_SV / self.temperature).masked_fill(is_out_SV, float("-inf"))
+
+    def find_support(
+        self, logits_SV: Tensor, ids_S: Tensor, *, top_k: int | None, top_p: float
+    ) -> SupportMask:
+        """The tokens that the cuts keep, always including the token that was drawn.
+
+        Sampling may take another path through the model, whose rounding moves that token across
+        the cut.
+        """
+        is_kept_SV = keep_likely(self.apply(logits_SV), top_k=top_k, top_p=top_p)
+        is_kept_SV.scatter_(1, ids_S.unsqueeze(1), True)
+        return SupportMask(is_kept_SV.nonzero()[:, 1].int(), is_kept_SV.sum(dim=1))
+
+
+def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a turn: those of the checkpoint and of the tokenizer."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+
+
+def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> list[int]:
+    """Special tokens except ends (a model that generated a role marker could forge a turn), and
+    rows of the vocabulary without a token.
+    """
+    special = set(tokenizer.all_special_ids)
+    special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special.update(range(len(tokenizer), vocab_size))
+    return sorted(i for i in special - set(end_ids) if i < vocab_size)
+
+
+Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
+"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may use up the logits."""
+
+
+class ConstrainedSampler:
+    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`.
+
+    Parameters
+    ----------
+    banned_ids : Sequence[int]
+        Tokens that are never drawn.
+    end_ids : tuple[int, ...]
+        Tokens that end a turn.
+    """
+
+    def __init__(
+        self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.banned_ids = torch.tensor(banned_ids, dtype=torch.long, device=device)
+        self._own_end_ids = end_ids
+        self._device = device
+        self._end_ids: dict[tuple[int, ...], Tensor] = {}
+
+    def draw(
+        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token of each row; the logits are used up."""
+        logprobs_BV = logits_BV.log_softmax(dim=1)
+        logits_BV.index_fill_(1, self.banned_ids, float("-inf"))
+        if position < options.min_new_tokens:
+            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
+        token_B = sample_tokens(
+            logits_BV,
+            uniforms_B,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+        )
+        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
+
+    def transform(self, distribution: SamplingDistribution, mask_BT: Tensor) -> LogitsTransform:
+        """The transform from the model's logits to a distribution, at the tokens of a mask."""
+        options, support = distribution.options, distribution.support
+        return LogitsTransform(
+            temperature=options.temperature,
+            banned_ids=self.banned_ids,
+            end_ids=self._ends(options),
+            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
+            support=None if support is None else support.to(self._device),
+        )
+
+    def _ends(self, options: SamplingOptions) -> Tensor:
+        """The end tokens on the device, kept there: a copy at each step would wait for it."""
+        ids = (*self._own_end_ids, *options.end_ids)
+        if ids not in self._end_ids:
+            self._end_ids[ids] = torch.tensor(ids, device=self._device)
+        return self._end_ids[ids]
 
 
 def sample_tokens(
@@ -22,17 +247,16 @@ def sample_tokens(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Draw one token a row; the same uniform number always gives the same token.
+    """Draw one token per row by inverting its cumulative distribution at a uniform number.
 
     `top_k` keeps the k most likely tokens, then `top_p` the smallest set of the most likely whose
     mass reaches p (the token that crosses p included), as in Hugging Face's warpers.
-    `temperature=0` is greedy. On a CPU the vocabulary is sorted only for rows whose nucleus is
-    large; on another device nothing waits for it.
+    `temperature=0` is greedy. On a CPU the vocabulary is sorted only for rows with a large nucleus.
 
     Parameters
     ----------
     logits_BV : Tensor
-        Float; -inf marks a token that may not be drawn.
+        Float; -inf for a token that must not be drawn.
     uniforms_B : Tensor
         Float in [0, 1).
 
@@ -53,14 +277,14 @@ def sample_tokens(
         return _draw_any(logits_BV, uniforms_B)
     mass_B = logits_BV.logsumexp(dim=-1).double()
     if logits_BV.device.type != "cpu":
-        # There a sort is cheap, and looking whether a row needs one would wait for the device.
+        # A sort is cheap there, and checking whether a row needs one would wait for the device.
         values, tokens = logits_BV.sort(dim=-1, descending=True)
         return _draw_likely(values, mass_B, tokens, uniforms_B, top_p)
     drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
     open_B = torch.ones(len(logits_BV), dtype=torch.bool, device=logits_BV.device)
     for size in (*(size for size in _NUM_LIKELY if size < vocab_size), vocab_size):
         likely = logits_BV[open_B]
-        # For all of them a plain sort is faster than a selection.
+        # For the whole vocabulary a sort is faster than a selection.
         values, tokens = (
             likely.topk(size) if size < vocab_size else likely.sort(dim=-1, descending=True)
         )
@@ -72,16 +296,59 @@ def sample_tokens(
     return drawn_B
 
 
-def _draw_likely(
-    values: Tensor, mass_B: Tensor, tokens: Tensor, uniforms_B: Tensor, top_p: float
+def sample_with_noise(
+    logits_BV: Tensor,
+    *,
+    temperatures: Sequence[float],
+    cuts: Sequence[tuple[int | None, float]],
+    generators: Sequence[torch.Generator],
 ) -> Tensor:
-    """Draw among the likeliest tokens, given in falling order, cut to the nucleus.
+    """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
+
+    The noise is the row's own, so that a draw does not depend on the batch. Inverting the
+    cumulative distribution would take one number per token, but for unlikely tokens the last digit
+    of a sum decides, and that digit depends on the batch size.
 
     Parameters
     ----------
-    mass_B : Tensor
-        Logarithm of the mass that `top_p` is a share of.
+    logits_BV : Tensor
+        float32; -inf for a token that must not be drawn.
+    temperatures : Sequence[float]
+        0 is greedy.
+    cuts : Sequence[tuple[int or None, float]]
+        `top_k` and `top_p` of each row.
+
+    Returns
+    -------
+    Tensor
+        Token ids, int64, `[B]`.
     """
+    tokens_B = logits_BV.argmax(dim=1)
+    rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if not rows:
+        return tokens_B
+    device = logits_BV.device
+    index = torch.tensor(rows, device=device)
+    temperature_R = torch.tensor([temperatures[row] for row in rows], device=device)
+    logits_RV = logits_BV[index] / temperature_R[:, None]
+    cuts = [cuts[row] for row in rows]
+    for top_k, top_p in {(k, p) for k, p in cuts if k is not None or p < 1.0}:
+        same = torch.tensor([i for i, cut in enumerate(cuts) if cut == (top_k, top_p)])
+        same = same.to(device)
+        kept = keep_likely(logits_RV[same], top_k=top_k, top_p=top_p)
+        logits_RV[same] = logits_RV[same].masked_fill(~kept, float("-inf"))
+    noise_RV = torch.empty_like(logits_RV)
+    for noise_V, row in zip(noise_RV, rows, strict=True):
+        noise_V.exponential_(generator=generators[row])
+    smallest = torch.finfo(noise_RV.dtype).tiny
+    tokens_B[index] = (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
+    return tokens_B
+
+
+def _draw_likely(
+    values: Tensor, mass_B: Tensor, tokens: Tensor, uniforms_B: Tensor, top_p: float
+) -> Tensor:
+    """Draw among tokens in falling order, cut to the share `top_p` of `exp(mass_B)`."""
     probabilities = (values.double() - mass_B[:, None]).exp()
     if top_p < 1.0:
         probabilities = probabilities.masked_fill(_is_beyond(probabilities, top_p), 0.0)
@@ -90,12 +357,12 @@ def _draw_likely(
 
 
 def _is_beyond(probabilities: Tensor, top_p: float) -> Tensor:
-    """Say of probabilities in falling order which lie beyond the nucleus."""
+    """Which probabilities, sorted in falling order, lie beyond the nucleus."""
     return probabilities.cumsum(dim=-1) - probabilities >= top_p
 
 
 def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
-    """Say which tokens `sample_tokens` can draw at temperature 1 from logits, bool `[B, V]`."""
+    """Which tokens can be drawn at temperature 1, bool `[B, V]`."""
     size = logits_BV.shape[-1] if top_k is None else min(top_k, logits_BV.shape[-1])
     values, tokens = logits_BV.topk(size, dim=-1)
     probabilities = (values.double() - values.double().logsumexp(dim=-1, keepdim=True)).exp()
@@ -104,7 +371,7 @@ def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor
 
 
 def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Draw among all tokens: first a chunk of the vocabulary, then a token in it."""
+    """Draw a chunk of the vocabulary, then a token in it."""
     vocab_size = logits_BV.shape[-1]
     highest_B1 = logits_BV.max(dim=-1, keepdim=True).values
     weights_BV = F.pad((logits_BV - highest_B1).exp_(), (0, -vocab_size % _CHUNK))
@@ -117,7 +384,7 @@ def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
     within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
     inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
-    # Logits that are no numbers lead past the end; they are refused by their log-probability.
+    # NaN logits lead past the end; `require_finite` rejects their log-probability.
     return (chunk_B * _CHUNK + inside).clamp_(max=vocab_size - 1)
 
 

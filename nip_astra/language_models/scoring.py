@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nip_astra.language_models.drawn import DrawRule
+from nip_astra.errors import NonFiniteOutputError
+from nip_astra.language_models.sampling import LogitsTransform
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_LOGITS = 1 << 24
 """Logits computed at once without gradients: 64 MiB of float32."""
 MAX_KEPT_LOGITS = 1 << 26
-"""Logits kept for the backward pass; of more, those of a chunk are computed again there."""
+"""Logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
 
 
 def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
-    """Log-probabilities of one token a position, float32 `[S]` nats.
+    """Log-probabilities of one token per position, float32 `[S]` nats.
 
     Parameters
     ----------
@@ -38,56 +39,62 @@ def token_logprobs_and_entropy(
     weights: Weights,
     *,
     needs_entropy: bool = True,
-    rule: DrawRule | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of one token and entropy at each position, float32 `[S]` nats.
 
-    Gradients flow through both. The entropy is None where it is not asked for.
+    Gradients flow through both. The entropy is None unless requested.
 
     Parameters
     ----------
-    rule : DrawRule, optional
-        Turns logits into those of another distribution.
+    transform : LogitsTransform, optional
+        To the logits of another distribution.
     """
     vocab_size = len(weights.embedding_VX)
     has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
 
     def function(
-        hidden: Tensor, ids: Tensor, rule: DrawRule | None
+        hidden: Tensor, ids: Tensor, transform: LogitsTransform | None
     ) -> tuple[Tensor, Tensor | None]:
-        return chosen_logprobs(weights.head(hidden), ids, rule, needs_entropy=needs_entropy)
+        return chosen_logprobs(weights.head(hidden), ids, transform, needs_entropy=needs_entropy)
 
     if has_gradient and len(ids_S) * vocab_size <= MAX_KEPT_LOGITS:
-        found = [function(hidden_SX, ids_S, rule)]
+        results = [function(hidden_SX, ids_S, transform)]
     else:
         size = max(1, MAX_LOGITS // vocab_size)
         parts = torch.split(torch.arange(len(ids_S)), size)
-        rules = [None if rule is None else rule.at(part.tolist()) for part in parts]
-        chunks = zip(torch.split(hidden_SX, size), torch.split(ids_S, size), rules, strict=True)
+        transforms = [None if transform is None else transform.at(part.tolist()) for part in parts]
+        chunks = zip(
+            torch.split(hidden_SX, size), torch.split(ids_S, size), transforms, strict=True
+        )
         if has_gradient:
-            found = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+            results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
         else:
-            found = [function(*chunk) for chunk in chunks]
-    logprobs_S = torch.cat([logprobs for logprobs, _ in found])
-    entropies = [entropy for _, entropy in found if entropy is not None]
+            results = [function(*chunk) for chunk in chunks]
+    logprobs_S = torch.cat([logprobs for logprobs, _ in results])
+    entropies = [entropy for _, entropy in results if entropy is not None]
     return logprobs_S, torch.cat(entropies) if needs_entropy else None
 
 
 def chosen_logprobs(
-    logits_SV: Tensor, ids_S: Tensor, rule: DrawRule | None = None, *, needs_entropy: bool
+    logits_SV: Tensor,
+    ids_S: Tensor,
+    transform: LogitsTransform | None = None,
+    *,
+    needs_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `token_logprobs_and_entropy`, from logits."""
+    """`token_logprobs_and_entropy` from logits."""
     logits_SV = logits_SV.float()
-    if rule is not None:
-        logits_SV = rule.apply(logits_SV)
+    if transform is not None:
+        logits_SV = transform.apply(logits_SV)
     if needs_entropy:
-        found: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
-        return found
+        result: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
+        return result
     return _ChosenLogprobs.apply(logits_SV, ids_S), None  # type: ignore[no-untyped-call]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Log-softmax at one index a row, with a backward pass that makes one tensor of logits' size.
+    """Log-softmax at one index per row; its backward pass allocates one tensor of the logits' size.
 
     The gradient with respect to the logits is `g * (onehot(ids) - softmax(logits))`.
     """
@@ -129,3 +136,28 @@ class _ChosenLogprobsAndEntropy(torch.autograd.Function):
         slope_SV = logprobs_SV.clamp(min=lowest).add_(entropy_S.unsqueeze(1)).mul_(grad_entropy_S1)
         grad_SV = slope_SV.add_(grad_logprob_S1).mul_(logprobs_SV.exp()).neg_()
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_logprob_S1), None
+
+
+def require_finite(
+    logprobs_BT: Tensor, mask_BT: Tensor, *, role: str, model: object, during: object
+) -> None:
+    """Reject log-probabilities of a turn that are NaN; padding is not checked.
+
+    One logit that is NaN or +inf makes all log-probabilities of its position NaN.
+
+    Raises
+    ------
+    NonFiniteOutputError
+        Names the role, the model and the first position.
+    """
+    is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
+    if not bool(is_nan_BT.any()):
+        return
+    row, position = is_nan_BT.nonzero()[0].tolist()
+    num_rows = int(is_nan_BT.any(dim=1).sum())
+    name = getattr(model, "source", None) or type(model).__name__
+    raise NonFiniteOutputError(
+        f"the {role}'s model {name} gave NaN logits in {during}: token {position + 1} of row "
+        f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
+        "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
+    )

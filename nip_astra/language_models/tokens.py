@@ -1,11 +1,11 @@
-"""What goes into and comes out of language models: tokens, how they are drawn, what they weigh.
+"""Outputs of language models, and counts of their work.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
@@ -13,67 +13,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-
-from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.drawn import KeptTokens
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are drawn from the model's distribution."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    end_ids: tuple[int, ...] = ()
-    """Tokens that end a turn besides the model's own."""
-
-    def __post_init__(self) -> None:
-        is_right = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "min_new_tokens": self.min_new_tokens >= 0,
-            # Float32 logits divided by less are infinite.
-            "temperature": self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "top_p": 0 < self.top_p <= 1,
-        }
-        for name, is_fine in is_right.items():
-            if not is_fine:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}. Give max_new_tokens and top_k from 1, "
-                    "min_new_tokens from 0, temperature 0 or from 1e-6 to 1e6, and top_p above 0 "
-                    "and up to 1."
-                )
-
-    @property
-    def cuts(self) -> bool:
-        """Whether `top_k` or `top_p` keeps unlikely tokens from being drawn."""
-        return self.top_k is not None or self.top_p < 1.0
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Says that tokens are to be scored under the distribution that they were drawn from.
-
-    That is the model's at `temperature`, over the tokens that may be drawn: no special ones, no end
-    before `min_new_tokens`, and of the others those that `top_k` and `top_p` left.
-
-    Attributes
-    ----------
-    options : SamplingOptions
-        With which they were drawn; temperature 0 draws from no distribution.
-    kept : KeptTokens or None
-        Of each token in turn; needed where the options cut. `TokenScorer.kept_tokens` finds them.
-    """
-
-    options: SamplingOptions
-    kept: KeptTokens | None = None
-
-
-Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
-"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may use up the logits."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +22,7 @@ class Generation:
     Attributes
     ----------
     ids_BT : Tensor
-        int64; the end token, where the model said it, is the last one of a row; padding is 0.
+        int64; the last token of a row is its end token, if it ended; padding is 0.
     mask_BT : Tensor
         bool; True on sampled tokens, the end token included.
     logprobs_BT : Tensor
@@ -97,7 +36,7 @@ class Generation:
 
 
 class Turns(NamedTuple):
-    """What a session said, and how likely it found parts of what it read.
+    """Turns sampled by a session, and log-probabilities of spans of their contexts.
 
     Attributes
     ----------
@@ -105,7 +44,7 @@ class Turns(NamedTuple):
         Rows ordered by context.
     span_logprobs_CT : Tensor or None
         float32 `[C, T]`, nats, 0 on padding: log p of the tokens of each context's span; None
-        where none was asked for.
+        unless requested.
     """
 
     generation: Generation
@@ -113,17 +52,16 @@ class Turns(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """What a model thinks of each token of continuations.
+    """Log-probabilities of continuation tokens, with entropies and hidden states if requested.
 
     Attributes
     ----------
     logprobs_BT : Tensor
         float32, nats, 0 on padding.
     entropy_BT : Tensor or None
-        Entropy of the distribution that the token was one of; float32, nats, 0 on padding.
+        Entropy of the distribution at the token; float32, nats, 0 on padding.
     hidden_BTX : Tensor or None
-        Last hidden state of the position that predicts the token, which is what was read before
-        it; float32, 0 on padding.
+        Last hidden state of the position that predicts the token; float32, 0 on padding.
     """
 
     logprobs_BT: Tensor
@@ -133,7 +71,7 @@ class TokenScores(NamedTuple):
 
 @dataclass
 class TokenCount:
-    """What a backend has computed so far; the measure of waste.
+    """Work of a backend so far.
 
     Attributes
     ----------
@@ -142,13 +80,11 @@ class TokenCount:
     generated : int
         Tokens sampled.
     scored : int
-        Distinct tokens, each in its place, that scoring had to read; the fewest that could have
-        been forwarded for it.
+        Distinct tokens in context that scoring had to read: the minimum to forward for it.
     head_rows : int
         Positions for which the distribution over the vocabulary was computed.
     rescored : int
-        Positions that went through the model only to score again what it had sampled; they are in
-        none of the others.
+        Positions forwarded only to score sampled tokens again; not part of the other counts.
     """
 
     forwarded: int = 0
@@ -158,14 +94,14 @@ class TokenCount:
     rescored: int = 0
 
     def add(self, other: TokenCount) -> None:
-        """Count what another count counted too."""
-        for counted in fields(TokenCount):
-            name = counted.name
+        """Add another count."""
+        for field in fields(TokenCount):
+            name = field.name
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Counted:
-    """Something whose work is counted.
+    """Base class of objects whose work is counted.
 
     Attributes
     ----------
@@ -177,19 +113,19 @@ class Counted:
 
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
-        """A count of the work done within the block, filled in when it ends."""
+        """The work done within the block, filled in when it ends."""
         before = replace(self.token_count)
         spent = TokenCount()
         try:
             yield spent
         finally:
-            for counted in fields(TokenCount):
-                name = counted.name
+            for field in fields(TokenCount):
+                name = field.name
                 setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
 
     @contextmanager
     def rescoring(self) -> Iterator[None]:
-        """Count what is forwarded within the block as `rescored`, and nothing else of it."""
+        """Count positions forwarded within the block as `rescored` only."""
         before = replace(self.token_count)
         try:
             yield
@@ -215,7 +151,7 @@ def _pad(
     if not rows:
         return torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ones = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     padded = pad_sequence(ids, batch_first=True, padding_side=side)
-    mask = pad_sequence(ones, batch_first=True, padding_side=side)
+    mask = pad_sequence(masks, batch_first=True, padding_side=side)
     return padded.to(device), mask.to(device)

@@ -1,8 +1,7 @@
-"""The vLLM backend (experimental): vLLM samples, and the Hugging Face backend scores what learns.
+"""The vLLM backend (experimental): vLLM samples, and the Hugging Face backend scores and learns.
 
-Log-probabilities that enter a loss are never vLLM's: its kernels round otherwise, and a ratio of
-two kernels' probabilities is not 1 for equal weights. What vLLM says of its own samples is compared
-with them and logged.
+Log-probabilities in a loss are never vLLM's: its kernels round differently, so the ratio of the two
+is not 1 for equal weights. The difference on sampled tokens is logged.
 
 Shape suffixes: `B` or `R` row, `C` context, `T` token of a turn or span.
 """
@@ -22,27 +21,26 @@ from torch import Tensor
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import (
-    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
+    SamplingDistribution,
     SamplingOptions,
     TokenCount,
     TokenScores,
     Turns,
     pad_left,
 )
-from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
+from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,
     describe_model,
     resolve_model,
 )
-from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
@@ -74,33 +72,32 @@ SCORE_ONE = SamplingOptions(max_new_tokens=1)
 
 @register_language_model(LanguageModelType.VLLM)
 class VllmLanguageModel(LanguageModel):
-    """A causal language model whose turns are sampled by vLLM, in this process; experimental.
+    """A causal language model sampled by vLLM in this process; experimental.
 
     Parameters
     ----------
     scorer : HuggingFaceLanguageModel or None
-        The weights that learn, and their scores; None for a model that never learns, which vLLM
-        scores.
+        The weights that learn; None for a frozen model, which vLLM scores.
     """
 
     class Parameters(HuggingFaceLanguageModel.Parameters):
-        """Where the model comes from, how it is held, and how much of the GPU vLLM may take."""
+        """Source and precision of the model, and vLLM's share of the GPU."""
 
         gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
         """Share of the GPU's memory for vLLM's weights and caches. Larger samples more turns at
         once and leaves less to training."""
         max_model_len: int | None = Field(default=None, ge=2)
-        """Most tokens of a conversation that vLLM has room for; null for the model's window.
-        Smaller takes less memory."""
+        """Longest conversation in tokens; null for the model's window. Smaller takes less memory.
+        """
         sleep_during_updates: bool = False
-        """Of a model that learns: whether vLLM gives its memory back meanwhile, and takes it again
-        for the next rollout, which costs the time to copy the weights twice."""
+        """Whether vLLM releases its memory during updates of a model that learns; costs the time to
+        copy the weights twice per rollout."""
         num_engines: int = Field(default=0, ge=0)
-        """Engines in actors of Ray, on one machine or many, among which turns are divided; 0 for
-        one engine in this process. Weights and adapters reach them after each update. The cluster
-        is that of RAY_ADDRESS, where this is set. Run on CPUs; not on GPUs yet."""
+        """Engines in Ray actors, on one machine or many, that share the turns; 0 for one engine in
+        this process. They receive weights and adapters after each update. RAY_ADDRESS selects the
+        cluster. Tested on CPUs only."""
         gpus_per_engine: Annotated[float, where_above("num_engines", 0)] = Field(default=1, ge=0)
-        """GPUs that an actor with an engine takes."""
+        """GPUs per engine actor."""
 
     def __init__(
         self,
@@ -138,14 +135,13 @@ class VllmLanguageModel(LanguageModel):
         name, gguf_file = resolve_model(parameters.model, scenario_dir)
         if gguf_file is not None:
             raise ModelLoadError(
-                f"the GGUF file {parameters.model!r} was to be sampled by vLLM, which is given "
-                "folders and hub ids only. Give the folder of the model's safetensors, or set "
-                "_type to huggingface."
+                f"vLLM cannot load the GGUF file {parameters.model!r}. Use a folder with "
+                "safetensors or a hub id, or set _type to huggingface."
             )
         if parameters.sleep_during_updates and not trainable:
             raise ConfigurationError(
-                f"sleep_during_updates is set for {parameters.model!r}, which never learns, while "
-                "another one does. Set it for that one: vLLM lets one engine of a process sleep."
+                f"sleep_during_updates is set for {parameters.model!r}, which does not learn. Set "
+                "it for the model that does: vLLM lets one engine per process sleep."
             )
         about = describe_model(name)
         tokenizer = find_tokenizer(parameters.model, parameters.base_model, scenario_dir)
@@ -170,7 +166,7 @@ class VllmLanguageModel(LanguageModel):
         )
         engine: SamplingEngine
         if parameters.num_engines and rank_of_process() > 0:
-            # The first process of a run plays; here weights are learnt at most.
+            # Only the first process of a run samples.
             engine = AbsentEngine(options)
         elif parameters.num_engines:
             engine = start_remote_engines(
@@ -180,7 +176,7 @@ class VllmLanguageModel(LanguageModel):
                 num_gpus=parameters.gpus_per_engine,
             )
         else:
-            # In each process of a run: vLLM makes its groups with all that have met, and waits.
+            # In every process: vLLM forms its groups with all processes of the run.
             engine = start_engine(name, options)
         engine.check_vocabulary(tokenizer, about.vocab_size)
         return cls(
@@ -195,7 +191,7 @@ class VllmLanguageModel(LanguageModel):
         )
 
     def _twin(self, scorer: HuggingFaceLanguageModel | None) -> VllmLanguageModel:
-        """A model on the same engine that never learns and has no adapter."""
+        """A frozen model on the same engine, without adapter."""
         twin = copy.copy(self)
         twin.scorer, twin.use_adapter = scorer, False
         twin.token_count, twin.gap, twin.weights = TokenCount(), SamplerGap(), None
@@ -205,7 +201,7 @@ class VllmLanguageModel(LanguageModel):
         return twin
 
     def frozen_reference(self) -> VllmLanguageModel:
-        # Scored by the same path as the policy.
+        # By the same path as the policy.
         return self if self.scorer is None else self._twin(self.scorer.frozen_reference())
 
     def base_for(self, parameters: Any) -> LanguageModel | None:
@@ -247,19 +243,18 @@ class VllmLanguageModel(LanguageModel):
         return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
-        """Sample a turn for each request from the weights as they are now.
+        """Sample a turn for each request with the current weights.
 
         Raises
         ------
         ConfigurationError
-            When a context is to be scored by an engine that cannot.
+            If the engine cannot score contexts.
         """
         if not self.can_score_contexts and any(one.scores_context for one in requests):
             raise ConfigurationError(
-                f"how likely {self.source!r} finds what it reads was asked for, but it shares a "
-                "vLLM engine with a LoRA adapter, and vLLM fails at that there. Set the reward's "
-                "likelihood_model to reference, or give the target an engine of its own by another "
-                "max_model_len."
+                f"{self.source!r} shares a vLLM engine with a LoRA adapter, where vLLM cannot "
+                "score contexts. Set the reward's likelihood_model to reference, or use another "
+                "max_model_len for a separate engine."
             )
         arguments = sampling_arguments(options, end_ids=self.end_ids, banned_ids=self._banned_ids)
         adapter = None
@@ -273,9 +268,7 @@ class VllmLanguageModel(LanguageModel):
     def rescored(
         self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
     ) -> Generation:
-        """Turns with log-probabilities by the path that losses use; note how far off vLLM's
-        were.
-        """
+        """Turns with log-probabilities by the path of the losses; logs vLLM's differences."""
         if self.scorer is None:
             return said
         rows = [context for context in contexts for _ in range(rows_per_context)]
@@ -308,18 +301,19 @@ class VllmLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        if self.scorer is None and drawn is None and not (needs_entropy or needs_hidden):
+        if self.scorer is None and distribution is None and not (needs_entropy or needs_hidden):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
-            # An update begins.
             assert self.weights is not None
             self.weights.num_passes += 1
             self.engine.sleep()
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
-        return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, drawn=drawn)
+        return score(
+            *rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, distribution=distribution
+        )
 
     def _scored_by_engine(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
@@ -341,15 +335,15 @@ class VllmLanguageModel(LanguageModel):
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
-        find = super().kept_tokens if self.scorer is None else self.scorer.kept_tokens
+    ) -> SupportMask:
+        find = super().support_mask if self.scorer is None else self.scorer.support_mask
         return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
 
     def sampled_logprobs(

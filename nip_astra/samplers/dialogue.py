@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import Generation, GenerationSession, pad_right
-from nip_astra.language_models.finite import refuse_nan
+from nip_astra.language_models.scoring import require_finite
 from nip_astra.rl_objectives.ast_reward import mean_nll
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
@@ -226,7 +226,7 @@ def refuse_nan_of(
 ) -> None:
     """Refuse what an agent whose logits overflowed said, or thinks of what was said."""
     during = f"the rollout {' '.join(map(str, plan.key))}"
-    refuse_nan(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
+    require_finite(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
 
 
 def ask_attacker(

@@ -27,8 +27,8 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.patience import open_chat_model
 from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.scenario_base.chat_agent import ChatAgent

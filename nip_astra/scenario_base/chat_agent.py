@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nip_astra.language_models.base import Counted, TokenCount
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatMessage,
     ChatRequest,
+    estimate_tokens,
 )
-from nip_astra.language_models.services.patience import PatientChatModel
-from nip_astra.language_models.services.texts import guess_tokens
+from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.run_sync import complete_all
 
 NOT_ASKED = "ended"
 """Failure of responses after the first one that failed."""
@@ -66,7 +66,7 @@ class ChatAgent:
     def __init__(
         self,
         role: str,
-        chat_model: PatientChatModel,
+        chat_model: RetryingChatModel,
         *,
         max_tokens: int,
         temperature: float | None,
@@ -118,7 +118,9 @@ class ChatAgent:
             As `ChatModel.answer`.
         """
         pairs = zip(conversations, seeds, strict=True)
-        outcomes = ask_all(self.chat_model, [self.request(turns, seed) for turns, seed in pairs])
+        outcomes = complete_all(
+            self.chat_model, [self.request(turns, seed) for turns, seed in pairs]
+        )
         count, replies = self.language_model.token_count, []
         for outcome in outcomes:
             count.forwarded += outcome.usage.prompt_tokens
@@ -133,7 +135,7 @@ class ChatAgent:
 
     def num_tokens(self, text: str) -> int:
         """Estimated number of tokens, because the model's tokenizer is unknown."""
-        return guess_tokens(text)
+        return estimate_tokens(text)
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Do nothing: a service's window is unknown, and its refusals are recorded."""

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.adapters import adapters_drawn_from
-from nip_astra.language_models.services.patience import open_accounts
+from nip_astra.language_models.services.retrying import resume_usage
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.content import SCENARIO_FILE, resolve_reference
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -198,7 +198,7 @@ class AstChatScenario(Scenario):
         services = open_services(scorers, settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
-        open_accounts(services)
+        resume_usage(services)
         return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},

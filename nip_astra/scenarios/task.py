@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.adapters import adapters_drawn_from
-from nip_astra.language_models.services.patience import open_accounts
+from nip_astra.language_models.services.retrying import resume_usage
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -98,7 +98,7 @@ class TaskScenario(Scenario):
         if isinstance(task, DatasetTask):
             task.check_lengths(policy)
         services = open_services(task.scorers, settings)
-        open_accounts(services)
+        resume_usage(services)
         return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},

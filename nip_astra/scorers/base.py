@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
@@ -166,7 +166,7 @@ class Scorer:
         """Scorers that this scorer calls."""
         return ()
 
-    def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
+    def open_services(self, settings: ExperimentSettings) -> dict[str, RetryingChatModel]:
         """Set the budgets of the scorer's chat models; the models by name."""
         return open_services(self.nested_scorers, settings)
 
@@ -358,9 +358,9 @@ def _name_of(scorer: Scorer) -> str:
 
 def open_services(
     scorers: Iterable[Scorer], settings: ExperimentSettings
-) -> dict[str, PatientChatModel]:
+) -> dict[str, RetryingChatModel]:
     """Set the budgets of all scorers' chat models; the models by distinct names."""
-    models: dict[str, PatientChatModel] = {}
+    models: dict[str, RetryingChatModel] = {}
     for scorer in dict.fromkeys(scorers):
         for name, model in scorer.open_services(settings).items():
             number, free = 2, name

@@ -13,7 +13,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.errors import ScorerError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     CPU,
     ChatAnswer,
@@ -22,10 +21,12 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
     FailureReason,
+    LimitParameters,
+    PriceParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
-from nip_astra.language_models.services.patience import PatientChatModel, make_patient
+from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
+from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ScorerType
@@ -137,11 +138,11 @@ class JudgeScorer(Scorer):
         self._model = _RatingModel(judge, parameters.max_rating)
         self._chat_model = self._be_patient(ExperimentSettings())
 
-    def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
+    def open_services(self, settings: ExperimentSettings) -> dict[str, RetryingChatModel]:
         self._chat_model = self._be_patient(settings)
         return {"judge": self._chat_model}
 
-    def _be_patient(self, settings: ExperimentSettings) -> PatientChatModel:
+    def _be_patient(self, settings: ExperimentSettings) -> RetryingChatModel:
         parameters = self.parameters
         limits = LimitParameters(
             concurrency=parameters.concurrency,
@@ -149,10 +150,12 @@ class JudgeScorer(Scorer):
             num_retries=parameters.num_retries,
             backoff=parameters.backoff,
         )
-        return make_patient(self._model, limits, parameters.prices, settings, label="judge")
+        return with_retries(self._model, limits, parameters.prices, settings, label="judge")
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
-        outcomes = ask_all(self._chat_model, [self._request(exchange) for exchange in exchanges])
+        outcomes = complete_all(
+            self._chat_model, [self._request(exchange) for exchange in exchanges]
+        )
         pairs = zip(exchanges, outcomes, strict=True)
         return [self._verdict(exchange, outcome) for exchange, outcome in pairs]
 

@@ -29,8 +29,8 @@ from nip_astra.serve.guards import Guard
 from nip_astra.serve.job_routes import job_routes
 from nip_astra.serve.job_runner import JobRunner
 from nip_astra.serve.job_store import JobStore
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
-from nip_astra.serve.shelf import Shelf
 from nip_astra.serve.text_routes import text_routes, to_response
 from nip_astra.serve.training.bases import Bases
 from nip_astra.serve.training.http_routes import training_routes
@@ -70,7 +70,7 @@ class Service:
 
 
 @contextmanager
-def open_service(shelf: Shelf, settings: ServiceSettings) -> Iterator[Service]:
+def open_service(models: ServedModels, settings: ServiceSettings) -> Iterator[Service]:
     """Have the state folder to oneself and work on its jobs within the block.
 
     Raises
@@ -82,17 +82,17 @@ def open_service(shelf: Shelf, settings: ServiceSettings) -> Iterator[Service]:
     with _lock(folder):
         store = JobStore(folder)
         store.clear_unfinished()
-        runner = JobRunner(store, shelf)
+        runner = JobRunner(store, models)
         completions = CompletionStore(folder)
-        jobs = job_routes(store, runner, shelf, settings)
-        routers = [text_routes(shelf, settings, completions), jobs]
+        jobs = job_routes(store, runner, models, settings)
+        routers = [text_routes(models, settings, completions), jobs]
         app = guarded_app(routers, settings, about=TEXT_ROUTES)
         runner.start()
         try:
             yield Service(app, store, runner, completions)
         finally:
             runner.close()
-            shelf.close()
+            models.close()
             completions.close()
 
 

@@ -33,8 +33,8 @@ from nip_astra.serve.api_errors import ApiError, not_found, overloaded, wrong
 from nip_astra.serve.bodies import MAX_LISTED, Body, read_body
 from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_texts
 from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.shelf import ServedModel, Shelf
 
 KEY = "idempotency_key"
 """Entry of a job's metadata: a second job with the same text there is the first one."""
@@ -185,10 +185,10 @@ def file_object(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_routes(
-    store: JobStore, runner: JobRunner, shelf: Shelf, settings: ServiceSettings
+    store: JobStore, runner: JobRunner, models: ServedModels, settings: ServiceSettings
 ) -> APIRouter:
     """The routes over a service's state."""
-    files, jobs = _FileRoutes(store), _JobRoutes(store, runner, shelf, settings)
+    files, jobs = _FileRoutes(store), _JobRoutes(store, runner, models, settings)
     router = APIRouter(prefix="/v1")
     router.add_api_route("/files", files.create, methods=["POST"])
     router.add_api_route("/files", files.list_all, methods=["GET"])
@@ -312,9 +312,18 @@ def _checked_name(name: str | None) -> str:
 
 class _JobRoutes:
     def __init__(
-        self, store: JobStore, runner: JobRunner, shelf: Shelf, settings: ServiceSettings
+        self,
+        store: JobStore,
+        runner: JobRunner,
+        models: ServedModels,
+        settings: ServiceSettings,
     ) -> None:
-        self.store, self.runner, self.shelf, self.settings = store, runner, shelf, settings
+        self.store, self.runner, self.models, self.settings = (
+            store,
+            runner,
+            models,
+            settings,
+        )
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, JobBody)
@@ -323,7 +332,7 @@ class _JobRoutes:
             found = self.store.job_of_key(key)
             if found is not None:
                 return JSONResponse(job_object(found))
-        served = self.shelf.get(body.model)
+        served = self.models.get(body.model)
         if sum(job.status in _UNFINISHED for job in self.store.jobs()) >= self.settings.max_jobs:
             raise overloaded(
                 f"{self.settings.max_jobs} jobs wait or run, the most that this service takes. "
@@ -410,7 +419,7 @@ class _JobRoutes:
             lora_rank=settings.lora_rank if is_new and not is_full else None,
             lora_alpha=settings.lora_alpha,
             start_from=None if is_new else str(served.folder),
-            device=str(self.shelf.device),
+            device=str(self.models.device),
             num_threads=torch.get_num_threads(),
         )
 

@@ -35,7 +35,7 @@ from nip_astra.serve.api_errors import ApiError, wrong
 from nip_astra.serve.bodies import Body, check_body, parse_json
 from nip_astra.serve.generation_bodies import Message
 from nip_astra.serve.job_store import Job, JobStore, Status
-from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.utils.children import AdoptedChild, Child, process_start
 
 PERIOD = 0.1
@@ -120,12 +120,12 @@ class JobRunner:
 
     Parameters
     ----------
-    shelf : Shelf
+    models : ServedModels
         Where trained models are served.
     """
 
-    def __init__(self, store: JobStore, shelf: Shelf) -> None:
-        self.store, self.shelf = store, shelf
+    def __init__(self, store: JobStore, models: ServedModels) -> None:
+        self.store, self.models = store, models
         self._job = ""
         self._process: Child | None = None
         self._stopped_at: float | None = None
@@ -261,15 +261,15 @@ class JobRunner:
 
     def _serve_one(self, job: Job, name: str, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
-            source = self.shelf.get(job.root).source
+            source = self.models.get(job.root).source
             if source != job.plan["source"]:
                 raise NipAstraError(
                     f"it was trained on {job.plan['source']}, but {job.root!r} is now {source}. "
                     "Serve the former under that name."
                 )
-            self.shelf.add_adapter(name, job.root, folder)
+            self.models.add_adapter(name, job.root, folder)
         else:
-            self.shelf.add(name, str(folder), base=job.root)
+            self.models.add(name, str(folder), base=job.root)
 
 
 # ---- the process that trains

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nip_astra.serve.asking import Answer
-from nip_astra.serve.generation import Progress, TokenRecord
+from nip_astra.language_models.sequences import Progress, TokenRecord
+from nip_astra.serve.engine_client import Answer
 
 
 class Reply:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError
-from nip_astra.serve.engine import EngineLimits
+from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
-from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
 
 if TYPE_CHECKING:
@@ -92,20 +92,20 @@ def _open_app(
         with open_training(models, settings, protocols) as app:
             yield app
         return
-    shelf = _new_shelf(settings)
+    served_models = _empty_models(settings)
     try:
-        shelf.add_all(models)
-        with open_service(shelf, settings) as service:
+        served_models.add_all(models)
+        with open_service(served_models, settings) as service:
             yield service.app
     finally:
-        shelf.close()
+        served_models.close()
 
 
-def _new_shelf(settings: ServiceSettings) -> Shelf:
+def _empty_models(settings: ServiceSettings) -> ServedModels:
     limits = EngineLimits(
         max_rows=settings.max_rows, max_cache_bytes=int(settings.max_cache_gib * (1 << 30))
     )
-    return Shelf(device=resolve_device(settings.device), dtype=settings.dtype, limits=limits)
+    return ServedModels(device=resolve_device(settings.device), dtype=settings.dtype, limits=limits)
 
 
 def open_socket(settings: ServiceSettings) -> socket.socket:

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.serve.api_errors import ApiError, error_body, wrong
-from nip_astra.serve.asking import Answer, Asker
 from nip_astra.serve.bodies import read_body
 from nip_astra.serve.completions import CompletionStore
-from nip_astra.serve.generation import GenerationRequest, Progress
+from nip_astra.serve.engine_client import Answer, EngineClient
 from nip_astra.serve.generation_bodies import (
     ChatBody,
     CompletionBody,
@@ -25,8 +25,8 @@ from nip_astra.serve.generation_bodies import (
     SamplingBody,
 )
 from nip_astra.serve.replies import Reply, tokens_reply, usage_of
+from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.shelf import ServedModel, Shelf
 
 LONG_TEXT = 20_000
 """Characters from which turning a text into tokens is left to a thread."""
@@ -34,9 +34,11 @@ _CLIENT_LEFT = 499
 Chunk = Callable[[int, Progress], list[dict[str, Any]]]
 
 
-def text_routes(shelf: Shelf, settings: ServiceSettings, completions: CompletionStore) -> APIRouter:
-    """The routes over the models of a shelf."""
-    routes = _TextRoutes(shelf, settings, completions)
+def text_routes(
+    models: ServedModels, settings: ServiceSettings, completions: CompletionStore
+) -> APIRouter:
+    """The routes of text generation."""
+    routes = _TextRoutes(models, settings, completions)
     router = APIRouter()
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
@@ -48,27 +50,27 @@ def text_routes(shelf: Shelf, settings: ServiceSettings, completions: Completion
 
 class _TextRoutes:
     def __init__(
-        self, shelf: Shelf, settings: ServiceSettings, completions: CompletionStore
+        self, models: ServedModels, settings: ServiceSettings, completions: CompletionStore
     ) -> None:
-        self.shelf, self._store = shelf, completions
-        self.asker = Asker(settings)
+        self._models, self._store = models, completions
+        self.engine_client = EngineClient(settings)
 
     async def models(self) -> Response:
-        cards = [served.card for served in self.shelf.all()]
+        cards = [served.card for served in self._models.all()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, name: str) -> Response:
-        return JSONResponse(self.shelf.get(name).card)
+        return JSONResponse(self._models.get(name).card)
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        served = self.shelf.get(body.model)
+        served = self._models.get(body.model)
         messages = [message.plain() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
         prompt = await _maybe_in_thread(
             size, lambda: chat_prompt(served.engine.tokenizer, messages)
         )
-        requests = self.asker.plan(
+        requests = self.engine_client.plan(
             served,
             [prompt],
             body,
@@ -93,7 +95,7 @@ class _TextRoutes:
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
-        served = self.shelf.get(body.model)
+        served = self._models.get(body.model)
         size = len(str(body.prompt))
         prompts = await _maybe_in_thread(
             size,
@@ -101,7 +103,7 @@ class _TextRoutes:
                 served.engine.tokenizer, body.prompt, served.engine.vocab_size
             ),
         )
-        requests = self.asker.plan(
+        requests = self.engine_client.plan(
             served, prompts, body, num_top=body.logprobs, max_tokens=body.max_tokens
         )
         reply = Reply("cmpl", body.model, served.engine.tokenizer)
@@ -124,11 +126,11 @@ class _TextRoutes:
         """Tokens for tokens: what is learnt from must not go through text."""
         body = await read_body(request, GenerateBody)
         sampling = body.sampling()
-        served = self.shelf.get(body.model)
+        served = self._models.get(body.model)
         prompts = completion_prompts(
             served.engine.tokenizer, body.token_ids, served.engine.vocab_size
         )
-        requests = self.asker.plan(
+        requests = self.engine_client.plan(
             served,
             prompts,
             SamplingBody(
@@ -154,7 +156,7 @@ class _TextRoutes:
         to_reply: Callable[[Sequence[Answer], dict[str, Any]], dict[str, Any]],
     ) -> Response:
         """Answer at once, or free the places where the client does not wait any more."""
-        answering = asyncio.ensure_future(self.asker.answer(served.engine, requests))
+        answering = asyncio.ensure_future(self.engine_client.answer(served.engine, requests))
         leaving = asyncio.ensure_future(_until_left(request))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +179,7 @@ class _TextRoutes:
         parts: tuple[list[dict[str, Any]], Chunk],
     ) -> Response:
         first, chunks = parts
-        progress = self.asker.stream(served.engine, requests)
+        progress = self.engine_client.stream(served.engine, requests)
         # What refuses the stream does so before its status is sent.
         begin = await anext(progress)
         fields = {"usage": None} if body.includes_usage else {}

@@ -27,7 +27,7 @@ import numpy as np
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import rollouts_of
@@ -36,9 +36,8 @@ from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
-from nip_astra.tracking.figures import plain_numbers
-from nip_astra.tracking.groups import summary_of
-from nip_astra.tracking.run_directory import RESULTS, write_atomically
+from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.protocol.results import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
@@ -558,7 +557,7 @@ class PureTextRlTrainer(Trainer):
     def _write_results(self) -> None:
         self._note_groups()
         state = self.state
-        self.results |= {
+        results = {
             "kind": "interaction_proof",
             "protocol": self.hyper_params.interaction_protocol,
             "agents": list(self.agent_names),
@@ -573,16 +572,13 @@ class PureTextRlTrainer(Trainer):
                 **state.costs(),
             },
         }
-        self.results |= self._services_used
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
             run_id, folder = self.run_directory.run_id, self.run_directory.rollouts_dir
             self.tracker.log_artifact(folder, name=f"rollouts-{run_id}", type="rollouts")
             log_analyses_artifact(self.tracker, self.run_directory)
-            self.run_directory.write_json(RESULTS, self.results)
+        self.store_results(results | self._services_used)
 
-    def services(self) -> dict[str, PatientChatModel]:
+    def services(self) -> dict[str, RetryingChatModel]:
         """The models that are asked at present, by group, and the judge; those that are open."""
         asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
         if self.analyses is not None:
@@ -591,7 +587,7 @@ class PureTextRlTrainer(Trainer):
             name: model
             for name, models in asked.items()
             for model in models
-            if isinstance(model, PatientChatModel)
+            if isinstance(model, RetryingChatModel)
         }
 
     def dry_run(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -420,11 +419,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return parts | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.results |= results_of(self)
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(results_of(self))
 
     def components_to_time(self) -> Components:
         return components_of_protocol(self)

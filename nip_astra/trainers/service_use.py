@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from nip_astra.errors import NothingMeasuredError
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 
 MAX_FAILED_SHARE = 0.2
 """Of requests, above which a run warns."""
 
 
-def services_used(services: Mapping[str, PatientChatModel]) -> dict[str, Any]:
+def services_used(services: Mapping[str, RetryingChatModel]) -> dict[str, Any]:
     """What chat models took, under `services`; nothing where none was asked."""
     if not services:
         return {}
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
 
 
-def total_cost(services: Mapping[str, PatientChatModel]) -> float | None:
+def total_cost(services: Mapping[str, RetryingChatModel]) -> float | None:
     """What chat models cost so far together; None where no prices are known."""
     costs = [model.use.cost for model in services.values()]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known else None
 
 
-def warnings_about_services(services: Mapping[str, PatientChatModel]) -> list[str]:
+def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[str]:
     """Say where so many requests failed that the figures tell more of the service than of it."""
     found = []
     for name, model in services.items():
@@ -42,7 +42,7 @@ def warnings_about_services(services: Mapping[str, PatientChatModel]) -> list[st
     return found
 
 
-def refuse_unanswered(services: Mapping[str, PatientChatModel]) -> None:
+def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
     """Raise where every request to a chat model failed.
 
     Raises
@@ -62,13 +62,13 @@ def refuse_unanswered(services: Mapping[str, PatientChatModel]) -> None:
             )
 
 
-def last_failure(services: Mapping[str, PatientChatModel]) -> str:
+def last_failure(services: Mapping[str, RetryingChatModel]) -> str:
     """Why requests failed lately, by model; empty if none did."""
     told = [f"{name}: {model.last_failure}" for name, model in services.items()]
     return "; ".join(text for text in told if not text.endswith(": "))
 
 
-def service_metrics(services: Mapping[str, PatientChatModel]) -> dict[str, float]:
+def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, float]:
     """What chat models have taken so far, to be logged."""
     found = {}
     for name, model in services.items():
@@ -83,7 +83,7 @@ def service_metrics(services: Mapping[str, PatientChatModel]) -> dict[str, float
 
 
 def estimate_services(
-    services: Mapping[str, PatientChatModel], num_episodes: float
+    services: Mapping[str, RetryingChatModel], num_episodes: float
 ) -> dict[str, Any]:
     """What chat models would take in a whole run, by what one episode took.
 
@@ -105,7 +105,7 @@ def estimate_services(
 
 
 def told_costs(
-    counts: Mapping[str, int], services: Mapping[str, PatientChatModel]
+    counts: Mapping[str, int], services: Mapping[str, RetryingChatModel]
 ) -> dict[str, str]:
     """Counts and, where prices are known, money, for the progress bar."""
     cost = total_cost(services)
@@ -114,7 +114,7 @@ def told_costs(
 
 
 def cost_metrics(
-    counts: Mapping[str, int], services: Mapping[str, PatientChatModel]
+    counts: Mapping[str, int], services: Mapping[str, RetryingChatModel]
 ) -> dict[str, float]:
     """The same counts and money as metrics."""
     cost = total_cost(services)

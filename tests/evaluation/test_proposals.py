@@ -81,7 +81,7 @@ def test_the_probabilities_of_all_that_can_be_drawn_add_up_to_one(
 ) -> None:
     """With the end, the length limit, forbidden tokens and the earliest end, by enumeration."""
     options = SamplingOptions(max_new_tokens=2, min_new_tokens=min_new_tokens)
-    banned = set(tiny_model.token_draw.banned_ids.tolist())
+    banned = set(tiny_model.token_sampler.banned_ids.tolist())
     tokens = [i for i in range(len(tiny_model.tokenizer)) if i not in banned]
     (end,) = tiny_model.end_ids
     short = [[end]] if min_new_tokens == 0 else []

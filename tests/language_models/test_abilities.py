@@ -136,21 +136,21 @@ def prepared(**experiment: Any) -> Any:
             "target",
             "reads",
             (),
-            r"target was to speak.* a TokenSampler.*'reads' is TokenScorer",
+            r"target needs a TokenSampler.*'reads' is TokenScorer",
         ),
         (
             "target",
             "speaks",
             ("ast_chat.reward.likelihood_model=target",),
-            r"the target was to .*likelihood_model.* a TokenScorer.*'speaks' is TokenSampler only",
+            r"the target needs a TokenScorer.*likelihood_model.*'speaks' is TokenSampler only",
         ),
-        ("attacker", "speaks", (), r"the reference was to .* how likely it finds probes"),
-        ("attacker", "reads", (), r"the attacker was to speak"),
+        ("attacker", "speaks", (), r"the reference needs a TokenScorer"),
+        ("attacker", "reads", (), r"the attacker needs a TokenSampler"),
         (
             "attacker",
             "both",
             (),
-            r"attacker was to learn.* a Learner.*'both' is TokenSampler and",
+            r"attacker needs a Learner.*'both' is TokenSampler and",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_teacher_scores_tokens_and_nothing_else(backend: str, is_refused: bool
     teacher = json.dumps({"_type": backend, "model": str(folder)})
     experiment = base | {"overrides": [f"self_hosted_opd.distillation.teacher={teacher}"]}
     if is_refused:
-        with pytest.raises(ModelAbilityError, match="the teacher was to score what the student"):
+        with pytest.raises(ModelAbilityError, match="the teacher needs a TokenScorer"):
             prepared(**experiment)
     else:
         assert isinstance(prepared(**experiment).trainer.teacher, Reads)
@@ -194,7 +194,7 @@ def test_each_ability_is_asked_for_by_itself(tiny_model: HuggingFaceLanguageMode
         lambda: as_learner(both, role="a", to="learn"),
         lambda: as_language_model(both, role="a"),
     ):
-        with pytest.raises(ModelAbilityError, match="the a was to"):
+        with pytest.raises(ModelAbilityError, match="the a needs a"):
             refused()
     assert issubclass(LanguageModel, TokenSampler)
     assert issubclass(LanguageModel, TokenScorer)
@@ -205,5 +205,5 @@ def test_a_session_of_a_sampler_is_not_asked_for_likelihoods(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:
     session = Speaks(tiny_model).open_session()
-    with pytest.raises(ModelAbilityError, match="tell how likely"):
+    with pytest.raises(ModelAbilityError, match="TokenScorer"):
         session.generate([[2, 6]], 1, torch.rand(1, 2), SamplingOptions(2), spans=[(1, 2)])

@@ -9,15 +9,14 @@ import torch
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.base import (
-    Drawn,
     LanguageModel,
     SamplingOptions,
     pad_left,
     pad_right,
 )
-from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.sampling import keep_likely
+from nip_astra.language_models.sampling import SamplingDistribution as Distribution
+from nip_astra.language_models.sampling import SupportMask, keep_likely
 
 CPU = torch.device("cpu")
 CONTEXTS = [[2, 7], [2, 9, 8], [2, 5, 7, 9]]
@@ -48,8 +47,10 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
     shares = said.bincount(minlength=tiny_model.module.config.vocab_size) / count
     tokens = [[int(token)] for token in shares.nonzero()]
     rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
-    kept = tiny_model.kept_tokens(*rows, options) if options.cuts else None
-    found = tiny_model.token_scores(*rows, drawn=Drawn(options, kept)).logprobs_BT.exp()
+    kept = tiny_model.support_mask(*rows, options) if options.cuts else None
+    found = tiny_model.token_scores(
+        *rows, distribution=Distribution(options, kept)
+    ).logprobs_BT.exp()
     torch.testing.assert_close(found, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
     if kept is not None:
         assert {int(i) for i in kept.at([0]).ids_K} == {token for (token,) in tokens}
@@ -68,8 +69,10 @@ def test_both_paths_give_the_same_scores_entropies_and_gradients(
         )
         if is_plain:
             model._decoder = None
-        kept = model.kept_tokens(*rows, options) if options.cuts else None
-        scores = model.token_scores(*rows, needs_entropy=True, drawn=Drawn(options, kept))
+        kept = model.support_mask(*rows, options) if options.cuts else None
+        scores = model.token_scores(
+            *rows, needs_entropy=True, distribution=Distribution(options, kept)
+        )
         assert scores.entropy_BT is not None
         (scores.logprobs_BT.sum() + 0.3 * scores.entropy_BT.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -83,14 +86,14 @@ def test_small_chunks_of_positions_change_nothing(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, options = (*pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)), OPTIONS["both"]
-    kept = tiny_model.kept_tokens(*rows, options)
-    whole = tiny_model.token_scores(*rows, drawn=Drawn(options, kept)).logprobs_BT
+    kept = tiny_model.support_mask(*rows, options)
+    whole = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
     for module in ("scoring", "tree_engine.tree_scores"):
         monkeypatch.setattr(f"nip_astra.language_models.{module}.MAX_LOGITS", 50)
-    again = tiny_model.kept_tokens(*rows, options)
+    again = tiny_model.support_mask(*rows, options)
     assert torch.equal(again.ids_K, kept.ids_K)
     assert torch.equal(again.counts_S, kept.counts_S)
-    parts = tiny_model.token_scores(*rows, drawn=Drawn(options, kept)).logprobs_BT
+    parts = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
 
 
@@ -99,8 +102,8 @@ def test_a_drawn_token_is_kept_where_rounding_would_cut_it(
 ) -> None:
     options = SamplingOptions(max_new_tokens=1, top_k=1)
     rows = *pad_left([CONTEXTS[0]] * 3, CPU), *pad_right([[9], [10], [11]], CPU)
-    kept = tiny_model.kept_tokens(*rows, options)
-    found = tiny_model.token_scores(*rows, drawn=Drawn(options, kept)).logprobs_BT
+    kept = tiny_model.support_mask(*rows, options)
+    found = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
     assert found.isfinite().all()
 
 
@@ -115,7 +118,7 @@ def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
 
 
 def test_kept_tokens_of_positions_come_in_the_order_asked_for() -> None:
-    kept = KeptTokens(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
+    kept = SupportMask(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
     found = kept.at([2, 0])
     assert found.ids_K.tolist() == [8, 9, 4, 5, 6]
     assert found.counts_S.tolist() == [3, 2]
@@ -125,6 +128,6 @@ def test_a_backend_without_it_says_so(tiny_model: HuggingFaceLanguageModel) -> N
     rows = *pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)
     options = OPTIONS["both"]
     with pytest.raises(ModelLoadError, match=r"tempered or cut.*behaviour\.logprobs to raw"):
-        LanguageModel.token_scores(tiny_model, *rows, drawn=Drawn(options))
+        LanguageModel.token_scores(tiny_model, *rows, distribution=Distribution(options))
     with pytest.raises(ModelLoadError, match=r"top_k or top_p.*behaviour\.logprobs to raw"):
-        LanguageModel.kept_tokens(tiny_model, *rows, options)
+        LanguageModel.support_mask(tiny_model, *rows, options)

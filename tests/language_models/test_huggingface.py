@@ -24,7 +24,7 @@ def _uniforms(rows: int, width: int = 8, seed: int = 0) -> torch.Tensor:
 def test_greedy_text_equals_generate(tiny_model: HuggingFaceLanguageModel) -> None:
     options = SamplingOptions(max_new_tokens=8, temperature=0.0)
     found = tiny_model.generate(CONTEXTS, 1, _uniforms(3), options)
-    banned = tiny_model.token_draw.banned_ids
+    banned = tiny_model.token_sampler.banned_ids
     for row, context in enumerate(CONTEXTS):
         expected = tiny_model.module.generate(
             torch.tensor([context]),

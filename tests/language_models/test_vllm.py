@@ -191,7 +191,7 @@ def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
     assert model.num_parameters() == reference.num_parameters()
     with pytest.raises(ModelLoadError, match="its weights are in vLLM alone"):
         model.save(Path("nowhere"))
-    with pytest.raises(ModelLoadError, match="gives log-probabilities only"):
+    with pytest.raises(ModelLoadError, match="gives no entropies"):
         model.token_scores(*rows, mask, needs_entropy=True)
 
 
@@ -287,7 +287,7 @@ def test_other_tokens_than_the_trainers_are_refused(
 
 
 def test_an_engine_of_a_frozen_model_is_not_told_to_sleep(model_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match="which never learns"):
+    with pytest.raises(ConfigurationError, match="which does not learn"):
         load(model_dir, trainable=False, sleep_during_updates=True)
 
 

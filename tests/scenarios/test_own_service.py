@@ -17,9 +17,9 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError,
 from nip_astra.evaluation.cards import model_card
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
-from nip_astra.language_models.services.asking import ask_all, close_all
 from nip_astra.language_models.services.chat import ChatAnswer
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.run_sync import close_all, complete_all
 from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
@@ -83,15 +83,15 @@ def test_a_model_starts_its_service_again_when_it_died_and_stops_it(
     own = OwnService.shared("tiny", str(tiny_model_dir.resolve()), "cpu")
     assert own.address is None, "nothing was asked for yet"
     request = saying("hello you", temperature=0.0, max_tokens=4)
-    (first,) = ask_all(model, [request])
+    (first,) = complete_all(model, [request])
     (pid,) = services_of(os.getpid())
-    (second,) = ask_all(other, [request])
+    (second,) = complete_all(other, [request])
     assert services_of(os.getpid()) == [pid], "one service serves both"
     assert isinstance(first.samples[0], ChatAnswer)
     assert first.samples == second.samples
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: own.address is None)
-    (again,) = ask_all(model, [request])
+    (again,) = complete_all(model, [request])
     assert again.samples == first.samples
     close_all([model, other])
     assert services_of(os.getpid()) == []
@@ -113,7 +113,7 @@ def test_what_cannot_be_served_is_told_before_or_as_it_is_asked(
 
     monkeypatch.setattr(service_process, "ServiceProcess", end_at_once)
     with pytest.raises(ConfigurationError, match=r"'tiny' has service: local, but .* no memory"):
-        ask_all(model, [saying("hello")])
+        complete_all(model, [saying("hello")])
 
 
 def test_place_of_answers_hangs_on_the_weights_and_on_no_port(tiny_model_dir: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.serve.app import Service, http_config, open_service
-from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.shelf import Shelf
 
 POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
 
@@ -28,7 +28,7 @@ class Running:
     ----------
     base_url : str
         What a client is given.
-    shelf : Shelf
+    served_models : ServedModels
         Its models.
     store : JobStore
         Its files and jobs.
@@ -38,8 +38,8 @@ class Running:
         Its routes.
     """
 
-    def __init__(self, base_url: str, shelf: Shelf, service: Service) -> None:
-        self.base_url, self.shelf, self.store = base_url, shelf, service.store
+    def __init__(self, base_url: str, served_models: ServedModels, service: Service) -> None:
+        self.base_url, self.served_models, self.store = base_url, served_models, service.store
         self.completions, self.app = service.completions, service.app
 
     @property
@@ -54,9 +54,11 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
     port = listening.getsockname()[1]
     with tempfile.TemporaryDirectory() as state:
         given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
-        shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows))
-        shelf.add_all(models)
-        with open_service(shelf, given) as service:
+        served_models = ServedModels(
+            device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows)
+        )
+        served_models.add_all(models)
+        with open_service(served_models, given) as service:
             server = uvicorn.Server(http_config(service.app))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
@@ -64,7 +66,7 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
                 time.sleep(0.01)
             try:
                 url = f"http://127.0.0.1:{port}/v1"
-                yield Running(url, shelf, service)
+                yield Running(url, served_models, service)
             finally:
                 server.should_exit = True
                 thread.join()

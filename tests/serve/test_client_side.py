@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FinishReason
+from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
@@ -64,6 +66,32 @@ def test_answers_seeds_samples_stops_and_logprobs_are_as_asked_for(tiny_model_di
             saying("hello you", seed=5, num_samples=4, max_tokens=8),
         )
         assert len(several[0].samples) == 4
+
+
+def test_a_local_model_answers_as_the_service_does(
+    service: Running, tiny_model: HuggingFaceLanguageModel
+) -> None:
+    local = LocalChatModel(tiny_model, name="tiny")
+    requests = [
+        saying("hello", seed=seed, num_samples=3, max_tokens=12, needs_logprobs=seed % 2 == 0)
+        for seed in (0, 1, 2**40)
+    ]
+    requests += [
+        saying("hello you", seed=1, first_sample=2, max_tokens=12, temperature=0.5),
+        saying("hello you", seed=2, max_tokens=20, top_p=0.7, stop=("cat", "the")),
+        saying("hello", temperature=0.0, max_tokens=12),
+    ]
+    here, there = ask(local, *requests), ask(client(service), *requests)
+    assert [texts(one) for one in here] == [texts(one) for one in there]
+    assert len({text for one in here for text in texts(one)}) > 9
+    assert [one.usage for one in here[-3:]] == [one.usage for one in there[-3:]]
+    for one, other in zip(here, there, strict=True):
+        for own, served in zip(one.samples, other.samples, strict=True):
+            assert isinstance(own, ChatAnswer)
+            assert isinstance(served, ChatAnswer)
+            assert own.finish_reason is served.finish_reason
+            assert (own.token_logprobs is None) == (served.token_logprobs is None)
+            assert own.token_logprobs == pytest.approx(served.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["supervised", pytest.param("dpo", marks=pytest.mark.slow)])

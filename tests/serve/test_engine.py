@@ -13,14 +13,18 @@ import torch
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.base import SamplingOptions
+from nip_astra.language_models.batch_engine import EngineLimits, draw_tokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sequences import (
+    GenerationRequest,
+    IncrementalDetokenizer,
+    Progress,
+    RunningSequence,
+)
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
-from nip_astra.serve.drawing import draw_tokens
-from nip_astra.serve.engine import Engine, EngineLimits
-from nip_astra.serve.generation import GenerationRequest, Progress
-from nip_astra.serve.loading import load_engine
-from nip_astra.serve.routed_weights import read_adapter
-from nip_astra.serve.rows import Row, TextAssembler
+from nip_astra.language_models.tree_engine.routed_weights import read_adapter
+from nip_astra.serve.engine import Engine
+from nip_astra.serve.served_models import load_engine
 
 CPU = torch.device("cpu")
 
@@ -155,7 +159,7 @@ class Bytes:
 
 
 def test_characters_are_told_whole_and_stop_texts_across_tokens_are_found() -> None:
-    texts = TextAssembler(Bytes(), ("END",))
+    texts = IncrementalDetokenizer(Bytes(), ("END",))
     said = [texts.push(byte) for byte in "é E\u20acE".encode()]
     assert said == ["", "é", " ", "", "", "", "E\u20ac", ""]
     assert [texts.push(byte) for byte in b"ND tail"][:2] == ["", ""]
@@ -163,7 +167,7 @@ def test_characters_are_told_whole_and_stop_texts_across_tokens_are_found() -> N
 
 
 def test_what_might_have_been_a_stop_text_is_told_at_the_end() -> None:
-    texts = TextAssembler(Bytes(), ("END",))
+    texts = IncrementalDetokenizer(Bytes(), ("END",))
     assert "".join(texts.push(byte) for byte in b"the EN") == "the "
     assert texts.finish() == "EN"
 
@@ -220,7 +224,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     count = 4000
     options = request_of(0, temperature=temperature, top_p=top_p)
     rows = [
-        Row(
+        RunningSequence(
             GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
             0,
             engine.tokenizer,
@@ -246,7 +250,7 @@ def test_draws_do_not_hang_on_the_last_digits_of_logits(engine: Engine) -> None:
     def draw(logits: torch.Tensor) -> list[int]:
         options = request_of(0)
         rows = [
-            Row(
+            RunningSequence(
                 GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
                 0,
                 engine.tokenizer,

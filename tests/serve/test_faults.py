@@ -19,11 +19,11 @@ from nip_astra.language_models.services.chat import (
     ChatFailure,
     FailureReason,
     FinishReason,
+    LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.limits import LimitParameters
-from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.usage import ResponseCache
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.language_models.services.requests import ask, saying
@@ -84,13 +84,13 @@ def proxy(service: Running, fault_of: Callable[[int], Fault | None]) -> Iterator
             yield stub
 
 
-def client(stub: ChatStub, memory: Path | None = None, **limits: Any) -> PatientChatModel:
+def client(stub: ChatStub, memory: Path | None = None, **limits: Any) -> RetryingChatModel:
     parameters = OpenAIChatModel.Parameters(base_url=stub.base_url, model="tiny")
     values = {"num_retries": 3, "backoff": 0.0} | limits
-    return PatientChatModel(
+    return RetryingChatModel(
         OpenAIChatModel(parameters),
         LimitParameters(**values),
-        memory=None if memory is None else AnswerMemory(memory),
+        cache=None if memory is None else ResponseCache(memory),
     )
 
 

@@ -146,13 +146,13 @@ def test_a_model_that_overflows_tells_so_and_others_go_on(
         module.model.norm.weight.fill_(float("nan"))
     module.save_pretrained(tmp_path)
     load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path)
-    service.shelf.add("broken", str(tmp_path))
+    service.served_models.add("broken", str(tmp_path))
     body = RIGHT
     for model, status in [("broken", 500), ("tiny", 200), ("broken", 500)]:
         reply = httpx.post(service.root + "/v1/chat/completions", json=body | {"model": model})
         assert reply.status_code == status
     assert (
-        "logits are no numbers"
+        "logits are NaN"
         in httpx.post(
             service.root + "/v1/chat/completions", json=body | {"model": "broken"}
         ).json()["error"]["message"]

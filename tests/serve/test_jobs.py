@@ -24,25 +24,29 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
     fine_tune,
 )
-from nip_astra.language_models.services.asking import ask_all
-from nip_astra.language_models.services.chat import ChatAnswer, ChatOutcome, ChatRequest
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatOutcome,
+    ChatRequest,
+    LimitParameters,
+)
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.limits import LimitParameters
-from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.run_sync import complete_all
+from nip_astra.language_models.services.usage import ResponseCache
 from nip_astra.serve.app import open_service
-from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.job_runner import read_texts
 from nip_astra.serve.job_store import JobStore, Status
 from nip_astra.serve.local_service import LocalService
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.children import is_running
 from tests.serve.running import Running, running
 
@@ -370,17 +374,17 @@ class Insistent:
         parameters = OpenAIChatModel.Parameters(
             base_url=base_url, model="tiny", samples_per_request=64
         )
-        self.model = PatientChatModel(
+        self.model = RetryingChatModel(
             OpenAIChatModel(parameters),
             LimitParameters(num_retries=10_000),
-            memory=AnswerMemory(memory),
-            pause=lambda _: asyncio.sleep(0.2),
+            cache=ResponseCache(memory),
+            sleep=lambda _: asyncio.sleep(0.2),
         )
         self.pool = ThreadPoolExecutor(1)
 
     def ask(self, **fields: Any) -> Future[ChatOutcome]:
         asked = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
-        return self.pool.submit(lambda: ask_all(self.model, [asked])[0])
+        return self.pool.submit(lambda: complete_all(self.model, [asked])[0])
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
@@ -482,11 +486,11 @@ def test_two_services_do_not_share_a_state(tiny_model_dir: Path, tmp_path: Path)
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
-    shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits())
+    served_models = ServedModels(device=torch.device("cpu"), limits=EngineLimits())
     try:
         with (
             pytest.raises(ConfigurationError, match="--state-dir"),
-            open_service(shelf, ServiceSettings(state_dir=str(tmp_path))),
+            open_service(served_models, ServiceSettings(state_dir=str(tmp_path))),
         ):
             pass
     finally:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from nip_astra.language_models.sequences import Progress
 from nip_astra.serve.engine import Engine
 from tests.serve.running import POCKET, Running, running
 
@@ -165,14 +166,14 @@ def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) ->
 def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slow an engine down, and note how many rows each of its steps has."""
     steps: list[int] = []
-    speak = engine._speak
+    decode = engine._batch._decode
 
-    def slowly() -> None:
+    def slowly() -> list[Progress]:
         steps.append(engine.num_rows)
         time.sleep(0.02 if engine.num_rows else 0)
-        speak()
+        return decode()
 
-    monkeypatch.setattr(engine, "_speak", slowly)
+    monkeypatch.setattr(engine._batch, "_decode", slowly)
     return steps
 
 
@@ -180,7 +181,7 @@ def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_client_that_leaves_frees_its_places(
     service: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    engine = service.shelf.get("tiny").engine
+    engine = service.served_models.get("tiny").engine
     steps = count_steps(engine, monkeypatch)
 
     async def leave() -> None:
@@ -242,11 +243,11 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
-        ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window holds 96"),
+        ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window of 96"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 101}, "this service gives 100"),
+        ({"max_tokens": 101}, "this service allows 100"),
         ({"n": 129}, "129 answers"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs are of use with"),
@@ -306,7 +307,7 @@ def test_limits_are_told_before_anything_is_computed(tiny_model_dir: Path) -> No
             f"{service.base_url}/chat/completions", content=(b"x" * 500 for _ in range(9))
         )
         assert chunked.status_code == 413
-        with pytest.raises(openai.RateLimitError, match="wait already") as refused:
+        with pytest.raises(openai.RateLimitError, match="are waiting") as refused:
             client.completions.create(model="tiny", prompt=["cat", "mat"], max_tokens=2)
         assert refused.value.response.headers["retry-after"] == "1"
 

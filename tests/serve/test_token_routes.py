@@ -97,7 +97,7 @@ def test_without_log_probabilities_tokens_alone_are_told(service: Running) -> No
         ({}, {"token_ids": [5] * 9999}, 400, "window"),
         ({}, {"model": "nowhere"}, 404, "the model 'nowhere'"),
         ({}, {"features": {}}, 400, "'features' is not supported"),
-        ({"max_tokens": 9999}, {}, 400, "this service gives 64"),
+        ({"max_tokens": 9999}, {}, 400, "this service allows 64"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(

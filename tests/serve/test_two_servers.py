@@ -16,11 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    FailureReason,
+    FinishReason,
+    LimitParameters,
+)
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.limits import LimitParameters
-from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.usage import ResponseCache
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 from tests.tiny import make_language_model
@@ -201,7 +205,7 @@ def test_a_stop_text_ends_an_answer_before_it(
 def test_sixteen_at_once_get_what_each_would_get_alone(server: Server) -> None:
     asked = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
     parameters = OpenAIChatModel.Parameters(base_url=server.base_url, model=server.model)
-    model = PatientChatModel(OpenAIChatModel(parameters), LimitParameters())
+    model = RetryingChatModel(OpenAIChatModel(parameters), LimitParameters())
     together = ask(model, *asked)
     assert [texts(one) for one in together] == [texts(ask(model, one)[0]) for one in asked]
     assert (model.use.num_requests, model.use.failures) == (32, {})
@@ -274,8 +278,8 @@ def test_an_option_that_is_not_known_is_refused(server: Server) -> None:
 
 @about("answers")
 def test_what_is_remembered_is_not_asked_for(server: Server, tmp_path: Path) -> None:
-    model = PatientChatModel(
-        client(server), LimitParameters(), memory=AnswerMemory(tmp_path / "answers.sqlite")
+    model = RetryingChatModel(
+        client(server), LimitParameters(), cache=ResponseCache(tmp_path / "answers.sqlite")
     )
     first, second = (ask(model, saying("hello you", seed=1, max_tokens=4))[0] for _ in range(2))
     assert second.is_cached

@@ -129,7 +129,7 @@ def test_the_model_itself_refuses_to_answer_and_to_score(
     given = (*SHORT, *through(server, "http"), *without_weights(tokenizer_dir))
     policy: Any = trainer_of("remote_api_grpo", *given).policy
     one = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ConfigurationError, match=r"was to score tokens.*'remote' leaves"):
+    with pytest.raises(ConfigurationError, match=r"cannot score tokens.*training service"):
         policy.logprobs(one.long(), one, one.long(), one)
     with pytest.raises(ConfigurationError, match="_type to huggingface"):
         policy.save(tokenizer_dir)

@@ -1,4 +1,4 @@
-"""HTTP clients that read no more of an answer than a bound, however much a service sends."""
+"""HTTP clients that limit the size of responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 ENCODINGS = ("gzip", "deflate")
-"""Compressions that answers may have. A piece of one grows by at most a factor of 1,000, so that
-the bound holds; several on top of each other, or others, may grow without limit."""
+"""Accepted compressions, which expand by at most a factor of 1,000; nested or other ones may expand
+without limit."""
 
 
 def check_address(address: str, what: str) -> SplitResult:
@@ -22,7 +22,7 @@ def check_address(address: str, what: str) -> SplitResult:
     Raises
     ------
     ConfigurationError
-        When it is none.
+        If it is invalid.
     """
     try:
         parts = urlsplit(address)
@@ -31,16 +31,15 @@ def check_address(address: str, what: str) -> SplitResult:
         is_right = False
     if not is_right or not address.isascii() or not address.isprintable() or " " in address:
         raise ConfigurationError(
-            f"the address {address!r} of {what} is no HTTP address. Give one such as "
-            "http://127.0.0.1:8000."
+            f"{address!r} is not an HTTP address of {what}. Example: http://127.0.0.1:8000."
         )
     return parts
 
 
 def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
-    """A subclass of an HTTP client that raises where an answer is longer than `max_bytes`.
+    """A subclass of an HTTP client that raises if a response is longer than `max_bytes`.
 
-    Streaming is not supported: `send` returns when the whole answer is there.
+    Without streaming: `send` returns the complete response.
     """
     import httpx
 
@@ -75,7 +74,7 @@ async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
     Raises
     ------
     AnswerTooLargeError
-        As soon as it is known to be longer.
+        As soon as the limit is exceeded.
     """
     encoding = answer.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *ENCODINGS):

@@ -1,26 +1,26 @@
-"""Chat models: messages in, messages out, asynchronously; no tokenizer and no weights needed."""
+"""Chat models: messages in, messages out, asynchronously, without a tokenizer."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
-from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.safe_text import valid_text
+from nip_astra.utils.seeding import derive_seed
 
 
 class ChatMessage(TypedDict):
-    """One message of a conversation, as OpenAI's protocol and chat templates spell it."""
+    """One message of a conversation, in the form of OpenAI's protocol and chat templates."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -59,37 +59,36 @@ def render_chat(
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a chat model is asked.
+    """A request to a chat model.
 
     Attributes
     ----------
     messages : tuple of ChatMessage
         The conversation so far; the answer is the next message of the assistant.
     max_tokens : int or None
-        Most tokens of an answer; None leaves it to the service.
+        Longest answer in tokens; None leaves it to the service.
     temperature : float or None
-        Of sampling, at least 0; 0 takes the likeliest token, and None leaves it to the service, as
-        some models demand.
+        Sampling temperature, at least 0; 0 is greedy, None leaves it to the service (some models
+        require that).
     top_p : float
-        Least probability that the likeliest tokens must have together to be all that is drawn.
+        Nucleus: tokens are drawn from the smallest set of the most likely ones of this mass.
     stop : tuple of str
-        Texts before which an answer ends; they are no part of it.
+        Texts that end an answer; they are not part of it.
     seed : int or None
-        With equal seeds a service that can will answer alike; sample i of n has a draw of its own.
+        Equal seeds give equal answers if the service supports seeds; samples are independent.
     num_samples : int
         Answers to draw independently, at least 1.
     first_sample : int
-        Number of the first sample among all that are ever drawn for this request. An answer is
-        remembered by it, so that further samples are new ones, and the same number is the same
-        answer.
+        Number of the first sample among all samples of this request. It is part of the key in the
+        cache: other numbers are new samples, equal numbers the same answer.
     needs_logprobs : bool
-        Whether answers shall hold the log-probabilities of their tokens.
+        Whether answers hold the log-probabilities of their tokens.
     response_format : Mapping or None
-        The form in which the answer is asked for, in the words of OpenAI's protocol; a backend or
-        service that knows it not fails with `FailureReason.UNKNOWN_FORM`.
+        Format of the answer as in OpenAI's protocol; a backend or service without support fails
+        with `FailureReason.UNKNOWN_FORM`.
     key : str or None
-        Name of the request, for services that give who asks again under it the answer that they
-        gave before. It says nothing of the answer.
+        Name of the request; services that support it answer a repeated name from their log. It
+        does not affect the answer.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -106,11 +105,17 @@ class ChatRequest:
 
     @property
     def sample_numbers(self) -> range:
-        """The number of each sample that is asked for."""
+        """The number of each sample."""
         return range(self.first_sample, self.first_sample + self.num_samples)
 
+    def seed_from(self, sample: int) -> int | None:
+        """The seed of a request that starts at a sample; the same for every kind of model."""
+        if self.seed is None:
+            return None
+        return (derive_seed(self.seed, "sample", sample) if sample else self.seed) % NUM_SEEDS
+
     def parts(self, size: int | None) -> list[ChatRequest]:
-        """Requests of at most `size` samples each that together ask for the same; None for one."""
+        """The request in parts of at most `size` samples each; None for no limit."""
         if size is None or self.num_samples <= size:
             return [self]
         end = self.first_sample + self.num_samples
@@ -120,39 +125,48 @@ class ChatRequest:
         ]
 
 
+class ChatUsage(NamedTuple):
+    """Tokens of a request and its answers, counted by the service."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+NUM_SEEDS = 2**31
+"""Seeds that every service accepts; larger ones are taken modulo this."""
 NOTHING_USED = ChatUsage()
 CPU = torch.device("cpu")
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended."""
+    """The reason why an answer ended."""
 
     STOP = "stop"
-    """The model ended its turn, or said a stop text."""
+    """The model ended its turn, or generated a stop text."""
     LENGTH = "length"
-    """`max_tokens` were said."""
+    """`max_tokens` was reached."""
     CONTENT_FILTER = "content_filter"
     """The service withheld the rest."""
 
 
 class FailureReason(StrEnum):
-    """Why there is no answer, though the request was a right one."""
+    """The reason why a valid request has no answer."""
 
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
-    """No connection, a broken one, or an error of the server, after all attempts."""
+    """No or a lost connection, or a server error, in all attempts."""
     RATE_LIMITED = "rate_limited"
-    """The service still refused for its limits after all attempts."""
+    """The service refused all attempts because of its limits."""
     REFUSED = "refused"
-    """The service refused this very request, for instance for its length or its content."""
+    """The service refused this request, for instance for its length or content."""
     MALFORMED = "malformed"
-    """What the service sent is not of the protocol."""
+    """The response violates the protocol."""
     UNKNOWN_FORM = "unknown_form"
-    """The service does not know the form (`response_format`) that was asked for."""
+    """The service does not support the `response_format`."""
 
     @property
     def may_pass(self) -> bool:
-        """Whether another attempt may know better."""
+        """Whether another attempt may succeed."""
         return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
 
 
@@ -163,13 +177,13 @@ class ChatAnswer:
     Attributes
     ----------
     text : str
-        What it said; empty where it refused in a field of its own.
+        Its text; empty if it refused in a separate field.
     finish_reason : FinishReason
-        Why it ended.
+        The reason why it ended.
     refusal : str or None
-        The service's own words where it marks an answer as a refusal.
+        The service's text if it marks the answer as a refusal.
     token_logprobs : tuple of float or None
-        Log-probability of each token of the text, nats; None where none were asked for or given.
+        Log-probability of each token of the text, nats; None if not requested or not given.
     """
 
     text: str
@@ -178,27 +192,27 @@ class ChatAnswer:
     token_logprobs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        # What a service sent, or was remembered of it, may be no text that can be kept or read.
+        # A service may send text that cannot be encoded.
         object.__setattr__(self, "text", valid_text(self.text))
         if self.refusal is not None:
             object.__setattr__(self, "refusal", valid_text(self.refusal))
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service marks it as a refusal, or withholds it for its content."""
+        """Whether the service marks it as a refusal, or withholds its content."""
         return self.refusal is not None or self.finish_reason is FinishReason.CONTENT_FILTER
 
 
 @dataclass(frozen=True)
 class ChatFailure:
-    """A sample that did not come about; data of the experiment, not the end of the run.
+    """A failed sample: data of the experiment, not an error of the run.
 
     Attributes
     ----------
     message : str
-        What happened, in the service's words where it had some; holds no key.
+        Description, from the service if it gave one; never contains the key.
     retry_after : float
-        Seconds that the service asks to wait before another attempt; 0 where it does not say.
+        Seconds to wait before another attempt, as the service requests; 0 without a request.
     """
 
     reason: FailureReason
@@ -211,21 +225,21 @@ class ChatFailure:
 
 @dataclass(frozen=True)
 class ChatOutcome:
-    """What became of a request.
+    """The result of a request.
 
     Attributes
     ----------
     samples : tuple of ChatAnswer or ChatFailure
-        One a sample asked for, in order.
+        One per requested sample, in order.
     usage : ChatUsage
-        Tokens of all samples together, of attempts that were paid for.
+        Tokens of all samples together, including failed attempts that were paid for.
     is_cached : bool
-        Whether the samples were remembered, so that nothing was paid for them.
+        Whether all samples came from the cache, at no cost.
     is_usage_estimated : bool
-        Whether the service did not say how many tokens it took, so that they are guessed from the
-        length of the texts.
+        Whether tokens are estimated from the length of the texts, because the service did not
+        report them.
     usage_before : ChatUsage
-        Tokens that this run paid for remembered samples when they were given.
+        Tokens that this run paid for cached samples when it first requested them.
     """
 
     samples: tuple[ChatAnswer | ChatFailure, ...]
@@ -235,24 +249,99 @@ class ChatOutcome:
     usage_before: ChatUsage = NOTHING_USED
 
 
+TOKENS_PRICED = 1_000_000
+LONGEST_BACKOFF = 60.0
+
+
+class LimitParameters(SubParameters):
+    """Rate limits, timeouts and retries of a chat model."""
+
+    concurrency: int = Field(default=16, ge=1)
+    """Open requests at once. Larger is faster if the service allows it."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Attempts per minute, evenly spread; null for no limit."""
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    """Tokens per minute, evenly spread; until its answer a request counts as its messages and
+    `max_tokens`. null for no limit."""
+    num_retries: int = Field(default=5, ge=0)
+    """Further attempts if a service is busy, late, unavailable, or violates its protocol."""
+    backoff: float = Field(default=1.0, ge=0)
+    """Seconds before the first further attempt, doubled for each next one, at most 60, minus a
+    random share of up to half; a longer Retry-After of the service wins."""
+    max_retry_after: float = Field(default=300.0, ge=0)
+    """Longest Retry-After in seconds; a request with a longer one fails at once."""
+    attempt_timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which an attempt is given up, even if data still arrives."""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Seconds for all attempts of a request and the pauses between them. null for twice
+    `attempt_timeout`."""
+
+    def pause_before(
+        self,
+        attempt: int,
+        *,
+        retry_after: float,
+        spent: float,
+        jitter: Callable[[], float] = lambda: 0.0,
+    ) -> float | None:
+        """Seconds to wait before a further attempt; None for no further attempt.
+
+        Parameters
+        ----------
+        attempt : int
+            The further attempt, from 1.
+        retry_after : float
+            Seconds that the service requests.
+        spent : float
+            Seconds that the request took so far.
+        jitter : callable
+            Random share of half the pause to leave out, in [0, 1).
+        """
+        if attempt > self.num_retries or retry_after > self.max_retry_after:
+            return None
+        longest = min(self.backoff * 2 ** (attempt - 1), LONGEST_BACKOFF)
+        pause = max(longest * (1.0 - 0.5 * jitter()), retry_after)
+        return pause if spent + pause < self.seconds_per_request else None
+
+    @property
+    def seconds_per_request(self) -> float:
+        """Time limit of a request with all its attempts."""
+        given = self.request_timeout
+        return 2 * self.attempt_timeout if given is None else given
+
+
+class PriceParameters(SubParameters):
+    """Prices of a service, in any currency, the same for all models of a run."""
+
+    prompt: float = Field(ge=0)
+    """Price of a million prompt tokens."""
+    completion: float = Field(ge=0)
+    """Price of a million completion tokens."""
+
+    def cost(self, usage: ChatUsage) -> float:
+        """The price of a request."""
+        prompt, completion = usage
+        return (prompt * self.prompt + completion * self.completion) / TOKENS_PRICED
+
+
 class ChatModel(ABC):
     """A model that answers messages.
 
-    A backend makes one attempt and tells what became of it; patience, limits, a budget and a memory
-    are put around it by `open_chat_model`.
+    A backend makes one attempt and returns its result; `open_chat_model` adds retries, rate
+    limits, a budget and a cache.
 
     Attributes
     ----------
     name : str
-        Of the model at its service; part of what an answer is remembered by.
+        Name of the model at its service; part of the key of stored answers.
     place : str
-        Where the model is, for instance the address of its service; part of it too.
+        Location of the model, for instance the address of its service; part of the key too.
     samples_at_once : int or None
-        Most samples that one request to the service may ask for; None for no bound.
+        Most samples in one request to the service; None for no limit.
     can_be_remembered : bool
-        Whether name and place say all that an answer depends on.
+        Whether answers may be stored: name and place determine the model.
     num_threads : int or None
-        CPU threads of a model in this process; None for as many as its size needs.
+        CPU threads of a model in this process; None chooses by its size.
     """
 
     class Parameters(PolymorphicParameters):
@@ -261,9 +350,9 @@ class ChatModel(ABC):
         type_name: ClassVar[str] = ""
 
         limits: LimitParameters = LimitParameters()
-        """How fast and how patiently it is asked."""
+        """Rate limits, timeouts and retries."""
         prices: PriceParameters | None = None
-        """What it costs; null where that is not known or nothing."""
+        """Its prices; null if unknown or zero."""
 
     name: str
     place: str = ""
@@ -276,17 +365,17 @@ class ChatModel(ABC):
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> ChatModel:
-        """Build the model that parameters describe.
+        """Build the model of some parameters.
 
         Parameters
         ----------
         device : torch.device
-            For a model in this process.
+            Device of a model in this process.
 
         Raises
         ------
         ConfigurationError
-            When the parameters cannot be meant.
+            If a parameter is invalid.
         """
 
     @abstractmethod
@@ -303,3 +392,26 @@ class ChatModel(ABC):
 
     async def close(self) -> None:  # noqa: B027 - a model without connections has nothing to free
         """End what is open. The model may be asked again later."""
+
+
+CHARACTERS_PER_TOKEN = 4.0
+"""For English text with usual vocabularies; a rough estimate."""
+TOKENS_PER_MESSAGE = 4
+"""Tokens that a chat template adds to a message, roughly."""
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:
+    """The text before the first stop text; None without one."""
+    places = [place for one in stop if (place := text.find(one)) >= 0]
+    return text[: min(places)] if places else None
+
+
+def estimate_tokens(text: str) -> int:
+    """Estimated number of tokens of a text."""
+    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
+def estimate_usage(messages: Iterable[ChatMessage], answers: Iterable[str]) -> ChatUsage:
+    """Estimated tokens of a request and its answers."""
+    prompt = sum(TOKENS_PER_MESSAGE + estimate_tokens(message["content"]) for message in messages)
+    return ChatUsage(prompt, sum(estimate_tokens(answer) for answer in answers))

@@ -40,9 +40,9 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
 from nip_astra.language_models.services.adapter_shapes import plain_adapter
-from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import MIB, bounded, check_address
 from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
+from nip_astra.language_models.services.run_sync import run_sync
 from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
@@ -312,7 +312,7 @@ class TrainingConnection:
         ServiceError
             When it is refused, or the answer is not a JSON object.
         """
-        answer = wait_for(self._operate(path, {"json": dict(body)}, key, polls="POST"))
+        answer = run_sync(self._operate(path, {"json": dict(body)}, key, polls="POST"))
         if answer.status_code != 200:
             raise self.error(answer)
         try:
@@ -332,7 +332,7 @@ class TrainingConnection:
             When it was not carried out.
         """
         sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
-        answer = wait_for(self._operate(path, sent, key, polls="GET"))
+        answer = run_sync(self._operate(path, sent, key, polls="GET"))
         if answer.status_code == 200 or DONE_HEADER in answer.headers:
             return answer
         raise self.error(answer)

@@ -1,7 +1,7 @@
-"""The official client of OpenAI's protocol, and what its errors mean here.
+"""The official client of OpenAI's protocol, and its errors as failures of requests.
 
-The package `openai` of versions 2 and 3 is used for connections, credentials and the form of
-requests. It repeats nothing by itself, and follows no redirections, which might carry a key away.
+The package `openai` (versions 2 and 3) handles connections, credentials and the form of requests,
+without retries and without redirections, which could leak a key.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
 LARGEST_ANSWER = 64 * MIB
-"""Bytes of an answer that are read at most; those of chat models have a few kilobytes."""
+"""Largest response in bytes; those of chat models have a few kilobytes."""
 NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
-"""Statuses, beside 5xx, of which another attempt may know better."""
+"""Statuses besides 5xx after which another attempt may succeed."""
 MISCONFIGURED = frozenset({401, 403, 404, 405})
 WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
-"""Codes of a 400 that every request of this run would meet."""
+"""Codes of a 400 that every request of this run would get."""
 FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
 
 
 class OpenAIConnection:
-    """An address with its key; opens a client for each event loop that asks.
+    """An address with its key; opens a client per event loop.
 
     Parameters
     ----------
     api_key : str or None
-        Kept out of every message; None sends none.
+        Never part of a message; None sends no key.
     timeout : float
-        Seconds without a byte after which an attempt is given up.
+        Seconds without data after which an attempt fails.
     what : str
-        What is asked there, for messages: "the judge".
+        Name of the model for messages: "the judge".
     uses_proxies : bool
-        Whether the proxies that the environment names are used.
+        Whether to use the proxies of the environment.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class OpenAIConnection:
         parts = check_address(base_url, what)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ConfigurationError(
-                f"{what}'s base_url was to be the address of a service, but it holds a user, a "
-                "password or a query, which would be written with the parameters. Give the bare "
-                "address, and the key by api_key_variable."
+                f"{what}'s base_url must not contain a user, password or query, which would be "
+                "stored with the parameters. Give the key by api_key_variable."
             )
         _import_openai()
         self.base_url = base_url.rstrip("/")
@@ -83,7 +82,7 @@ class OpenAIConnection:
         """The client of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            # Connections belong to the loop in which they were opened.
+            # Connections belong to their event loop.
             self._client, self._loop = self._open(), loop
         return self._client
 
@@ -105,30 +104,30 @@ class OpenAIConnection:
         return client
 
     async def close(self) -> None:
-        """End the connections of the running event loop."""
+        """Close the connections of the running event loop."""
         if self._client is not None and self._loop is asyncio.get_running_loop():
             await self._client.close()
         self._client = self._loop = None
 
     def shown(self, text: str) -> str:
-        """The beginning of a text in one line, without the key."""
+        """The start of a text on one line, without the key."""
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return " ".join(text.split())[:200]
 
     def failure_of(self, error: Exception) -> ChatFailure:
-        """What an error of the client means for the request that met it.
+        """The failure that an error of the client means for a request.
 
         Raises
         ------
         ConfigurationError
-            When no request would fare better.
+            If every request would fail.
         BudgetExhaustedError
-            When the account has no money left.
+            If the account has no money left.
         """
         openai = _import_openai()
         for one in (error, error.__cause__):
-            # Versions of the package differ in what they wrap.
+            # Versions of the package wrap it differently.
             if isinstance(one, AnswerTooLargeError):
                 return ChatFailure(FailureReason.MALFORMED, self.shown(str(one)))
         if isinstance(error, openai.APITimeoutError):
@@ -148,8 +147,8 @@ class OpenAIConnection:
         told = f"status {status} {said}".rstrip()
         if error.code == "insufficient_quota" or status == 402:
             raise BudgetExhaustedError(
-                f"{self.what} at {self.base_url} was asked, but the service says that the account "
-                f"has nothing left to spend ({told}). Pay in, then go on with the run."
+                f"the account of {self.what} at {self.base_url} has nothing left to spend "
+                f"({told}). Add funds, then resume the run."
             ) from error
         if status == 429:
             wait = _seconds(error.response.headers.get("Retry-After", ""))
@@ -164,12 +163,11 @@ class OpenAIConnection:
         return ChatFailure(FailureReason.REFUSED, told)
 
     def _refuse(self, error: APIStatusError, said: str) -> NoReturn:
-        # What a service says of a key may hold the key.
+        # A message about the key may contain it.
         shown = "" if error.status_code in (401, 403) else f" {said}".rstrip()
         raise ConfigurationError(
-            f"{self.what} at {error.request.url} was asked, but answered with status "
-            f"{error.status_code}{shown}. Check base_url, model and api_key_variable, and which "
-            "fields this service knows."
+            f"{self.what} at {error.request.url} answered with status {error.status_code}{shown}. "
+            "Check base_url, model, api_key_variable and the fields that this service supports."
         ) from error
 
 
@@ -196,7 +194,7 @@ def read_key(variable: str | None, *, what: str = "the chat model") -> str | Non
 
 
 async def _drop_key(request: Any) -> None:
-    # The package demands a key even where the service wants none.
+    # The package requires a key even if the service does not.
     request.headers.pop("Authorization", None)
 
 
@@ -214,7 +212,7 @@ def _import_openai() -> ModuleType:
         import openai
     except ImportError as error:
         raise MissingDependencyError(
-            "a service that speaks OpenAI's protocol was asked for, and it needs the package "
-            "openai. Install it with: pip install 'nip_astra[api]'"
+            "OpenAI's protocol needs the package openai. Install it with: "
+            "pip install 'nip_astra[api]'"
         ) from error
     return openai

@@ -17,6 +17,7 @@ from nip_astra.errors import (
     ConfigurationError,
     ServiceError,
 )
+from nip_astra.language_models.services.chat import LimitParameters
 from nip_astra.language_models.services.fine_tuning import (
     DPO_OPTIONS,
     HYPERPARAMETERS,
@@ -27,7 +28,6 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
 from nip_astra.parameters.parameters_base import SubParameters, Url
 from nip_astra.progress import waiting_for

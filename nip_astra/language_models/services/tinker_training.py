@@ -35,9 +35,9 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
-from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import check_address
 from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
+from nip_astra.language_models.services.run_sync import run_sync
 from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
@@ -341,7 +341,7 @@ def _fault_of(url: str) -> str | None:
             return answer.status_code
 
     try:
-        status = wait_for(look())
+        status = run_sync(look())
     except TimeoutError:
         return f"no answer in {SECONDS_OF_A_LOOK:g} s"
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -1,8 +1,9 @@
-"""What requests to services took: tokens, money, time; kept over the stops of a run."""
+"""Usage of services (tokens, money, time) and their responses, in SQLite files of a run."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import sqlite3
@@ -10,25 +11,26 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from nip_astra.errors import BudgetExhaustedError, RunDirectoryError
+from nip_astra.language_models.services.chat import (
+    NOTHING_USED,
+    ChatAnswer,
+    ChatModel,
+    ChatRequest,
+    ChatUsage,
+    FinishReason,
+)
 
 logger = logging.getLogger(__name__)
 
 TOTAL_SUFFIX = ".total"
-"""Of the file beside a ledger that holds what was spent in all."""
-
-
-class ChatUsage(NamedTuple):
-    """Tokens of a request and its answers, as the service counts them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+"""Suffix of the file beside a usage log that holds the total."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,13 @@ class RequestRecord:
     Attributes
     ----------
     label : str
-        Who was asked: "target", "judge".
+        Role of the model: "target", "judge".
     outcome : str
         "answered", or the reason of the failure.
     num_refusals : int
-        Answers that the service marks as refusals, or withholds for their content.
+        Answers marked as refusals, or withheld for their content.
     cost : float or None
-        None where no prices are known.
+        None without prices.
     """
 
     label: str
@@ -61,24 +63,24 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class ServiceUse:
-    """What a chat model took in a run.
+    """Usage of a chat model in a run.
 
     Attributes
     ----------
     num_requests : int
-        Attempts, those that failed included.
+        Attempts, including failed ones.
     num_remembered : int
-        Samples that were remembered, so that nobody was asked.
+        Samples from the cache.
     num_refusals : int
-        Answers that the service marks as refusals or withholds for their content.
+        Answers marked as refusals, or withheld for their content.
     failures : Mapping[str, int]
         Attempts without an answer, by reason.
     num_estimated : int
-        Attempts whose tokens are guessed, since the service did not tell them.
+        Attempts whose tokens are estimated, because the service did not report them.
     cost : float or None
-        None where no prices are known.
+        None without prices.
     median_seconds, p95_seconds : float or None
-        Of attempts that were answered.
+        Of answered attempts.
     """
 
     model: str
@@ -95,61 +97,61 @@ class ServiceUse:
     p95_seconds: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values that JSON can hold."""
+        """Values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Most that a run may spend on services; None for no bound."""
+    """The most that a run may spend on services; None for no bound."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
     max_cost: float | None = None
 
 
-class Spent(NamedTuple):
-    """A part of a budget."""
+class Usage(NamedTuple):
+    """A sum of requests, tokens and money."""
 
     requests: int = 0
     tokens: int = 0
     cost: float = 0.0
 
-    def plus(self, other: Spent, sign: int = 1) -> Spent:
+    def plus(self, other: Usage, sign: int = 1) -> Usage:
         """The sum, or with sign -1 the difference."""
-        return Spent(
+        return Usage(
             self.requests + sign * other.requests,
             self.tokens + sign * other.tokens,
             self.cost + sign * other.cost,
         )
 
-    def at_least(self, other: Spent) -> Spent:
+    def at_least(self, other: Usage) -> Usage:
         """The larger of each."""
-        return Spent(
+        return Usage(
             max(self.requests, other.requests),
             max(self.tokens, other.tokens),
             max(self.cost, other.cost),
         )
 
 
-_LEDGERS: weakref.WeakValueDictionary[Path, RequestLedger] = weakref.WeakValueDictionary()
+_OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
 
 
-class RequestLedger:
-    """Every attempt of a run, in a file of its own; may be used from several threads.
+class UsageLog:
+    """Every attempt of a run; may be used from several threads.
 
     Parameters
     ----------
     path : Path, optional
-        A SQLite file; without one, attempts are forgotten with the process.
+        A SQLite file; None for memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._reserved = Spent()
+        self._reserved = Usage()
         self._total = _TotalFile(path)
         self._database = self._open()
         with self._transaction():
@@ -159,35 +161,34 @@ class RequestLedger:
                 self._total.write(self._spent)
         if self._spent.requests > found.requests:
             logger.warning(
-                "%s lacks %d of %d requests; the budget counts them, tables of what services took "
-                "do not",
+                "%s lacks %d of %d requests; the budget counts them, tables of usage do not",
                 path,
                 self._spent.requests - found.requests,
                 self._spent.requests,
             )
 
     @classmethod
-    def of(cls, path: Path | None) -> RequestLedger:
-        """The one ledger of a file in this process."""
+    def of(cls, path: Path | None) -> UsageLog:
+        """The log of a file, opened once per process."""
         if path is None:
             return cls()
-        ledger = _LEDGERS.get(path.resolve())
-        if ledger is None:
-            ledger = _LEDGERS[path.resolve()] = cls(path)
-        return ledger
+        log = _OPEN_LOGS.get(path.resolve())
+        if log is None:
+            log = _OPEN_LOGS[path.resolve()] = cls(path)
+        return log
 
     @property
-    def spent(self) -> Spent:
-        """What was spent so far, by all models."""
+    def spent(self) -> Usage:
+        """Usage of all models so far."""
         return self._spent
 
-    async def reserve(self, most: Spent, budget: Budget) -> None:
-        """Set aside the most that a request may take; waits for those under way where need be.
+    async def reserve(self, most: Usage, budget: Budget) -> None:
+        """Reserve the most that a request may use; waits for open requests if necessary.
 
         Raises
         ------
         BudgetExhaustedError
-            When nothing is under way, and the rest of the budget may not be enough.
+            If no request is open and the rest of the budget may not suffice.
         """
         while True:
             with self._lock:
@@ -202,12 +203,12 @@ class RequestLedger:
                 self._waiting.append((loop, freed))
             await freed
 
-    def release(self, reserved: Spent, record: RequestRecord | None) -> None:
-        """Note what a request took in place of what was set aside for it; None for one cut off."""
-        took = Spent()
+    def release(self, reserved: Usage, record: RequestRecord | None) -> None:
+        """Replace a reservation by the actual usage; None for a request that was cut off."""
+        took = Usage()
         if record is not None:
             tokens = record.prompt_tokens + record.completion_tokens
-            took = Spent(1, tokens, record.cost or 0.0)
+            took = Usage(1, tokens, record.cost or 0.0)
         with self._lock:
             if record is not None:
                 with self._transaction():
@@ -217,20 +218,20 @@ class RequestLedger:
             self._reserved = self._reserved.plus(reserved, -1)
             waiting, self._waiting = self._waiting, []
         for loop, freed in waiting:
-            # Who waits in a loop that has ended waits no more.
+            # A closed loop has nobody waiting.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_free, freed)
 
     def set_aside(self, label: str) -> None:
-        """Count what was spent under a label for the budget alone."""
+        """Leave the usage under a label to the budget only."""
         with self._lock, guarded(self.path):
             self._database.execute(
                 "UPDATE requests SET label = label || ' (before)' WHERE label = ?", (label,)
             )
             self._database.execute("DELETE FROM remembered WHERE label = ?", (label,))
 
-    def note_remembered(self, label: str, num_samples: int) -> None:
-        """Count samples that nobody had to be asked for."""
+    def count_cached(self, label: str, num_samples: int) -> None:
+        """Count samples from the cache."""
         with self._lock, guarded(self.path):
             self._database.execute(
                 "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
@@ -239,7 +240,7 @@ class RequestLedger:
             )
 
     def use(self, label: str, model: str) -> ServiceUse:
-        """What those of a label took."""
+        """Usage under a label."""
         with self._lock, guarded(self.path):
             totals = self._database.execute(
                 "SELECT COUNT(*), COALESCE(SUM(num_samples), 0), COALESCE(SUM(num_refusals), 0), "
@@ -279,7 +280,7 @@ class RequestLedger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Let no other process count within the block, and keep all of it or nothing."""
+        """An exclusive transaction over the block."""
         with guarded(self.path):
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -290,18 +291,18 @@ class RequestLedger:
             self._database.execute("COMMIT")
 
     def _open(self) -> sqlite3.Connection:
-        """The database; one that is damaged is put aside if the total is kept.
+        """The database; a damaged one is renamed if the total is known.
 
         Raises
         ------
         RunDirectoryError
-            When what was spent cannot be known.
+            If the usage so far cannot be known.
         """
         try:
             return _open_tables(self.path)
         except RunDirectoryError as error:
             path = self.path
-            if path is None or not _is_damage(error.__cause__) or self._total.read() == Spent():
+            if path is None or not _is_damage(error.__cause__) or self._total.read() == Usage():
                 raise
             for suffix in ("", "-wal", "-shm"):
                 part = path.with_name(path.name + suffix)
@@ -316,33 +317,33 @@ class RequestLedger:
         with guarded(self.path):
             self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
 
-    def _read_spent(self) -> Spent:
+    def _read_spent(self) -> Usage:
         with guarded(self.path):
             row = self._database.execute(
                 "SELECT COUNT(*), COALESCE(SUM(prompt_tokens + completion_tokens), 0), "
                 "COALESCE(SUM(cost), 0.0) FROM requests"
             ).fetchone()
-        return Spent(*row)
+        return Usage(*row)
 
 
 class _TotalFile:
-    """What a run has spent in all, beside its ledger, which may be damaged or emptied."""
+    """Total usage of a run, beside its log, which may be damaged or emptied."""
 
-    def __init__(self, ledger: Path | None) -> None:
-        self.path = None if ledger is None else ledger.with_suffix(TOTAL_SUFFIX)
+    def __init__(self, log: Path | None) -> None:
+        self.path = None if log is None else log.with_suffix(TOTAL_SUFFIX)
 
-    def read(self) -> Spent:
-        """The total; nothing where the file is new or holds something else."""
+    def read(self) -> Usage:
+        """The total; zero if the file is new or invalid."""
         if self.path is None or not self.path.exists():
-            return Spent()
+            return Usage()
         try:
             requests, tokens, cost = json.loads(self.path.read_text(encoding="utf-8"))
-            return Spent(int(requests), int(tokens), float(cost))
+            return Usage(int(requests), int(tokens), float(cost))
         except (ValueError, TypeError):
-            return Spent()
+            return Usage()
 
-    def write(self, total: Spent) -> None:
-        """Replace the total in one write of constant width, which a kill does not divide."""
+    def write(self, total: Usage) -> None:
+        """Write the total at constant width, so that a kill cannot truncate it."""
         if self.path is not None:
             self.path.touch()
             with self.path.open("r+b", buffering=0) as file:
@@ -350,7 +351,7 @@ class _TotalFile:
 
 
 def _is_damage(error: BaseException | None) -> bool:
-    """Whether a database is damaged, and not merely locked or out of space."""
+    """Whether a database is damaged, not only locked or out of space."""
     return type(error) is sqlite3.DatabaseError
 
 
@@ -359,15 +360,15 @@ def _open_tables(path: Path | None) -> sqlite3.Connection:
     with guarded(path):
         database.execute(f"CREATE TABLE IF NOT EXISTS requests (at REAL, {', '.join(_COLUMNS)})")
         database.execute("CREATE TABLE IF NOT EXISTS remembered (label PRIMARY KEY, num_samples)")
-        (told,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        if told != "ok":
+        (problem,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if problem != "ok":
             database.close()
-            raise sqlite3.DatabaseError(told)
+            raise sqlite3.DatabaseError(problem)
     return database
 
 
 def connect(path: Path | None) -> sqlite3.Connection:
-    """A SQLite database that outlives kills, and that several processes may use."""
+    """A SQLite database that survives kills and that several processes may use."""
     with guarded(path):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -382,26 +383,20 @@ def connect(path: Path | None) -> sqlite3.Connection:
     return database
 
 
-class guarded:  # noqa: N801 - reads as a word of a with statement
-    """Turns errors of SQLite and of the disk into one that names the file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, sqlite3.Error | OSError):
-            raise RunDirectoryError(
-                f"what was asked of services was to be kept in {self.path}, but: {error}. Free the "
-                "disk, or give another path as the setting service_cache; a file that is damaged "
-                "can be removed, after which answers are paid for again."
-            ) from error
+@contextmanager
+def guarded(path: Path | None) -> Iterator[None]:
+    """Turn errors of SQLite and of the disk into one that names the file."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise RunDirectoryError(
+            f"cannot use {path}: {error}. Free disk space, set service_cache to another path, or "
+            "remove a damaged file (its answers are then paid for again)."
+        ) from error
 
 
-def _exceeded(planned: Spent, budget: Budget) -> str | None:
-    """The first setting whose bound would be passed; None for none."""
+def _exceeded(planned: Usage, budget: Budget) -> str | None:
+    """The first setting that would be exceeded, if any."""
     bounds: dict[str, tuple[float, float | None]] = {
         "max_service_requests": (planned.requests, budget.max_requests),
         "max_service_tokens": (planned.tokens, budget.max_tokens),
@@ -413,16 +408,87 @@ def _exceeded(planned: Spent, budget: Budget) -> str | None:
     return None
 
 
-def _budget_text(setting: str, spent: Spent) -> str:
+def _budget_text(setting: str, spent: Usage) -> str:
     name = setting.partition("=")[0]
     return (
-        f"another request to a service was to be made, but it might go beyond the setting {setting}"
-        f"; so far {spent.requests} requests with {spent.tokens} tokens were made, which cost "
-        f"{spent.cost:.4g}. What is done is kept. Go on with: nip-astra resume RUN --settings "
-        f"{name}=<more>, or, of an evaluation, with the same command and --settings {name}=<more>"
+        f"the next request could exceed {setting}, after {spent.requests} requests, "
+        f"{spent.tokens} tokens and a cost of {spent.cost:.4g}. Continue with a larger limit: "
+        f"nip-astra resume RUN --settings {name}=<more> (or the same command for an evaluation)"
     )
 
 
 def _free(freed: asyncio.Future[None]) -> None:
     if not freed.done():
         freed.set_result(None)
+
+
+class ResponseCache:
+    """Answers by model, place, request and sample number, in a SQLite file.
+
+    Failures are not stored. May be used from several threads and processes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._database = connect(path)
+        self._lock = threading.Lock()
+        with guarded(path):
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) "
+                "WITHOUT ROWID"
+            )
+
+    def get(self, keys: Sequence[str]) -> list[ChatAnswer | None]:
+        """The answer of each key, or None."""
+        answers = []
+        with self._lock, guarded(self.path):
+            for key in keys:
+                row = self._database.execute(
+                    "SELECT answer FROM answers WHERE key = ?", (key,)
+                ).fetchone()
+                answers.append(None if row is None else _read(row[0]))
+        return answers
+
+    def usage_of(self, keys: Sequence[str]) -> ChatUsage:
+        """Tokens of the requests that gave these answers, as far as known."""
+        marks = ", ".join("?" * len(keys))
+        with self._lock, guarded(self.path):
+            rows = self._database.execute(
+                f"SELECT answer FROM answers WHERE key IN ({marks})", list(keys)
+            ).fetchall()
+        counts = [json.loads(text).get("usage", (0, 0)) for (text,) in rows]
+        return ChatUsage(sum(prompt for prompt, _ in counts), sum(answer for _, answer in counts))
+
+    def put(self, answers: Mapping[str, ChatAnswer], usage: ChatUsage = NOTHING_USED) -> None:
+        """Store answers with their common usage; existing ones stay."""
+        taken = dict.fromkeys(answers, NOTHING_USED) | dict.fromkeys(list(answers)[:1], usage)
+        rows = [
+            (key, json.dumps(asdict(answer) | {"usage": taken[key]}))
+            for key, answer in answers.items()
+        ]
+        with self._lock, guarded(self.path):
+            self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", rows)
+
+
+def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
+    """The key of an answer in the cache."""
+    fields = asdict(request)
+    del fields["num_samples"], fields["first_sample"], fields["key"]
+    whole = {"model": model.name, "place": model.place, "sample": sample, **fields}
+    text = json.dumps(whole, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(text: str) -> ChatAnswer | None:
+    try:
+        stored = json.loads(text)
+        logprobs = stored["token_logprobs"]
+        return ChatAnswer(
+            str(stored["text"]),
+            FinishReason(stored["finish_reason"]),
+            stored["refusal"],
+            None if logprobs is None else tuple(float(value) for value in logprobs),
+        )
+    except (ValueError, LookupError, TypeError):
+        # Written by another version.
+        return None

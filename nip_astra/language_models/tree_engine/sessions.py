@@ -1,4 +1,4 @@
-"""A rollout through one model: each level of a tree starts from the caches of the one before.
+"""A rollout through one model: each level of a tree starts from the caches of the last one.
 
 Shape suffixes: `N` token, `R` row, `C` context, `T` token of a turn or span, `K` key-value head,
 `H` query head, `D` head dimension, `X` hidden unit.
@@ -20,8 +20,8 @@ from nip_astra.language_models.base import (
     TokenCount,
     Turns,
 )
+from nip_astra.language_models.generation import DecodeLoop
 from nip_astra.language_models.scoring import token_logprobs
-from nip_astra.language_models.speaking import Speaker
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
 from nip_astra.language_models.tree_engine.decode_graphs import FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
@@ -34,16 +34,16 @@ MAX_SCORES = 1 << 26
 
 @dataclass(frozen=True)
 class _Pass:
-    """One part of the contexts as it was read: hidden states of consecutive positions.
+    """Hidden states of consecutive positions of the contexts, from one forward pass.
 
     Attributes
     ----------
     sharing : int
-        Contexts that share each of the nodes.
+        Contexts per node.
     starts, stops : list[int]
-        Positions read of each node.
+        First and last position of each node.
     offsets : list[int]
-        Where each node begins in the hidden states.
+        Start of each node in the hidden states.
     """
 
     hidden_NX: Tensor
@@ -58,7 +58,7 @@ class _Pass:
         return self.hidden_NX[torch.tensor(ends, device=self.hidden_NX.device) - 1]
 
     def hidden_of(self, context: int, start: int, stop: int) -> Tensor:
-        """The hidden states of a context's positions in a range, as far as read here."""
+        """Hidden states of a context's positions in a range, as far as they are in this pass."""
         node = context // self.sharing
         first, last = max(start, self.starts[node]), min(stop, self.stops[node])
         offset = self.offsets[node] - self.starts[node]
@@ -68,13 +68,13 @@ class _Pass:
 class CachedSession(GenerationSession):
     """Generation that forwards no token twice.
 
-    Contexts that continue the rows of the last call start from their keys and values; what several
-    contexts have in common is forwarded once and read by all of them.
+    Contexts that continue rows of the last call start from their keys and values; common beginnings
+    of several contexts are forwarded once.
 
     Parameters
     ----------
     weights : Weights
-        As they are to stay for the session.
+        Must not change during the session.
     draw : Draw
         Draws tokens from logits.
     end_ids : tuple[int, ...]
@@ -101,7 +101,7 @@ class CachedSession(GenerationSession):
         self.decoder = decoder
         self.weights = weights
         self.token_count = token_count
-        self.speaker = Speaker(
+        self.decode_loop = DecodeLoop(
             decoder, weights, draw, end_ids=end_ids, token_count=token_count, steps=steps
         )
         self.max_batch_tokens = max_batch_tokens
@@ -121,7 +121,7 @@ class CachedSession(GenerationSession):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        # The last token of a turn is predicted and not read.
+        # The last token of a turn is not forwarded.
         reserve = options.max_new_tokens - 1
         firsts = None if spans is None else [start for start, _ in spans]
         passes = self._read(contexts, branching, reserve if rows_per_context == 1 else 0, firsts)
@@ -131,14 +131,14 @@ class CachedSession(GenerationSession):
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
             self._tree.grow(len(hidden_RX), reserve)
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
-        generation = self.speaker.speak(self._tree, hidden_RX, lengths, uniforms_RT, options)
-        said = generation.mask_BT.sum(dim=1).tolist()
-        self._tree.close([max(length - 1, 0) for length in said])
+        generation = self.decode_loop.generate(self._tree, hidden_RX, lengths, uniforms_RT, options)
+        ids_RT, lengths = generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist()
+        self._tree.close([max(length - 1, 0) for length in lengths])
         self._cached = [
             [*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]]
-            for row, (ids, length) in enumerate(zip(generation.ids_BT.tolist(), said, strict=True))
+            for row, (ids, length) in enumerate(zip(ids_RT, lengths, strict=True))
         ]
-        self.token_count.generated += sum(said)
+        self.token_count.generated += sum(lengths)
         return Turns(generation, span_logprobs)
 
     def close(self) -> None:
@@ -154,17 +154,17 @@ class CachedSession(GenerationSession):
         reserve: int,
         firsts: Sequence[int] | None = None,
     ) -> list[_Pass]:
-        """Forward what is new of the contexts: first what siblings share, then the rest.
+        """Forward new tokens of the contexts: first those that siblings share, then the rest.
 
         Parameters
         ----------
         firsts : Sequence[int], optional
-            Of each context, the first position that is to be predicted.
+            First position to predict, for each context.
         """
         starts = self._num_cached(contexts, branching)
         if starts is not None and firsts is not None:
-            # What predicts it was read while its row spoke, and only its keys were kept: where
-            # nothing stands between two turns, so that it is the last token of the first.
+            # If nothing separates two turns, the position before was forwarded while decoding,
+            # and only its keys were kept.
             is_kept = all(start < first for start, first in zip(starts, firsts, strict=True))
             starts = starts if is_kept else None
         is_fresh = starts is None
@@ -187,7 +187,7 @@ class CachedSession(GenerationSession):
         return [*passes, self._extend(contexts, starts, stops, 1, reserve)]
 
     def _num_cached(self, contexts: Sequence[Sequence[int]], branching: int) -> list[int] | None:
-        """How much of each context its row has read already; None unless all rows fit."""
+        """Cached tokens of each context; None unless every context continues its row."""
         if len(contexts) != len(self._cached) * branching:
             return None
         rows = [row for row in self._cached for _ in range(branching)]
@@ -206,7 +206,7 @@ class CachedSession(GenerationSession):
         sharing: int,
         reserve: int,
     ) -> _Pass:
-        """Forward the positions from start to stop of each context, and keep their keys."""
+        """Forward positions start to stop of each context, and keep their keys."""
         lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
         self._tree.grow(len(contexts), max(lengths) + reserve)
         limit = max(1, self.max_batch_tokens // max(1, max(lengths)))
@@ -218,7 +218,7 @@ class CachedSession(GenerationSession):
             positions = torch.cat(
                 [torch.arange(starts[r], stops[r]) for r in range(rows.start, rows.stop)]
             )
-            attend = _ReadingAttention(self._tree, rows, len(contexts), lengths[rows])
+            attend = _PrefillAttention(self._tree, rows, len(contexts), lengths[rows])
             hidden.append(self._forward(torch.tensor(ids), positions, attend, max(stops)))
         self._tree.close(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
@@ -263,8 +263,8 @@ class CachedSession(GenerationSession):
         return pad_sequence(list(torch.split(logprobs.cpu(), lengths)), batch_first=True)
 
 
-class _ReadingAttention:
-    """Attention of new context tokens, ragged over rows, to what is below and to themselves."""
+class _PrefillAttention:
+    """Attention of new context tokens, ragged over rows, to the blocks below and themselves."""
 
     def __init__(
         self, tree: KeyValueTree, rows: slice, num_rows: int, lengths: Sequence[int]
@@ -311,7 +311,7 @@ class _ReadingAttention:
 
 
 def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
-    """How many tokens from `start` on all contexts share, short of the shortest's last."""
+    """Length of the common part from `start` on, without the last token of the shortest."""
     stop = min(len(context) for context in contexts) - 1
     first = contexts[0][start:stop]
     for context in contexts[1:]:

@@ -1,4 +1,4 @@
-"""Score continuations as one tree of tokens: what rows share is forwarded once.
+"""Score continuations as one tree of tokens: shared tokens are forwarded once.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` token of the tree,
 `S` scored position, `X` hidden unit, `V` vocabulary.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import TokenCount, TokenScores
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.plain_forward import spread
+from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.flex_attention import trie_attention, uses_flex_attention
@@ -24,7 +24,7 @@ from nip_astra.language_models.tree_engine.weights import Weights
 def sequences_to_read(
     context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
 ) -> list[list[int]]:
-    """What must be read to score each row: all but its last token, which predicts nothing."""
+    """The tokens to forward to score each row: all but its last."""
     width = context_BC.shape[1]
     return [
         [*context[width - size :], *ids[: max(length - 1, 0)]]
@@ -39,7 +39,7 @@ def sequences_to_read(
 
 
 def pair_cost_of(decoder: Decoder | None, device: torch.device) -> float:
-    """What a token's look at another costs; nothing where strangers are not looked at."""
+    """Relative cost of attention between two tokens; 0 if unrelated tokens are skipped."""
     return 0.0 if decoder is None or uses_flex_attention(device) else decoder.pair_cost
 
 
@@ -54,20 +54,20 @@ def score_trie(
     max_batch_tokens: int,
     needs_entropy: bool,
     needs_hidden: bool,
-    rule: DrawRule | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Return what the model thinks of each continuation token, and count the work.
+    """Score each continuation token, and count the work.
 
     Parameters
     ----------
     trie : TokenTrie
         Of `sequences_to_read`, in the order of the rows.
-    rule : DrawRule, optional
-        Turns logits into those of another distribution.
+    transform : LogitsTransform, optional
+        To the logits of another distribution.
     """
     device = weights.embedding_VX.device
     trie = trie.to(device)
-    # Dense attention computes row by row; by blocks, the mask of a pass takes its tokens squared.
+    # The mask of block attention takes memory quadratic in the tokens of a pass.
     is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device)
     limit = max_batch_tokens if is_bounded else trie.num_tokens
     hidden_NX = torch.cat(
@@ -82,40 +82,40 @@ def score_trie(
             for part in trie.passes(limit)
         ]
     )
-    # On the side where the masks are, so that nothing waits for the device.
+    # On the device of the masks, without a synchronisation.
     row_S, column_S = mask_BT.nonzero(as_tuple=True)
     # The position before a token predicts it.
     before_S = context_mask_BC.sum(dim=1)[row_S] - 1
     nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
     hidden_SX = hidden_NX[nodes_S]
     ids_S = ids_BT[mask_BT].to(device)
-    found = token_logprobs_and_entropy(
-        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, rule=rule
+    scores = token_logprobs_and_entropy(
+        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, transform=transform
     )
     spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
-    return spread(mask_BT, *found, hidden_SX.float() if needs_hidden else None), spent
+    return spread(mask_BT, *scores, hidden_SX.float() if needs_hidden else None), spent
 
 
-def find_kept_tokens(
+def find_support(
     head: Callable[[Tensor], Tensor],
     hidden_SX: Tensor,
     ids_S: Tensor,
-    rule: DrawRule,
+    transform: LogitsTransform,
     *,
     top_k: int | None,
     top_p: float,
     vocab_size: int,
-) -> KeptTokens:
-    """What cuts leave at each position, on the CPU; see `DrawRule.keep`."""
+) -> SupportMask:
+    """`LogitsTransform.find_support` in chunks that bound the memory for logits; on the CPU."""
     parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
-    found = [
-        rule.at(part.tolist())
-        .keep(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
+    masks = [
+        transform.at(part.tolist())
+        .find_support(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
         .to(torch.device("cpu"))
         for part in (part.to(hidden_SX.device) for part in parts)
         if len(part)
     ]
-    return KeptTokens(
-        torch.cat([torch.zeros(0, dtype=torch.int32), *(kept.ids_K for kept in found)]),
-        torch.cat([torch.zeros(0, dtype=torch.long), *(kept.counts_S for kept in found)]),
+    return SupportMask(
+        torch.cat([torch.zeros(0, dtype=torch.int32), *(mask.ids_K for mask in masks)]),
+        torch.cat([torch.zeros(0, dtype=torch.long), *(mask.counts_S for mask in masks)]),
     )

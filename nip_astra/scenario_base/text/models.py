@@ -22,7 +22,7 @@ from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import MODEL_DIR, RESULTS, RunDirectory
@@ -142,7 +142,7 @@ def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
         return settings.run_directory.path.resolve() / JOBS
     # A trainer that is built by hand, or a dry run, keeps nothing.
-    return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-"))
+    return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-")) / JOBS
 
 
 def folder_of_group(name: str) -> str:

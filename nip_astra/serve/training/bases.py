@@ -15,10 +15,10 @@ from nip_astra.errors import NipAstraError
 from nip_astra.language_models.adapters import LoraParameters, adapters_drawn_from, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
-from nip_astra.language_models.special_tokens import find_end_ids
+from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.api_errors import ApiError
-from nip_astra.serve.loading import find_model
+from nip_astra.serve.served_models import find_model
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Bases:
         *,
         seed: int = 0,
         trainable: bool = True,
-        is_unbridled: bool = False,
+        allows_any_token: bool = False,
     ) -> HuggingFaceLanguageModel:
         """A model to train: a low-rank adapter on a base's weights, or a copy of them.
 
@@ -128,7 +128,7 @@ class Bases:
             Of the adapter's first weights.
         trainable : bool
             False for a model to sample from.
-        is_unbridled : bool
+        allows_any_token : bool
             As of `HuggingFaceLanguageModel`.
         """
         shared = base.module if lora is not None or not trainable else None
@@ -146,7 +146,7 @@ class Bases:
             trainable=trainable,
             dtype=torch.float32,
             decoder=base.decoder,
-            is_unbridled=is_unbridled,
+            allows_any_token=allows_any_token,
         )
         model.source = base.source
         return model

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import (
-    Drawn,
     LanguageModel,
     SamplingOptions,
     TokenScorer,
     pad_left,
 )
-from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.sampling import SamplingDistribution, SupportMask
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
@@ -143,12 +142,12 @@ class Behaviour:
         contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
         rows = *pad_left(contexts, torch.device("cpu")), nodes["probe"], mask_NT
         with policy.rescoring(), reference.rescoring():
-            kept = policy.kept_tokens(*rows, self.sampling) if self.sampling.cuts else None
-            drawn = Drawn(self.sampling, kept)
-            drawn_NT = policy.token_scores(*rows, drawn=drawn).logprobs_BT.cpu()
+            kept = policy.support_mask(*rows, self.sampling) if self.sampling.cuts else None
+            drawn = SamplingDistribution(self.sampling, kept)
+            drawn_NT = policy.token_scores(*rows, distribution=drawn).logprobs_BT.cpu()
             if self._learns_drawn:
                 nodes["drawn_logprobs"] = drawn_NT
-                scores = reference.token_scores(*rows, drawn=drawn)
+                scores = reference.token_scores(*rows, distribution=drawn)
                 nodes["drawn_reference_logprobs"] = scores.logprobs_BT.cpu()
                 tree.more_of_samples = [] if kept is None else _by_node(kept, mask_NT)
                 return {}
@@ -170,17 +169,19 @@ class Behaviour:
             "importance_weight/truncated_share": float(masked_mean(is_most_NT.float(), mask_NT)),
         }
 
-    def drawn(self, batch: TensorDict) -> Drawn | None:
+    def drawn(self, batch: TensorDict) -> SamplingDistribution | None:
         """The distribution under which the probes of a batch are scored; None: the model's own."""
         if not self._learns_drawn:
             return None
         if not self.sampling.cuts:
-            return Drawn(self.sampling)
+            return SamplingDistribution(self.sampling)
         counts_S = batch["num_kept"][batch["probe_mask"]]
-        return Drawn(self.sampling, KeptTokens(batch["kept"][batch["kept_mask"]], counts_S))
+        return SamplingDistribution(
+            self.sampling, SupportMask(batch["kept"][batch["kept_mask"]], counts_S)
+        )
 
 
-def _by_node(kept: KeptTokens, mask_NT: Tensor) -> list[dict[str, Tensor]]:
+def _by_node(kept: SupportMask, mask_NT: Tensor) -> list[dict[str, Tensor]]:
     """Each node's kept tokens and their numbers, as columns of its sample."""
     lengths = mask_NT.sum(dim=1).tolist()
     counts = torch.split(kept.counts_S, lengths)

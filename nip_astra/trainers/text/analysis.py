@@ -15,7 +15,7 @@ import numpy as np
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser
 from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,

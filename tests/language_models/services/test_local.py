@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
@@ -25,16 +26,16 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
     model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
-    generate = model.language_model.generate
+    complete = model.language_model.complete
 
-    def counted(contexts, *args):  # type: ignore[no-untyped-def]
-        sizes.append(len(contexts))
-        return generate(contexts, *args)
+    def counted(requests: Any, **options: Any) -> Any:
+        sizes.append(len(requests))
+        return complete(requests, **options)
 
-    monkeypatch.setattr(model.language_model, "generate", counted)
+    monkeypatch.setattr(model.language_model, "complete", counted)
     requests = [
         saying(f"hello {n}", seed=n, max_tokens=8, num_samples=2, needs_logprobs=True)
-        for n in range(10)
+        for n in range(20)
     ]
     together = ask(model, *requests)
     assert sizes == [16, 4]
@@ -51,13 +52,13 @@ def test_it_computes_with_as_many_threads_as_its_size_needs(
     model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
-    generate = model.language_model.generate
+    complete = model.language_model.complete
 
-    def watched(*args):  # type: ignore[no-untyped-def]
+    def watched(requests: Any, **options: Any) -> Any:
         threads.append(torch.get_num_threads())
-        return generate(*args)
+        return complete(requests, **options)
 
-    monkeypatch.setattr(model.language_model, "generate", watched)
+    monkeypatch.setattr(model.language_model, "complete", watched)
     model.num_threads = 3
     ask(model, saying("hello", max_tokens=2))
     monkeypatch.setattr(model.language_model, "num_parameters", lambda: 100_000_000)
@@ -132,20 +133,26 @@ def test_an_error_reaches_everyone_in_the_batch_and_the_model_can_be_asked_again
 ) -> None:
     with monkeypatch.context() as patch:
 
-        def broken(*args: object) -> None:
+        def broken(*args: object, **options: object) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr(model.language_model, "generate", broken)
+        patch.setattr(model.language_model, "complete", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             ask(model, saying("a", max_tokens=2), saying("b", max_tokens=2))
     assert texts(ask(model, saying("a", max_tokens=2))[0]) != ["<refused>"]
+
+
+@pytest.mark.parametrize("changes", [{"top_p": 0.0}, {"temperature": -1.0}])
+def test_invalid_options_are_refused(model: LocalChatModel, changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(changes))):
+        ask(model, saying("a", max_tokens=2, **changes))
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny_model.tokenizer, "chat_template", None)
-    with pytest.raises(ModelLoadError, match="'tiny' was to answer messages, but its tokenizer"):
+    with pytest.raises(ModelLoadError, match="'tiny' has no chat template"):
         LocalChatModel(tiny_model, name="tiny")
 
 
@@ -181,13 +188,13 @@ def test_a_level_is_cut_by_parameters_whoever_answers(
 ) -> None:
     made = actors_here.install(monkeypatch)
     drawn: list[int] = []
-    generate = HuggingFaceLanguageModel.generate
+    complete = HuggingFaceLanguageModel.complete
 
-    def counted(self, contexts, *args):  # type: ignore[no-untyped-def]
-        drawn.append(len(contexts))
-        return generate(self, contexts, *args)
+    def counted(self: HuggingFaceLanguageModel, requests: Any, **options: Any) -> Any:
+        drawn.append(len(requests))
+        return complete(self, requests, **options)
 
-    monkeypatch.setattr(HuggingFaceLanguageModel, "generate", counted)
+    monkeypatch.setattr(HuggingFaceLanguageModel, "complete", counted)
     model.max_batch_size, model.num_batches = max_batch_size, num_batches
     said = ["hello", "good day", "the cat sat", "a dog", "hello there"]
     requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(said)]

@@ -19,16 +19,15 @@ pytest.importorskip("openai")
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
 from nip_astra.language_models.services import openai_client
 from nip_astra.language_models.services.bounded_http import MIB
-from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure
+from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, SupervisedExample
 from nip_astra.language_models.services.http_training import TrainingConnection
-from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving
 
@@ -65,7 +64,7 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 def outcome_of_a_chat(address: str) -> str:
     parameters = OpenAIChatModel.Parameters(base_url=f"{address}/v1", model="m", timeout=2.0)
-    model = PatientChatModel(OpenAIChatModel(parameters), LIMITS)
+    model = RetryingChatModel(OpenAIChatModel(parameters), LIMITS)
     try:
         (outcome,) = ask(model, saying("hi", needs_logprobs=True))
     except NipAstraError as error:

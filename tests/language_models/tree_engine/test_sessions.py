@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.language_models import speaking
-from nip_astra.language_models.base import SamplingOptions, _SeparateCalls
+from nip_astra.language_models import generation
+from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import key_value_tree, sessions
 from tests.tiny import make_language_model
@@ -29,7 +29,7 @@ def _grow(
 ) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
     """Play three levels of a tree of ragged contexts and give what was said and scored."""
     chance = random.Random(seed)
-    session = model.open_session() if cached else _SeparateCalls(model)
+    session = model.open_session() if cached else _UncachedSession(model)
     openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
     contexts = [
         [*opening, *(chance.randint(6, 20) for _ in range(chance.randint(1, 4)))]
@@ -78,7 +78,7 @@ def test_small_passes_and_few_scores_at_once_change_nothing(
     whole = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
     monkeypatch.setattr(tiny_model, "max_batch_tokens", limit)
     monkeypatch.setattr(sessions, "MAX_SCORES", 50)
-    monkeypatch.setattr(speaking, "MAX_LOGITS", 40)
+    monkeypatch.setattr(generation, "MAX_LOGITS", 40)
     parts = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
     for one, other in zip(whole, parts, strict=True):
         assert one[0] == other[0]

@@ -47,7 +47,7 @@ CONTEXT = [2, 7, 9]
 def _all_probes(trainer: AstTrainer) -> list[list[int]]:
     """Every probe of at most two tokens that is not empty."""
     assert trainer.attacker.sampling.min_new_tokens == 1
-    banned = set(trainer.policy.token_draw.banned_ids.tolist())
+    banned = set(trainer.policy.token_sampler.banned_ids.tolist())
     tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
     (end,) = trainer.policy.end_ids
     return [[a, b] for a in tokens for b in tokens if a != end]
@@ -60,7 +60,7 @@ def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) 
     logits = policy.module(ids).logits[:, len(CONTEXT) - 1 : -1]
     if drawn:
         never = torch.zeros(logits.shape[-1]).index_fill(
-            0, policy.token_draw.banned_ids, float("-inf")
+            0, policy.token_sampler.banned_ids, float("-inf")
         )
         logits = logits / sampling.temperature + never
         logits[:, 0, list(policy.end_ids)] = float("-inf")
@@ -273,7 +273,7 @@ def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scena
     losses = []
     for behaviour in ("sampling", "raw"):
         trainer = _trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
-        with mock.patch.object(trainer.policy, "kept_tokens") as cuts:
+        with mock.patch.object(trainer.policy, "support_mask") as cuts:
             samples = experience_of(trainer).samples
         cuts.assert_not_called()
         losses.append(trainer.step(trainer.collate_fn(samples)).loss)

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.chat import ChatOutcome, ChatRequest
+from nip_astra.language_models.services.chat import ChatOutcome, ChatRequest, LimitParameters
 from nip_astra.language_models.services.fine_tuning import FineTuningJob
-from nip_astra.language_models.services.limits import LimitParameters
-from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import make_patient
-from nip_astra.language_models.services.usage import RequestLedger
+from nip_astra.language_models.services.retrying import with_retries
+from nip_astra.language_models.services.usage import ResponseCache, UsageLog
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
@@ -127,7 +125,7 @@ def _process(folder: Path, trainer: str, service: Service) -> PureTextRlTrainer:
     def open_model(name: str | None) -> Any:
         model = RemoteModel(_script(name or "base"), name or "base")
         model.service, model.samples_at_once = service, 1
-        return make_patient(model, LimitParameters(), None, settings, label="agents")
+        return with_retries(model, LimitParameters(), None, settings, label="agents")
 
     for group in parts.instance.shared_model_groups.values():
         group._open_model = open_model
@@ -177,8 +175,8 @@ def _all_that_is_kept(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, method, watched)
 
     watch(AnswerJournal, "put")
-    watch(AnswerMemory, "remember")
-    watch(RequestLedger, "release")
+    watch(ResponseCache, "remember")
+    watch(UsageLog, "release")
     watch(PureTextRlTrainer, "_run_stage")
     watch(PureTextRlTrainer, "_save_checkpoint")
     watch(PureTextSharedModelGroup, "switch_to_next_model")

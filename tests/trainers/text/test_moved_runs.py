@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from nip_astra.errors import CheckpointError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenario_base.text.models import models_of_run
@@ -112,7 +112,7 @@ def _check_others_begin_with_its_model(
         instance = prepare_experiment(resolved, progress=False).scenario_instance
         assert isinstance(instance, PureTextScenarioInstance)
         model = instance.shared_model_groups["players"].model
-        assert isinstance(model, PatientChatModel)
+        assert isinstance(model, RetryingChatModel)
         assert isinstance(model.model, LocalChatModel)
         assert isinstance(model.model.language_model, HuggingFaceLanguageModel)
         held = model.model.language_model.module.state_dict()

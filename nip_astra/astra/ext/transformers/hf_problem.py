@@ -26,7 +26,7 @@ from nip_astra.language_models.base import (
     pad_left,
     pad_right,
 )
-from nip_astra.language_models.finite import refuse_nan
+from nip_astra.language_models.scoring import require_finite
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.ast.value_head import ValueHead
@@ -187,7 +187,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         uniforms = torch.rand(len(contexts), agent.sampling.max_new_tokens)
         model = agent.token_sampler
         said = model.generate(contexts, 1, uniforms, agent.sampling)
-        refuse_nan(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
+        require_finite(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
         spoken = agent.decode(agent.content_ids(said))
         ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
         return [Spoken(text, tokens, role) for text, tokens in zip(spoken, ids, strict=True)]

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.chat import (
     CPU,
+    NUM_SEEDS,
     ChatAnswer,
     ChatFailure,
     ChatModel,
@@ -23,62 +24,56 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    estimate_usage,
 )
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
 from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
-from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ChatModelType
-from nip_astra.utils.seeding import derive_seed
-
-NUM_SEEDS = 2**31
-"""Seeds that every service takes; a larger one is taken modulo this."""
 
 
 @register_chat_model(ChatModelType.OPENAI)
 class OpenAIChatModel(ChatModel):
-    """A model behind any service that speaks OpenAI's chat-completions protocol."""
+    """A model behind any service with OpenAI's chat-completions protocol."""
 
     class Parameters(ChatModel.Parameters):
-        """Which model at which address."""
+        """Model and address."""
 
         model: PlainText
         """Name of the model at the service."""
         service: Literal["address", "local"] = "address"
-        """address: a service that runs at `base_url`. local: one like that of `nip-astra serve`, in
-        a process of its own on a free port of this machine, which starts with the first request and
-        ends with the run."""
+        """address: a service at `base_url`. local: a `nip-astra serve` in its own process on a free
+        port of this machine, from the first request to the end of the run."""
         weights: Annotated[str | None, where("service", "local")] = None
-        """What the local service serves under the name `model`: a folder, hub id or `.gguf` file,
+        """Weights that the local service serves as `model`: a folder, hub id or `.gguf` file,
         `scenario://x` in the scenario's folder or `package://name/x`."""
         base_url: Annotated[Url, where("service", "address")] = Field(
             default="https://api.openai.com/v1", pattern=r"^https?://"
         )
         """Address of the service up to `/chat/completions`."""
         api_key_variable: Annotated[str | None, where("service", "address")] = None
-        """Environment variable that holds the key; null sends none. The key is written nowhere."""
+        """Environment variable with the key; null sends none. The key is never stored."""
         token_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-        """Name under which the most tokens of an answer are sent. Newer models of OpenAI demand
-        max_completion_tokens; most other services know max_tokens."""
+        """Field for the longest answer. Newer models of OpenAI require max_completion_tokens; most
+        other services support max_tokens."""
         sends_seed: bool = True
-        """Whether requests hold a seed; false for services that refuse it."""
+        """Whether requests have a seed; false for services that refuse it."""
         samples_per_request: int = Field(default=1, ge=1)
-        """Samples that one request asks for (`n`). Larger pays for the messages once for all of
-        them, where the service knows `n`."""
+        """Samples per request (`n`). Larger pays once for the messages of several samples, if the
+        service supports `n`."""
         extra_body: dict[str, JsonValue] = {}
-        """Further fields of each request, for instance `reasoning_effort`."""
+        """Additional fields of each request, for instance `reasoning_effort`."""
         timeout: float = Field(default=120.0, gt=0)
-        """Seconds without a byte after which an attempt is given up."""
+        """Seconds without data after which an attempt fails."""
 
         @model_validator(mode="after")
         def _has_weights(self) -> Self:
             if self.service == "local" and self.weights is None:
                 raise ValueError(
-                    "has service: local, which needs weights: the folder, hub id or .gguf file "
-                    "that it is to serve"
+                    "has service: local, which needs weights: a folder, hub id or .gguf file"
                 )
             return self
 
@@ -99,7 +94,7 @@ class OpenAIChatModel(ChatModel):
         if parameters.service == "local":
             weights = _find_weights(parameters.weights, scenario_dir)
             self._own = OwnService.shared(self.name, weights, str(device))
-            # Its port is another one each time.
+            # Not its address: the port changes.
             self.place = f"local service of {weights} {digest_of_files(weights)}"
         else:
             key = read_key(parameters.api_key_variable, what=what)
@@ -114,12 +109,12 @@ class OpenAIChatModel(ChatModel):
             api_key=api_key,
             timeout=self.parameters.timeout,
             what=self._what,
-            # A proxy that the environment names does not reach this machine's own addresses.
+            # A proxy cannot reach addresses of this machine.
             uses_proxies=self._own is None,
         )
 
     async def _open(self) -> OpenAIConnection:
-        """The connection, to a service that runs."""
+        """The connection; starts a local service if necessary."""
         if self._own is not None:
             base_url = self._own.address
             if base_url is None:
@@ -166,7 +161,7 @@ class OpenAIChatModel(ChatModel):
         except (ValueError, RecursionError) as error:
             return _failed(request, FailureReason.MALFORMED, f"the answer is no JSON: {error}")
         except Exception as error:
-            # The package's errors; any other one is raised again in there.
+            # Errors of the package; others are raised again.
             failure = connection.failure_of(error)
             return ChatOutcome((failure,) * request.num_samples)
         choices = found.get("choices") if isinstance(found, dict) else None
@@ -180,10 +175,12 @@ class OpenAIChatModel(ChatModel):
         if usage is not None:
             return ChatOutcome(samples, usage)
         texts = [one.text for one in samples if isinstance(one, ChatAnswer)]
-        return ChatOutcome(samples, guess_usage(request.messages, texts), is_usage_estimated=True)
+        return ChatOutcome(
+            samples, estimate_usage(request.messages, texts), is_usage_estimated=True
+        )
 
     def _fields(self, request: ChatRequest) -> dict[str, Any]:
-        """The fields of a request beside model and messages; what is left to the service is out."""
+        """Fields of a request besides model and messages, without those left to the service."""
         fields: dict[str, Any] = {
             self.parameters.token_field: request.max_tokens,
             "temperature": request.temperature,
@@ -192,33 +189,21 @@ class OpenAIChatModel(ChatModel):
             "n": request.num_samples if request.num_samples > 1 else None,
             "logprobs": True if request.needs_logprobs else None,
             "response_format": request.response_format,
-            "seed": self._seed_of(request),
+            "seed": request.seed_from(request.first_sample) if self.parameters.sends_seed else None,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return {**given, **self.parameters.extra_body}
 
-    def _seed_of(self, request: ChatRequest) -> int | None:
-        if request.seed is None or not self.parameters.sends_seed:
-            return None
-        seed, first = request.seed, request.first_sample
-        return (derive_seed(seed, "sample", first) if first else seed) % NUM_SEEDS
-
 
 def _find_weights(reference: str, scenario_dir: Path | None) -> str:
-    """Where weights stand: a hub id as it is, or a path from the root of the file system.
-
-    Raises
-    ------
-    ModelLoadError
-        When they are not there.
-    """
+    """Location of weights: a hub id or an absolute path."""
     source, file = resolve_model(reference, scenario_dir)
     found = Path(source) / file if file else Path(source)
     return str(found.resolve()) if found.exists() else source
 
 
 def _headers(request: ChatRequest) -> dict[str, str]:
-    """The name of the request, of as many letters as any service takes."""
+    """The name of the request, at a length that every service accepts."""
     if request.key is None:
         return {}
     part = f"{request.key}/{request.first_sample}/{request.num_samples}"
@@ -226,13 +211,13 @@ def _headers(request: ChatRequest) -> dict[str, str]:
 
 
 def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOutcome:
-    # The service may have done its work and want to be paid for reading.
+    # The service may charge for the prompt.
     failures = (ChatFailure(reason, message),) * request.num_samples
-    return ChatOutcome(failures, guess_usage(request.messages, ()), is_usage_estimated=True)
+    return ChatOutcome(failures, estimate_usage(request.messages, ()), is_usage_estimated=True)
 
 
 def _read_samples(choices: list[Any], request: ChatRequest) -> tuple[ChatAnswer | ChatFailure, ...]:
-    """One sample of each choice; a failure where there is none."""
+    """One sample per choice; a failure for each missing one."""
     missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
     read = [_read_choice(choice) for choice in choices[: request.num_samples]]
     return (*read, *[missing] * (request.num_samples - len(read)))
@@ -248,7 +233,7 @@ def _read_choice(choice: Any) -> ChatAnswer | ChatFailure:
     except ValueError:
         finish = FinishReason.STOP
     if not isinstance(text, str):
-        # A model that thinks may use up its tokens before its first word.
+        # A reasoning model may use up its tokens before its first word.
         is_silent = bool(refusal) or finish is not FinishReason.STOP
         if text is not None or not is_silent:
             return ChatFailure(FailureReason.MALFORMED, "the answer has no text")
@@ -272,7 +257,7 @@ def _read_logprobs(found: Any) -> tuple[float, ...] | None:
 
 
 def _read_usage(found: Any) -> ChatUsage | None:
-    """The tokens that a service counts; None where they are missing or no counts."""
+    """The tokens counted by the service; None if missing or invalid."""
     if not isinstance(found, Mapping):
         return None
     counts = [found.get(name) for name in ChatUsage._fields]

@@ -20,9 +20,9 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    cut_at_stop,
 )
 from nip_astra.language_models.services.registry import register_chat_model
-from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import SeedPart, derive_seed

@@ -16,7 +16,6 @@ import numpy.ma as ma
 from pydantic import Field
 
 from nip_astra.errors import ServiceError
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatFailure,
@@ -25,6 +24,7 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     FailureReason,
 )
+from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser, Subject
 from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
@@ -178,7 +178,7 @@ def judge_rollouts(
     for attempt in range(1 + how.num_retries):
         # Another number is another sample, also to what remembers answers.
         asked = [_numbered(request, attempt) for _, request in missing]
-        outcomes = ask_all(model, asked)
+        outcomes = complete_all(model, asked)
         num_requests += len(asked)
         unread = []
         for (subject, request), outcome in zip(missing, outcomes, strict=True):

@@ -279,7 +279,7 @@ class _TinkerRoutes:
         planned = self.host.plan_sample(body)
         operation = Operation(
             lambda: None,
-            group=planned.group,
+            group=planned.source.key,
             item=planned,
             together=self.host.samplers.answer,
         )

@@ -1,4 +1,4 @@
-"""Samples by Tinker's protocol: requests that wait for one set of weights are answered together.
+"""Sampling by Tinker's protocol; requests for one set of weights are answered together.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.api_errors import wrong
 from nip_astra.serve.training.bases import Base, Bases
 from nip_astra.serve.training.tinker.bodies import SampleBody, TensorBody
@@ -21,15 +21,17 @@ from nip_astra.serve.training.tinker.messages import Likeliest, SampleAnswer, Sa
 from nip_astra.serve.training.tinker.models import ROLE, lora_of
 from nip_astra.serve.training.tinker.scores import hidden_states, likeliest, logprobs_after
 from nip_astra.serve.training.tinker.store import Checkpoint, LoraShape
-from nip_astra.utils.seeding import derive_seed, uniform_rows
+from nip_astra.utils.seeding import derive_seed
 
 MAX_SAMPLERS = 4
-"""Sets of weights that are held to sample from; others are read from their folders again."""
+"""Sets of weights kept in memory to sample from; others are loaded again when needed."""
+MAX_ROWS = 256
+"""Answers generated at once."""
 
 
 @dataclass(frozen=True)
 class SamplerSource:
-    """What is sampled from.
+    """Weights to sample from.
 
     Attributes
     ----------
@@ -43,7 +45,7 @@ class SamplerSource:
 
     @property
     def key(self) -> str:
-        """Tells sources apart."""
+        """Identifies the weights."""
         if self.checkpoint is None:
             return self.base.name
         return f"{self.checkpoint.path} {self.checkpoint.created}"
@@ -51,60 +53,55 @@ class SamplerSource:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request, with what was worked out of it.
+    """A validated request.
 
     Attributes
     ----------
-    options : SamplingOptions
-        How its tokens are drawn.
     stops : tuple of str
         Texts that end an answer; they are part of it.
     """
 
     source: SamplerSource
-    ids: tuple[int, ...]
     body: SampleBody
-    options: SamplingOptions
+    generation: GenerationRequest
     stops: tuple[str, ...]
-    seed: int
 
     @property
-    def group(self) -> tuple[object, ...]:
-        """Requests of one group are answered by one pass."""
-        return self.source.key, self.options, self.body.num_samples
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
+        return self.generation.prompt
 
 
 def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest:
-    """Check a request, and work out how its tokens are drawn.
+    """Validate a request.
 
     Parameters
     ----------
     seed : int
-        For a request that brings none.
+        For a request without one.
 
     Raises
     ------
     ApiError
-        Where it cannot be answered as it stands.
+        If it cannot be answered.
     """
     base, ids = source.base, body.prompt.ids()
     if body.record_stability_info:
         raise wrong(
-            "samples were asked for with record_stability_info, but this service trains no "
-            "stable_reinforce. Leave it out.",
+            "record_stability_info is not supported. Leave it out.",
             "record_stability_info",
         )
     if not ids or min(ids) < 0 or max(ids) >= base.vocab_size:
         raise wrong(
-            f"a prompt was given that is empty or holds other tokens than those of the model "
-            f"{base.name!r}, 0 to {base.vocab_size - 1}. Encode it by the model's tokenizer.",
+            f"the prompt is empty or holds tokens outside 0 to {base.vocab_size - 1}. Encode it "
+            f"with the tokenizer of {base.name!r}.",
             "prompt",
         )
     last = body.prompt_logprobs_last_n
     if last is not None and (not body.prompt_logprobs or last >= len(ids)):
         raise wrong(
-            f"the last {last} of {len(ids)} tokens of a prompt were to be scored, but that takes "
-            "prompt_logprobs and at least one token before them.",
+            f"prompt_logprobs_last_n is {last} for a prompt of {len(ids)} tokens; it needs "
+            "prompt_logprobs and must be less than the length of the prompt.",
             "prompt_logprobs_last_n",
         )
     params = body.sampling_params
@@ -112,21 +109,24 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
     most = params.max_tokens or room
     if most > room or room < 1:
         raise wrong(
-            f"{most} tokens were to be sampled after a prompt of {len(ids)}, but the window of the "
-            f"model {base.name!r} is {base.context_window}. Lower max_tokens, or shorten the "
-            "prompt.",
+            f"max_tokens {most} and a prompt of {len(ids)} tokens exceed the window of "
+            f"{base.name!r} ({base.context_window}). Lower max_tokens, or shorten the prompt.",
             "max_tokens",
         )
     end_ids, stops = _ends(base, params.stop)
-    options = SamplingOptions(
-        max_new_tokens=most,
+    generation = GenerationRequest(
+        prompt=tuple(ids),
+        max_tokens=most,
+        seed=seed if params.seed is None else params.seed,
+        num_samples=body.num_samples,
         temperature=params.temperature,
         top_k=params.top_k if params.top_k > 0 else None,
         top_p=params.top_p,
         end_ids=end_ids,
+        returns_token_ids=True,
     )
-    own = seed if params.seed is None else params.seed
-    return SampleRequest(source, tuple(ids), body, options, stops, own)
+    _ = generation.options  # validates them
+    return SampleRequest(source, body, generation, stops)
 
 
 def _ends(
@@ -141,52 +141,41 @@ def _ends(
 
 
 class Samplers:
-    """Weights to sample from, the newest used ones in memory; for one thread."""
+    """Models to sample from, the most recently used ones in memory; for one thread."""
 
     def __init__(self, bases: Bases) -> None:
         self.bases = bases
         self._held: OrderedDict[str, HuggingFaceLanguageModel] = OrderedDict()
 
     def answer(self, requests: Sequence[SampleRequest]) -> list[bytes]:
-        """Answer requests of one group."""
-        first = requests[0]
-        policy = self._policy(first.source)
-        count = first.body.num_samples
-        uniforms_BT = uniform_rows(
-            [(one.seed, "sample", index) for one in requests for index in range(count)],
-            first.options.max_new_tokens,
-        )
-        found = policy.generate([one.ids for one in requests], count, uniforms_BT, first.options)
+        """Answer requests for one source."""
+        policy = self._policy(requests[0].source)
+        progress = policy.complete([one.generation for one in requests], max_rows=MAX_ROWS)
         return [
-            self._one(policy, request, _part(found, place * count, count)).encoded()
-            for place, request in enumerate(requests)
+            self._answer_of(policy, request, answers).encoded()
+            for request, answers in zip(requests, progress, strict=True)
         ]
 
     def _policy(self, source: SamplerSource) -> HuggingFaceLanguageModel:
-        found = self._held.get(source.key)
-        if found is None:
+        policy = self._held.get(source.key)
+        if policy is None:
             lora = None if source.lora is None else lora_of(source.base, source.lora)
-            found = self.bases.policy(source.base, lora, trainable=False, is_unbridled=True)
+            policy = self.bases.policy(source.base, lora, trainable=False, allows_any_token=True)
             if source.checkpoint is not None:
-                found.restore(source.checkpoint.folder / ROLE)
-            self._held[source.key] = found
+                policy.restore(source.checkpoint.folder / ROLE)
+            self._held[source.key] = policy
         self._held.move_to_end(source.key)
         while len(self._held) > MAX_SAMPLERS:
             self._held.popitem(last=False)
-        return found
+        return policy
 
-    def _one(
-        self, policy: HuggingFaceLanguageModel, request: SampleRequest, said: Generation
+    def _answer_of(
+        self,
+        policy: HuggingFaceLanguageModel,
+        request: SampleRequest,
+        progress: Sequence[Progress],
     ) -> SampleAnswer:
-        answers = [
-            _cut(policy, request, ids[:length], logprobs[:length])
-            for ids, logprobs, length in zip(
-                said.ids_BT.tolist(),
-                said.logprobs_BT.tolist(),
-                said.mask_BT.sum(dim=1).tolist(),
-                strict=True,
-            )
-        ]
+        answers = [_cut(policy, request, one) for one in progress]
         body = request.body
         if body.topk_sample_logprobs:
             answers = [
@@ -201,30 +190,23 @@ class Samplers:
         return _with_prompt(policy, request, answers)
 
 
-def _part(found: Generation, start: int, count: int) -> Generation:
-    rows = slice(start, start + count)
-    return Generation(found.ids_BT[rows], found.mask_BT[rows], found.logprobs_BT[rows])
-
-
 def _cut(
-    policy: HuggingFaceLanguageModel,
-    request: SampleRequest,
-    ids: list[int],
-    logprobs: list[float],
+    policy: HuggingFaceLanguageModel, request: SampleRequest, progress: Progress
 ) -> SampledAnswer:
-    """An answer up to the token with which a stop text is complete."""
-    has_stopped = bool(ids) and ids[-1] in request.options.end_ids
+    """An answer up to the token that completes a stop text."""
+    ids = [record.token for record in progress.tokens]
+    logprobs = [record.logprob for record in progress.tokens]
     if request.stops:
         length = _first_stop(policy, ids, request.stops)
         if length is not None:
             return SampledAnswer(ids[:length], logprobs[:length], has_stopped=True)
-    return SampledAnswer(ids, logprobs, has_stopped)
+    return SampledAnswer(ids, logprobs, progress.finish_reason == "stop")
 
 
 def _first_stop(
     policy: HuggingFaceLanguageModel, ids: list[int], stops: Sequence[str]
 ) -> int | None:
-    """How many tokens it takes until their text holds a stop text; None where it never does."""
+    """Fewest tokens whose text holds a stop text; None if no number does."""
 
     def holds(length: int) -> bool:
         text = policy.tokenizer.decode(ids[:length], skip_special_tokens=False)
@@ -252,7 +234,7 @@ def _likeliest_of(
 def _with_prompt(
     policy: HuggingFaceLanguageModel, request: SampleRequest, answers: list[SampledAnswer]
 ) -> SampleAnswer:
-    """The answer with what was asked about the prompt."""
+    """The answer with the requested log-probabilities of the prompt."""
     body, ids = request.body, request.ids
     needs_any = (
         body.prompt_logprobs
@@ -265,7 +247,7 @@ def _with_prompt(
     if len(ids) == 1:
         return SampleAnswer(answers, torch.full((1,), torch.nan) if body.prompt_logprobs else None)
     (hidden_TX,) = hidden_states(policy, [ids])
-    # What is scored at a place is predicted by the one before; nothing predicts the first.
+    # Each token is predicted by the position before it; nothing predicts the first.
     parts = logprobs_after(policy, hidden_TX[:-1])
     next_ids = torch.tensor(ids[1:])
     logprobs_T = _chosen(parts, next_ids[:, None])[:, 0]
@@ -293,32 +275,31 @@ def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
 
 
 def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
-    """Log-probabilities of named tokens, 0 where none is named."""
+    """Log-probabilities of the given tokens, 0 for a negative id."""
     if body.sparse_crow_indices is not None or body.shape is None or len(body.shape) != 2:
         raise wrong(
-            "log-probabilities of named tokens of a prompt were asked for by a tensor that is "
-            "sparse or not of two dimensions. Send a dense one, with -1 where none is named.",
+            "target_prompt_logprobs must be a dense 2-dimensional tensor, with -1 for no token.",
             "target_prompt_logprobs",
         )
     if body.shape[0] != length or len(body.data) != body.shape[0] * body.shape[1]:
         raise wrong(
-            f"log-probabilities of named tokens were asked for by a tensor of the shape "
-            f"{body.shape}, but the prompt has {length} tokens after its first. Send a row each.",
+            f"target_prompt_logprobs has the shape {body.shape}, but needs one row for each of the "
+            f"{length} tokens after the first.",
             "target_prompt_logprobs",
         )
     ids_TK = torch.tensor(body.data).reshape(body.shape)
     if ids_TK.numel() and int(ids_TK.max()) >= parts[0].shape[1]:
         raise wrong(
-            "log-probabilities of tokens were asked for that the model has not. Name others.",
+            f"target_prompt_logprobs holds ids above {parts[0].shape[1] - 1}, the model's largest.",
             "target_prompt_logprobs",
         )
     return _chosen(parts, ids_TK.clamp(min=0)) * (ids_TK >= 0)
 
 
 def _drawn(parts: Sequence[Tensor], count: int, request: SampleRequest) -> Likeliest:
-    """Tokens drawn at each place of a prompt, at the request's temperature."""
-    generator = torch.Generator().manual_seed(derive_seed(request.seed, "alternatives"))
-    temperature = request.options.temperature
+    """Alternatives drawn at each position of a prompt, at the request's temperature."""
+    generator = torch.Generator().manual_seed(derive_seed(request.generation.seed, "alternatives"))
+    temperature = request.generation.temperature
     ids = []
     for part in parts:
         if temperature == 0:

@@ -1,4 +1,4 @@
-"""Keys and values of a running batch: a prompt's while it is read, and a row's while it speaks.
+"""Keys and values of a running batch: of prompts while they are prefilled, and of answers.
 
 Shape suffixes: `Y` layer, `R` row, `N` token, `K` key-value head, `H` query head, `D` head
 dimension, `L` key position.
@@ -15,13 +15,13 @@ from torch import Tensor
 from nip_astra.language_models.tree_engine.attention import SharedKeys, cascade_attention
 
 STEP_POSITIONS = 64
-"""Rows grow by so many positions at a time: each growth copies all of them."""
+"""Positions by which rows grow at a time; each growth copies all of them."""
 MAX_IDLE_BYTES = 64 << 20
-"""Most memory for keys that is held while no row speaks."""
+"""Most memory for keys held without a row."""
 
 
-class ReadPrompt:
-    """The tokens of a prompt and their keys and values, as far as they have been read.
+class PrefilledPrompt:
+    """A prompt with the keys and values of the tokens read so far.
 
     Attributes
     ----------
@@ -48,36 +48,36 @@ class ReadPrompt:
         self.keys = torch.zeros(layers, heads, dim, len(ids), dtype=dtype, device=device)
         self.values = torch.zeros(layers, heads, len(ids), dim, dtype=dtype, device=device)
 
-    def take(self, other: ReadPrompt, length: int) -> None:
-        """Begin with the first positions of another prompt, which has the same tokens there."""
+    def take(self, other: PrefilledPrompt, length: int) -> None:
+        """Copy the first positions of another prompt, which has the same tokens there."""
         self.keys[..., :length] = other.keys[..., :length]
         self.values[:, :, :length] = other.values[:, :, :length]
         self.num_read = length
 
     def num_shared(self, ids: Sequence[int]) -> int:
-        """How many tokens at the beginning are the same as of other ids."""
+        """Length of the common beginning with other ids."""
         stop = min(len(self.ids), len(ids))
         if self.ids[:stop] == tuple(ids[:stop]):
             return stop
         return next(i for i in range(stop) if self.ids[i] != ids[i])
 
 
-class ReadingAttention:
-    """Attention of the next tokens of several prompts, each to its own beginning and itself.
+class PrefillAttention:
+    """Attention of the next tokens of several prompts, each to its own prompt.
 
     Parameters
     ----------
-    parts : Sequence[tuple[ReadPrompt, int]]
-        The prompts, in the order of the tokens, and how many tokens of each follow.
+    parts : Sequence[tuple[PrefilledPrompt, int]]
+        The prompts in the order of the tokens, and the number of tokens of each.
     """
 
-    def __init__(self, parts: Sequence[tuple[ReadPrompt, int]]) -> None:
+    def __init__(self, parts: Sequence[tuple[PrefilledPrompt, int]]) -> None:
         self.parts = parts
         self.lengths = [length for _, length in parts]
         self.masks = [self._mask(prompt, length) for prompt, length in parts]
 
     @staticmethod
-    def _mask(prompt: ReadPrompt, length: int) -> Tensor | None:
+    def _mask(prompt: PrefilledPrompt, length: int) -> Tensor | None:
         if prompt.num_read == 0:
             return None
         stop = prompt.num_read + length
@@ -111,7 +111,7 @@ class ReadingAttention:
         return torch.cat(rows)
 
 
-class Slots:
+class KVCache:
     """Keys and values of the rows that speak; row r is the r-th of the batch.
 
     Parameters
@@ -130,7 +130,7 @@ class Slots:
     def _new(self, num_rows: int, num_positions: int) -> tuple[Tensor, Tensor]:
         layers, heads, dim = self.shape
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        # Zeros, because what was never written is multiplied by a weight of 0.
+        # Zeros, because unwritten positions are multiplied by a weight of 0.
         return (
             like.new_zeros(layers, num_rows, heads, dim, num_positions),
             like.new_zeros(layers, num_rows, heads, num_positions, dim),
@@ -142,10 +142,10 @@ class Slots:
         return len(self.lengths)
 
     def reserve(self, num_rows: int, num_positions: int) -> None:
-        """Make room for so many more rows, of at most so many positions, at once."""
+        """Make room for more rows, of at most `num_positions` positions."""
         self._reserve(self.num_rows + num_rows, num_positions)
 
-    def add(self, prompt: ReadPrompt, count: int) -> None:
+    def add(self, prompt: PrefilledPrompt, count: int) -> None:
         """Append rows that all continue a prompt."""
         length, first = prompt.num_read, self.num_rows
         self._reserve(first + count, length + 1)
@@ -154,7 +154,7 @@ class Slots:
         self.lengths += [length] * count
 
     def keep(self, are_kept: Sequence[bool]) -> list[int]:
-        """Drop rows, and give what the others were: the last ones take the places of the dropped.
+        """Drop rows, moving the last ones into their places; give the old indices of the rest.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class Slots:
         return order
 
     def repair(self) -> None:
-        """Forget keys that are no numbers: also what no row sees is multiplied, by zero."""
+        """Zero NaN keys and values: masked positions are multiplied too, by zero."""
         self._keys.nan_to_num_(0.0, 0.0, 0.0)
         self._values.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -196,23 +196,23 @@ class Slots:
         values[:, :used, :, :had_positions] = self._values[:, :used]
         self._keys, self._values = keys, values
 
-    def advance(self) -> SpeakingAttention:
+    def advance(self) -> DecodeAttention:
         """Make room for one more token of every row."""
         self._reserve(self.num_rows, max(self.lengths) + 1)
-        attention = SpeakingAttention(self._keys, self._values, self.lengths)
+        attention = DecodeAttention(self._keys, self._values, self.lengths)
         self.lengths = [length + 1 for length in self.lengths]
         return attention
 
 
-class SpeakingAttention:
-    """Attention of one new token of every row to what its row holds and to itself.
+class DecodeAttention:
+    """Attention of one new token of every row to its row.
 
     Parameters
     ----------
     keys, values : Tensor
         `[Y, R or more, K, D, L]` and `[Y, R or more, K, L, D]`.
     lengths : Sequence[int]
-        Positions of each row that are filled; the new token comes after them.
+        Filled positions of each row; the new token comes after them.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
@@ -232,10 +232,10 @@ class SpeakingAttention:
         """The attended values `[R, H * D]`; the queries carry the scale."""
         self.keys[layer][self.rows, :, :, self.positions] = keys_RKD
         self.values[layer][self.rows, :, self.positions] = values_RKD
-        everyone = slice(0, self.num_rows)
+        rows = slice(0, self.num_rows)
         own = SharedKeys(
-            self.keys[layer, everyone, :, :, : self.stop],
-            self.values[layer, everyone, :, : self.stop],
+            self.keys[layer, rows, :, :, : self.stop],
+            self.values[layer, rows, :, : self.stop],
             self.bias,
         )
         grouped = queries_RHD.view(self.num_rows, 1, keys_RKD.shape[1], -1, keys_RKD.shape[2])

@@ -12,7 +12,6 @@ import pytest
 from nip_astra import progress
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatFailure,
@@ -22,13 +21,14 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    LimitParameters,
+    PriceParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
-from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
-from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel, open_chat_model
-from nip_astra.language_models.services.usage import Budget, RequestLedger
+from nip_astra.language_models.services.retrying import RetryingChatModel, open_chat_model
+from nip_astra.language_models.services.run_sync import complete_all
+from nip_astra.language_models.services.usage import Budget, ResponseCache, UsageLog
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
 from tests.scorers.chat_stub import Reply, chat_stub
@@ -88,13 +88,13 @@ def patient(
     *,
     limits: dict[str, Any] | None = None,
     **more: Any,
-) -> PatientChatModel:
+) -> RetryingChatModel:
     clock = clock or Clock()
-    return PatientChatModel(
+    return RetryingChatModel(
         model,
         LimitParameters(**(limits or {})),
         clock=clock,
-        pause=clock.pause,
+        sleep=clock.pause,
         jitter=lambda: 0.0,
         **more,
     )
@@ -259,15 +259,15 @@ def test_tokens_are_spread_and_counted_as_they_were_taken() -> None:
 def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     inner = Model(lambda number: "x")
-    model = patient(inner, ledger=RequestLedger.of(path), budget=Budget(max_requests=3))
+    model = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=3))
     with pytest.raises(BudgetExhaustedError) as caught:
         ask(model, *[saying(str(n)) for n in range(9)])
     assert len(inner.requests) == 3
     text = str(caught.value)
-    assert "beyond the setting max_service_requests=3; so far 3 requests with 45 tokens" in text
+    assert "max_service_requests=3, after 3 requests, 45 tokens" in text
     assert "nip-astra resume RUN --settings max_service_requests=<more>" in text
     del model
-    more = patient(inner, ledger=RequestLedger.of(path), budget=Budget(max_requests=4))
+    more = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=4))
     assert more.use.num_requests == 3
     ask(more, saying("a"))
     with pytest.raises(BudgetExhaustedError):
@@ -280,7 +280,7 @@ def test_a_budget_of_tokens_is_not_passed_by_many_at_once_nor_left_unused() -> N
     model = patient(inner, budget=Budget(max_tokens=100))
     with pytest.raises(BudgetExhaustedError, match="max_service_tokens=100"):
         ask(model, *[saying("x", max_tokens=50) for _ in range(9)])
-    assert (model.ledger.spent.tokens, inner.most_under_way) == (60, 1)
+    assert (model.usage_log.spent.tokens, inner.most_under_way) == (60, 1)
 
 
 def test_a_budget_of_money_needs_prices() -> None:
@@ -290,14 +290,14 @@ def test_a_budget_of_money_needs_prices() -> None:
     with pytest.raises(BudgetExhaustedError, match="max_service_cost=5"):
         ask(model, *[saying("x" * 24, max_tokens=5) for _ in range(9)])
     assert model.use.cost == pytest.approx(4.0)
-    with pytest.raises(ConfigurationError, match="nothing says what 'stand-in' costs"):
+    with pytest.raises(ConfigurationError, match="needs prices of 'stand-in'"):
         patient(inner, budget=Budget(max_cost=5.0))
 
 
 def test_models_of_a_run_share_its_budget() -> None:
-    ledger = RequestLedger()
+    ledger = UsageLog()
     one, two = (
-        patient(Model(lambda n: "x"), label=label, ledger=ledger, budget=Budget(max_requests=2))
+        patient(Model(lambda n: "x"), label=label, usage_log=ledger, budget=Budget(max_requests=2))
         for label in ("target", "judge")
     )
     ask(one, saying("a"))
@@ -313,8 +313,8 @@ def test_models_of_a_run_share_its_budget() -> None:
 def test_an_answer_is_paid_for_once_whatever_comes_between(tmp_path: Path) -> None:
     inner = Model(lambda number: f"answer {number}")
     request = saying("hi", seed=1)
-    (first,) = ask(patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite")), request)
-    model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+    (first,) = ask(patient(inner, cache=ResponseCache(tmp_path / "a.sqlite")), request)
+    model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
     (again,) = ask(model, request)
     assert (texts(again), again.is_cached, again.usage) == (texts(first), True, (0, 0))
     assert (first.is_cached, model.use.num_remembered, len(inner.requests)) == (False, 1, 1)
@@ -322,7 +322,7 @@ def test_an_answer_is_paid_for_once_whatever_comes_between(tmp_path: Path) -> No
 
 def test_every_part_of_a_request_tells_answers_apart(tmp_path: Path) -> None:
     inner = Model(lambda number: str(number))
-    model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+    model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
     changes: list[dict[str, Any]] = [
         *({}, {"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"max_tokens": 7}),
         *({"stop": ("a",)}, {"first_sample": 1}, {"needs_logprobs": True}),
@@ -339,7 +339,7 @@ def test_every_part_of_a_request_tells_answers_apart(tmp_path: Path) -> None:
 
 
 def test_samples_are_remembered_one_by_one(tmp_path: Path) -> None:
-    model = patient(Model(lambda number: str(number)), memory=AnswerMemory(tmp_path / "a.sqlite"))
+    model = patient(Model(lambda number: str(number)), cache=ResponseCache(tmp_path / "a.sqlite"))
     model.model.samples_at_once = 1
     assert texts(ask(model, saying("hi", num_samples=2))[0]) == ["0", "1"]
     assert texts(ask(model, saying("hi", num_samples=3))[0]) == ["0", "1", "2"]
@@ -349,35 +349,35 @@ def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path
     whole = ChatAnswer("a \ud800", FinishReason.CONTENT_FILTER, "no", (-0.5, -1.25))
     inner = Model([failing(FailureReason.REFUSED), whole])
     for expected in (failing(FailureReason.REFUSED), whole, whole):
-        model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+        model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
         assert ask(model, saying("hi"))[0].samples == (expected,)
     assert len(inner.requests) == 2
 
 
 def test_a_damaged_file_is_told_and_not_used(tmp_path: Path) -> None:
     (tmp_path / "a.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(RunDirectoryError, match=r"kept in .*a.sqlite, but: file is not a database"):
-        AnswerMemory(tmp_path / "a.sqlite")
+    with pytest.raises(RunDirectoryError, match=r"a.sqlite: file is not a database"):
+        ResponseCache(tmp_path / "a.sqlite")
 
 
 @pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
 def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what: str) -> None:
     path, budget = tmp_path / "ledger.sqlite", Budget(max_requests=40, max_tokens=10**6)
-    model = patient(Model(lambda _: "x"), ledger=RequestLedger(path), budget=budget)
+    model = patient(Model(lambda _: "x"), usage_log=UsageLog(path), budget=budget)
     ask(model, *[saying(str(number)) for number in range(39)])
-    model.ledger._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    model.ledger._database.close()
+    model.usage_log._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    model.usage_log._database.close()
     if what == "removed":
         path.unlink()
     else:
         content = path.read_bytes()
         wrong = {"emptied": b"", "damaged": b"no database" * 99, "cut": content[:-4096]}
         path.write_bytes(wrong[what])
-    again = RequestLedger(path)
+    again = UsageLog(path)
     assert again.spent == (39, 39 * 15, 0.0)
-    last = patient(Model(lambda _: "x"), ledger=again, budget=budget)
+    last = patient(Model(lambda _: "x"), usage_log=again, budget=budget)
     ask(last, saying("one more"))
-    assert RequestLedger(path).spent.requests == 40
+    assert UsageLog(path).spent.requests == 40
     with pytest.raises(BudgetExhaustedError):
         ask(last, saying("too much"))
 
@@ -386,7 +386,7 @@ def test_what_was_spent_cannot_be_unknown(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"no database" * 99)
     with pytest.raises(RunDirectoryError, match=r"ledger\.sqlite"):
-        RequestLedger(path)
+        UsageLog(path)
 
 
 # ---- counts and opening
@@ -409,21 +409,21 @@ def test_what_is_opened_for_a_run_keeps_its_files_there(tmp_path: Path) -> None:
     settings = ExperimentSettings(run_directory=directory, max_service_requests=1)
     parameters = ScriptedChatModel.Parameters(answers=["x"])
     model = open_chat_model(parameters, settings, label="target")
-    assert texts(ask_all(model, [saying("hi")])[0]) == ["x"]
+    assert texts(complete_all(model, [saying("hi")])[0]) == ["x"]
     again = open_chat_model(parameters, settings, label="target")
-    assert ask_all(again, [saying("hi")])[0].is_cached
+    assert complete_all(again, [saying("hi")])[0].is_cached
     with pytest.raises(BudgetExhaustedError):
-        ask_all(again, [saying("more")])
+        complete_all(again, [saying("more")])
     names = {path.name for path in directory.path.glob("*.sqlite")}
     assert names == {"service_requests.sqlite", "service_answers.sqlite"}
     elsewhere = ExperimentSettings(service_cache=str(tmp_path / "shared.sqlite"))
-    ask_all(open_chat_model(parameters, elsewhere), [saying("hi")])
-    assert ask_all(open_chat_model(parameters, elsewhere), [saying("hi")])[0].is_cached
+    complete_all(open_chat_model(parameters, elsewhere), [saying("hi")])
+    assert complete_all(open_chat_model(parameters, elsewhere), [saying("hi")])[0].is_cached
 
 
 def test_without_a_run_nothing_is_remembered() -> None:
     model = open_chat_model(ScriptedChatModel.Parameters())
-    assert not any(ask_all(model, [saying("hi")])[0].is_cached for _ in range(2))
+    assert not any(complete_all(model, [saying("hi")])[0].is_cached for _ in range(2))
 
 
 # ---- the whole way to a faulty service
@@ -443,8 +443,8 @@ def test_a_run_of_faults_is_survived_and_paid_for_once(tmp_path: Path) -> None:
     clock = Clock()
     with chat_stub(replies) as stub:
         inner = OpenAIChatModel(OpenAIChatModel.Parameters(base_url=stub.base_url, model="m"))
-        memory = AnswerMemory(tmp_path / "a.sqlite")
-        model = patient(inner, clock, limits={"num_retries": 6}, memory=memory)
+        memory = ResponseCache(tmp_path / "a.sqlite")
+        model = patient(inner, clock, limits={"num_retries": 6}, cache=memory)
         assert texts(ask(model, saying("hi"))[0]) == ["there"]
         assert ask(model, saying("hi"))[0].is_cached
         assert len(stub.requests) == len(replies)

@@ -1,4 +1,4 @@
-"""Patience, measure and memory around a chat model."""
+"""Retries, rate limits, a budget and stored responses around a chat model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,51 +24,88 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
+    LimitParameters,
+    PriceParameters,
+    estimate_usage,
 )
-from nip_astra.language_models.services.limits import LimitParameters, Pace, PriceParameters
-from nip_astra.language_models.services.memory import AnswerMemory, key_of
 from nip_astra.language_models.services.registry import CHAT_MODELS
-from nip_astra.language_models.services.texts import guess_usage
+from nip_astra.language_models.services.run_sync import gather_all
 from nip_astra.language_models.services.usage import (
     Budget,
-    RequestLedger,
     RequestRecord,
+    ResponseCache,
     ServiceUse,
-    Spent,
+    Usage,
+    UsageLog,
+    key_of,
 )
 from nip_astra.progress import waiting_for
 from nip_astra.utils.devices import resolve_device
 
-T = TypeVar("T")
-
 SECONDS_OF_AN_ANSWER = 10.0
-"""An attempt that takes longer is shown on the progress bar."""
+"""Longer attempts are shown on the progress bar."""
 ANSWER_TOKENS = 1024
-"""Tokens set aside for an answer whose length is left to the service."""
-LEDGER_FILE = "service_requests.sqlite"
-MEMORY_FILE = "service_answers.sqlite"
+"""Tokens reserved for an answer without `max_tokens`."""
+USAGE_FILE = "service_requests.sqlite"
+CACHE_FILE = "service_answers.sqlite"
 
 
-class PatientChatModel(ChatModel):
-    """A chat model that is asked in measure, again where that may help, and never twice.
+class RateLimiter:
+    """Spreads attempts evenly over time."""
+
+    def __init__(
+        self,
+        limits: LimitParameters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.clock = clock
+        self.sleep = sleep
+        self._seconds_a_request = 60.0 / (limits.requests_per_minute or float("inf"))
+        self._seconds_a_token = 60.0 / (limits.tokens_per_minute or float("inf"))
+        self._next_by_requests = self._next_by_tokens = self._not_before = float("-inf")
+
+    async def acquire(self, num_tokens: int) -> None:
+        """Wait until an attempt of about `num_tokens` tokens may start."""
+        now = self.clock()
+        start = max(now, self._next_by_requests, self._next_by_tokens, self._not_before)
+        self._next_by_requests = start + self._seconds_a_request
+        self._next_by_tokens = start + num_tokens * self._seconds_a_token
+        while start > now:
+            await self.sleep(start - now)
+            # The service may have requested a pause meanwhile.
+            now, start = max(start, self.clock()), max(start, self._not_before)
+
+    def correct(self, planned: int, taken: int) -> None:
+        """Replace the planned tokens of an attempt by those it took."""
+        self._next_by_tokens += (taken - planned) * self._seconds_a_token
+
+    def pause(self, seconds: float) -> None:
+        """Start no attempt for some time."""
+        self._not_before = max(self._not_before, self.clock() + seconds)
+
+
+class RetryingChatModel(ChatModel):
+    """A chat model with retries, rate limits, a budget and a cache of responses.
 
     Parameters
     ----------
     label : str
-        Who it is in the run, for the ledger: "target", "judge".
-    memory : AnswerMemory, optional
-        Without one, nothing is remembered.
-    remembers_run_alone : bool
-        Whether all that the memory holds was paid for by this run.
+        Its role in the run: "target", "judge".
+    cache : ResponseCache, optional
+        Without one, no response is stored.
+    is_cache_of_run : bool
+        Whether this run paid for everything in the cache.
     budget : Budget
-        Of the whole ledger, which several models may share.
-    clock, pause, jitter : Callable
-        Tell the time and wait, in seconds, and draw a number in [0, 1).
+        Of the whole usage log, which several models may share.
+    clock, sleep, jitter : Callable
+        Time and waiting, in seconds, and random numbers in [0, 1).
 
     Attributes
     ----------
     last_failure : str
-        Why the last request that failed did so; empty if none has.
+        Message of the last failed request; empty without one.
     """
 
     def __init__(
@@ -78,65 +115,64 @@ class PatientChatModel(ChatModel):
         *,
         label: str = "chat",
         prices: PriceParameters | None = None,
-        ledger: RequestLedger | None = None,
+        usage_log: UsageLog | None = None,
         budget: Budget = Budget(),  # noqa: B008 - frozen
-        memory: AnswerMemory | None = None,
-        remembers_run_alone: bool = False,
+        cache: ResponseCache | None = None,
+        is_cache_of_run: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] | None = None,
     ) -> None:
         if budget.max_cost is not None and prices is None:
             raise ConfigurationError(
-                f"the setting max_service_cost is {budget.max_cost:g}, but nothing says what "
-                f"{model.name!r} costs. Give the {label}'s chat model prices, for instance "
-                "prices: {prompt: 0.15, completion: 0.6} for a million tokens each."
+                f"max_service_cost={budget.max_cost:g} needs prices of {model.name!r}. Set "
+                f"prices of the {label}: {{prompt: 0.15, completion: 0.6}}, per million tokens."
             )
         self.model = model
         self.name, self.place = model.name, model.place
         self.limits = limits
         self.label = self.account = label
         self.prices = prices
-        self.ledger = ledger or RequestLedger()
+        self.usage_log = usage_log or UsageLog()
         self.budget = budget
-        self.memory = memory if model.can_be_remembered else None
-        self._remembers_run_alone = remembers_run_alone
-        self._pace = Pace(limits, clock=clock, pause=pause)
-        # Only when an attempt begins depends on it, and nothing that is said.
+        self.cache = cache if model.can_be_remembered else None
+        self._remembers_run_alone = is_cache_of_run
+        self._limiter = RateLimiter(limits, clock=clock, sleep=sleep)
+        # It changes when an attempt starts, and no answer.
         self._jitter = jitter or random.random
-        self._places: asyncio.Semaphore | None = None
+        self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._num_asking = 0
+        self._num_open = 0
         self.last_failure = ""
         self._end: Exception | None = None
 
     @classmethod
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
-    ) -> PatientChatModel:
+    ) -> RetryingChatModel:
         model = _load(parameters, scenario_dir, device)
         return cls(model, parameters.limits, prices=parameters.prices)
 
     @property
     def use(self) -> ServiceUse:
-        """What was asked of the model so far, earlier parts of the run included."""
-        return self.ledger.use(self.account, self.name)
+        """Usage of the model so far, including the run before it was resumed."""
+        return self.usage_log.use(self.account, self.name)
 
-    def most_of(self, request: ChatRequest) -> Spent:
-        """The most that one attempt may take, about."""
-        read = guess_usage(request.messages, ()).prompt_tokens
+    def max_usage(self, request: ChatRequest) -> Usage:
+        """Estimated upper bound of the usage of one attempt."""
+        read = estimate_usage(request.messages, ()).prompt_tokens
         said = (request.max_tokens or ANSWER_TOKENS) * request.num_samples
         cost = self.prices.cost(ChatUsage(read, said)) if self.prices else 0.0
-        return Spent(1, read + said, cost)
+        return Usage(1, read + said, cost)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        self._num_asking += 1
+        self._num_open += 1
         try:
             parts = request.parts(self.model.samples_at_once)
             outcomes = await gather_all(map(self._answer_part, parts))
         finally:
-            self._num_asking -= 1
-            if not self._num_asking:
+            self._num_open -= 1
+            if not self._num_open:
                 self._end = None
         return ChatOutcome(
             tuple(sample for outcome in outcomes for sample in outcome.samples),
@@ -150,24 +186,24 @@ class PatientChatModel(ChatModel):
         await self.model.close()
 
     async def _answer_part(self, request: ChatRequest) -> ChatOutcome:
-        """Remember what can be remembered, and ask for the rest."""
-        if self.memory is None:
-            return await self._ask_patiently(request)
+        """Take responses from the cache if it has all of them; else request and store them."""
+        if self.cache is None:
+            return await self._request_with_retries(request)
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
-        known = self.memory.recall(keys)
+        known = self.cache.get(keys)
         if all(answer is not None for answer in known):
-            self.ledger.note_remembered(self.account, len(known))
+            self.usage_log.count_cached(self.account, len(known))
             answers = tuple(answer for answer in known if answer is not None)
-            before = self.memory.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
+            before = self.cache.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
             return ChatOutcome(answers, is_cached=True, usage_before=before)
-        outcome = await self._ask_patiently(request)
+        outcome = await self._request_with_retries(request)
         pairs = zip(keys, outcome.samples, strict=True)
         answered = {key: one for key, one in pairs if isinstance(one, ChatAnswer)}
-        self.memory.remember(answered, outcome.usage)
+        self.cache.put(answered, outcome.usage)
         samples = zip(known, outcome.samples, strict=True)
         return replace(outcome, samples=tuple(old or new for old, new in samples))
 
-    async def _ask_patiently(self, request: ChatRequest) -> ChatOutcome:
+    async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
         samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
         usage, is_estimated = NOTHING_USED, False
         spent, attempt = 0.0, 0
@@ -187,21 +223,21 @@ class PatientChatModel(ChatModel):
             if pause > 0:
                 last = f"{failures[0].reason}, {failures[0].message}"
                 with waiting_for(f"{self.label}: {last}; next attempt in {pause:.0f} s"):
-                    await self._pace.pause(pause)
+                    await self._limiter.sleep(pause)
                 spent += pause
-        told = [
-            self._completed(one, attempt) if isinstance(one, ChatFailure) else one
+        final = [
+            self._with_attempts(one, attempt) if isinstance(one, ChatFailure) else one
             for one in samples
             if one is not None
         ]
-        return ChatOutcome(tuple(told), usage, is_usage_estimated=is_estimated)
+        return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
 
-    def _completed(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
-        """The failure of a request, with what became of its attempts."""
+    def _with_attempts(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
+        """The failure, with its number of attempts in the message."""
         message = failure.message
         if failure.retry_after > self.limits.max_retry_after:
             message += (
-                f"; it asks for a pause of {failure.retry_after:g} s, more than max_retry_after "
+                f"; Retry-After of {failure.retry_after:g} s is more than max_retry_after "
                 f"({self.limits.max_retry_after:g})"
             )
         if num_attempts > 1:
@@ -212,56 +248,56 @@ class PatientChatModel(ChatModel):
     def _pause_before(
         self, attempt: int, failures: Sequence[ChatFailure], spent: float
     ) -> float | None:
-        """Seconds before the next attempt; None if there is to be none."""
+        """Seconds before the next attempt; None for no further attempt."""
         passing = [failure for failure in failures if failure.reason.may_pass]
         if not passing:
             return None
-        asked = max(failure.retry_after for failure in passing)
+        requested = max(failure.retry_after for failure in passing)
         pause = self.limits.pause_before(
-            attempt, retry_after=asked, spent=spent, jitter=self._jitter
+            attempt, retry_after=requested, spent=spent, jitter=self._jitter
         )
         if pause is None:
             return None
         if any(failure.reason is FailureReason.RATE_LIMITED for failure in passing):
-            # The limit is the account's: nobody else would fare better meanwhile.
-            self._pace.hold(asked)
-        # Another sample may be well-formed at once.
+            # The limit is the account's, so it holds for every request.
+            self._limiter.pause(requested)
+        # A malformed answer needs no pause.
         return 0.0 if all(one.reason is FailureReason.MALFORMED for one in passing) else pause
 
     async def _attempt(
         self, request: ChatRequest, seconds_left: float
     ) -> tuple[ChatOutcome, float]:
-        """Ask once, when it is this request's turn, and measure the seconds that it takes."""
-        most = self.most_of(request)
-        async with self._free_places():
+        """Make one attempt, within the limits, and measure its seconds."""
+        most = self.max_usage(request)
+        async with self._free_slots():
             self._raise_if_ended()
-            await self._pace.take_turn(most.tokens)
+            await self._limiter.acquire(most.tokens)
             self._raise_if_ended()
             record: RequestRecord | None = None
             try:
-                await self.ledger.reserve(most, self.budget)
+                await self.usage_log.reserve(most, self.budget)
             except BudgetExhaustedError as error:
                 self._end = error
                 raise
-            started = self._pace.clock()
+            started = self._limiter.clock()
             try:
-                outcome = await self._ask_in_time(request, seconds_left)
-                seconds = self._pace.clock() - started
+                outcome = await self._request_in_time(request, seconds_left)
+                seconds = self._limiter.clock() - started
                 record = self._record(outcome, seconds)
             except (ConfigurationError, BudgetExhaustedError) as error:
                 self._end = error
                 raise
             finally:
-                self.ledger.release(most, record)
-            self._pace.correct(most.tokens, sum(outcome.usage))
+                self.usage_log.release(most, record)
+            self._limiter.correct(most.tokens, sum(outcome.usage))
             return outcome, seconds
 
     def _raise_if_ended(self) -> None:
-        """Raise what ended a request of those who ask together: the others would fare alike."""
+        """Raise the error that ended a concurrent request: the others would fail alike."""
         if self._end is not None:
             raise self._end
 
-    async def _ask_in_time(self, request: ChatRequest, seconds_left: float) -> ChatOutcome:
+    async def _request_in_time(self, request: ChatRequest, seconds_left: float) -> ChatOutcome:
         limit = min(self.limits.attempt_timeout, seconds_left)
         what = f"{self.label}: no answer for {SECONDS_OF_AN_ANSWER:.0f} s, at most {limit:.0f} s"
         try:
@@ -270,18 +306,18 @@ class PatientChatModel(ChatModel):
                     return await self.model.answer(request)
         except TimeoutError:
             failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:.3g} s")
-            # What was read has to be paid for, whatever became of the answer.
+            # The prompt has to be paid for even without an answer.
             return ChatOutcome(
                 (failure,) * request.num_samples,
-                guess_usage(request.messages, ()),
+                estimate_usage(request.messages, ()),
                 is_usage_estimated=True,
             )
 
-    def _free_places(self) -> asyncio.Semaphore:
+    def _free_slots(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
-        if self._places is None or self._loop is not loop:
-            self._places, self._loop = asyncio.Semaphore(self.limits.concurrency), loop
-        return self._places
+        if self._slots is None or self._loop is not loop:
+            self._slots, self._loop = asyncio.Semaphore(self.limits.concurrency), loop
+        return self._slots
 
     def _record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
         failures = [one for one in outcome.samples if isinstance(one, ChatFailure)]
@@ -308,86 +344,74 @@ def open_chat_model(
     *,
     scenario_dir: Path | None = None,
     label: str = "chat",
-) -> PatientChatModel:
-    """The chat model that parameters describe, with patience, limits, budget and memory around it.
+) -> RetryingChatModel:
+    """The chat model of some parameters, with retries, rate limits, a budget and a cache.
 
     Parameters
     ----------
     settings : ExperimentSettings, optional
-        Say the budget, and where answers are remembered: in `service_cache`, or in the run
-        directory; without either, nowhere.
+        Budget and place of the cache: `service_cache` or the run directory; no cache without them.
     label : str
-        Who it is in the run, for messages and counts: "target", "judge".
+        Its role in the run: "target", "judge".
 
     Raises
     ------
     ConfigurationError
-        When the parameters cannot be meant, or a budget of money has no prices.
+        If a parameter is invalid, or a budget of money has no prices.
     """
     settings = settings or ExperimentSettings()
     model = _load(parameters, scenario_dir, resolve_device(settings.device))
     model.num_threads = settings.num_threads
-    return make_patient(model, parameters.limits, parameters.prices, settings, label=label)
+    return with_retries(model, parameters.limits, parameters.prices, settings, label=label)
 
 
-def make_patient(
+def with_retries(
     model: ChatModel,
     limits: LimitParameters,
     prices: PriceParameters | None,
     settings: ExperimentSettings,
     *,
     label: str,
-) -> PatientChatModel:
-    """Put patience, limits, budget and memory around a model; see `open_chat_model`."""
+) -> RetryingChatModel:
+    """Add retries, rate limits, budget and cache to a model; see `open_chat_model`."""
     run = settings.run_directory
-    remembered = settings.service_cache
-    if remembered is not None:
-        memory_path: Path | None = Path(remembered).expanduser()
+    shared = settings.service_cache
+    if shared is not None:
+        cache_path: Path | None = Path(shared).expanduser()
     else:
-        memory_path = None if run is None else run.path / MEMORY_FILE
-    return PatientChatModel(
+        cache_path = None if run is None else run.path / CACHE_FILE
+    return RetryingChatModel(
         model,
         limits,
         label=label,
         prices=prices,
-        ledger=RequestLedger.of(None if run is None else run.path / LEDGER_FILE),
+        usage_log=UsageLog.of(None if run is None else run.path / USAGE_FILE),
         budget=Budget(
             settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost
         ),
-        memory=None if memory_path is None else AnswerMemory(memory_path),
-        remembers_run_alone=remembered is None,
+        cache=None if cache_path is None else ResponseCache(cache_path),
+        is_cache_of_run=shared is None,
     )
 
 
-def open_accounts(
-    services: Mapping[str, PatientChatModel], purpose: str = "", *, is_new: bool = False
+def resume_usage(
+    services: Mapping[str, RetryingChatModel], purpose: str = "", *, is_new: bool = False
 ) -> None:
-    """Count what each model takes under its name from now on.
+    """Count the usage of each model under its role and a purpose from now on.
 
     Parameters
     ----------
     services : Mapping
-        By who they are: "target", "judge".
+        Models by role: "target", "judge".
     purpose : str
-        What they are asked for, where a ledger serves several: "evaluation test".
+        For instance "evaluation test", if a usage log serves several.
     is_new : bool
-        Whether what was counted so before is of something else.
+        Whether to start at zero, leaving earlier usage to the budget only.
     """
     for name, model in services.items():
         model.account = f"{name}, {purpose}" if purpose else name
         if is_new:
-            model.ledger.set_aside(model.account)
-
-
-async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all tasks; where one fails, the others end first, then its error is raised."""
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    found: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found
+            model.usage_log.set_aside(model.account)
 
 
 def _load(

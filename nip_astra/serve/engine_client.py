@@ -1,4 +1,4 @@
-"""Ask engines from an event loop: answers come through queues, and who leaves is cancelled."""
+"""Requests to engines from an event loop; a client that leaves cancels its requests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.api_errors import failed, overloaded, wrong
 from nip_astra.serve.engine import Engine
-from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.generation_bodies import SamplingBody
+from nip_astra.serve.served_models import ServedModel
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.shelf import ServedModel
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Answer:
     progress: Progress
 
 
-class Asker:
-    """Hands requests to engines and their progress back to whoever waits in the event loop."""
+class EngineClient:
+    """Submits requests to engines, and returns their progress to the event loop."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
@@ -34,12 +34,12 @@ class Asker:
         self._inboxes: dict[int, asyncio.Queue[Progress]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _listen(self, told: Sequence[Progress]) -> None:
+    def _listen(self, progress: Sequence[Progress]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._dispatch, told)
+        self._loop.call_soon_threadsafe(self._dispatch, progress)
 
-    def _dispatch(self, told: Sequence[Progress]) -> None:
-        for progress in told:
+    def _dispatch(self, items: Sequence[Progress]) -> None:
+        for progress in items:
             inbox = self._inboxes.get(progress.request.number)
             if inbox is not None:
                 inbox.put_nowait(progress)
@@ -54,23 +54,22 @@ class Asker:
         max_tokens: int | None,
         end_ids: Sequence[int] | None = None,
     ) -> list[GenerationRequest]:
-        """The requests of a body, one a prompt.
+        """The requests of a body, one per prompt.
 
         Parameters
         ----------
         end_ids : Sequence[int], optional
-            Where given, tokens are told in place of text, and these end an answer too.
+            If given, answers are tokens instead of text, and these end an answer too.
 
         Raises
         ------
         ApiError
-            When they are more, or longer, than can be answered.
+            If they exceed a limit of the service.
         """
         if len(prompts) * body.n > self.settings.max_answers:
             raise wrong(
-                f"{len(prompts)} prompts with n = {body.n} ask for {len(prompts) * body.n} "
-                f"answers, and this service gives {self.settings.max_answers} a request. Ask for "
-                "fewer at once.",
+                f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
+                f"service allows {self.settings.max_answers} per request.",
                 "n",
                 "invalid_value",
             )
@@ -79,56 +78,56 @@ class Asker:
             "listener": self._listen,
             "num_samples": body.n,
             "temperature": body.temperature,
-            # No nucleus is smaller than its first token.
+            # A nucleus holds at least one token.
             "top_p": max(body.top_p, 1e-9),
             "stop": body.stops,
             "num_top": num_top,
             "is_streamed": body.stream,
             "end_ids": tuple(end_ids or ()),
-            "tells_ids": end_ids is not None,
+            "returns_token_ids": end_ids is not None,
             "adapter": served.adapter,
         }
         return [
             GenerationRequest(
                 prompt=tuple(prompt),
                 max_tokens=self._room(served.engine, len(prompt), max_tokens),
-                # Prompts of one request have draws of their own.
+                # Prompts of one request have independent draws.
                 seed=seed + place,
                 **common,
             )
             for place, prompt in enumerate(prompts)
         ]
 
-    def _room(self, engine: Engine, num_tokens: int, asked: int | None) -> int:
+    def _room(self, engine: Engine, num_tokens: int, max_tokens: int | None) -> int:
         window, most = engine.context_window, self.settings.max_answer_tokens
-        if asked is not None and asked > most:
+        if max_tokens is not None and max_tokens > most:
             raise wrong(
-                f"an answer of up to {asked} tokens was asked for, and this service gives {most}. "
-                "Lower max_tokens, or start the service with a higher --max-answer-tokens.",
+                f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start "
+                "the service with a higher --max-answer-tokens.",
                 "max_tokens",
                 "invalid_value",
             )
         if num_tokens == 0:
-            raise wrong("the prompt has no tokens. Give one that has.", "prompt", "invalid_value")
+            raise wrong("the prompt has no tokens.", "prompt", "invalid_value")
         if num_tokens >= window:
             raise wrong(
-                f"the prompt has {num_tokens} tokens, but the model's window holds {window}, the "
-                "answer included. Shorten the prompt.",
+                f"the prompt has {num_tokens} tokens, but prompt and answer share a window of "
+                f"{window}. Shorten the prompt.",
                 "messages",
                 "context_length_exceeded",
             )
-        # max_tokens is a bound: an answer that fills the window ends there, for its length.
-        return min(asked or most, window - num_tokens)
+        # An answer that fills the window ends there, with finish reason "length".
+        return min(max_tokens or most, window - num_tokens)
 
     @contextmanager
-    def _asked(
+    def _submitted(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> Iterator[asyncio.Queue[Progress]]:
-        """A queue of the progress of requests, which end with the block."""
+        """A queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
-                f"{engine.num_waiting} requests wait already, and this service lets "
-                f"{self.settings.max_waiting} wait. Come again later.",
+                f"{engine.num_waiting} requests are waiting, and this service allows "
+                f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )
         self._loop = asyncio.get_running_loop()
@@ -147,24 +146,23 @@ class Asker:
         """All answers, ordered by request and sample."""
         places = {request.number: place for place, request in enumerate(requests)}
         count = requests[0].num_samples
-        found: dict[int, Answer] = {}
-        with self._asked(engine, requests) as inbox:
-            while len(found) < count * len(requests):
+        answers: dict[int, Answer] = {}
+        with self._submitted(engine, requests) as inbox:
+            while len(answers) < count * len(requests):
                 one = await inbox.get()
                 if one.finish_reason == "error":
-                    raise failed(f"the answer could not be given: {one.error}")
+                    raise failed(f"the answer failed: {one.error}")
                 if one.finish_reason is not None:
-                    found[places[one.request.number] * count + one.index] = Answer(one.text, one)
-        return [found[place] for place in sorted(found)]
+                    answers[places[one.request.number] * count + one.index] = Answer(one.text, one)
+        return [answers[place] for place in sorted(answers)]
 
     async def stream(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """Progress as it comes, each with the place of its answer among all."""
+        """Progress as it arrives, each with the index of its answer among all."""
         if self.num_streams >= self.settings.max_streams:
             raise overloaded(
-                f"{self.num_streams} streams are open, the most that this service has. Come again "
-                "later.",
+                f"{self.num_streams} streams are open, the limit of this service. Retry later.",
                 "too_many_streams",
             )
         places = {request.number: place for place, request in enumerate(requests)}
@@ -172,7 +170,7 @@ class Asker:
         num_open = count * len(requests)
         self.num_streams += 1
         try:
-            with self._asked(engine, requests) as inbox:
+            with self._submitted(engine, requests) as inbox:
                 while num_open:
                     one = await inbox.get()
                     num_open -= one.finish_reason is not None

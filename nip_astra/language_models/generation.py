@@ -1,6 +1,6 @@
-"""Turns token by token: draw, read what was drawn, until every row has ended.
+"""The decode loop of a level of a tree: draw a token per row, forward it, until all rows end.
 
-Shape suffixes: `R` row, `A` row that goes on, `T` token of a turn, `X` hidden unit, `K` key-value
+Shape suffixes: `R` row, `A` unfinished row, `T` token of a turn, `X` hidden unit, `K` key-value
 head, `D` head dimension.
 """
 
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.base import Draw, Generation, SamplingOptions, TokenCount
+from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS
+from nip_astra.language_models.tokens import Generation, TokenCount
 from nip_astra.language_models.tree_engine.attention import cascade_attention
 from nip_astra.language_models.tree_engine.decode_graphs import FixedDecoding, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
@@ -21,11 +22,11 @@ from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
 
 CHECK_PERIOD = 8
-"""Steps of fixed shape between looks whether all rows have ended: each look waits for the device,
-and each step after the last end is for nothing."""
+"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
+steps after the last end are wasted."""
 
 
-class Speaker:
+class DecodeLoop:
     """Samples the turns of a level of a tree.
 
     Parameters
@@ -35,7 +36,7 @@ class Speaker:
     end_ids : tuple[int, ...]
         Tokens that end a turn of this model.
     steps : FixedSteps or None
-        Fixed shapes to decode with; None lets rows leave the batch when they have ended.
+        Decodes with fixed shapes; if None, rows leave the batch when they end.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Speaker:
         self.steps = steps
         self.device = weights.embedding_VX.device
 
-    def speak(
+    def generate(
         self,
         tree: KeyValueTree,
         hidden_RX: Tensor,
@@ -64,7 +65,7 @@ class Speaker:
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        """Sample a turn of each row; new keys and values stand in the tree's top block.
+        """Sample a turn per row; new keys and values go into the tree's top block.
 
         Parameters
         ----------
@@ -79,13 +80,13 @@ class Speaker:
             # The last token of a turn is predicted and not read.
             fixed = self.steps.begin(self.weights, tree, lengths, options.max_new_tokens - 1)
         if fixed is None:
-            said = self._speak_shrinking(tree, hidden_RX, lengths, uniforms_RT, options)
+            sampled = self._generate_shrinking(tree, hidden_RX, lengths, uniforms_RT, options)
         else:
-            said = self._speak_fixed(fixed, hidden_RX, uniforms_RT, options)
-        ids_RT, mask_RT, logprobs_RT = (x.cpu() for x in said)
+            sampled = self._generate_fixed(fixed, hidden_RX, uniforms_RT, options)
+        ids_RT, mask_RT, logprobs_RT = (x.cpu() for x in sampled)
         return Generation(ids_RT, mask_RT, logprobs_RT)
 
-    def _speak_shrinking(
+    def _generate_shrinking(
         self,
         tree: KeyValueTree,
         hidden_RX: Tensor,
@@ -93,13 +94,13 @@ class Speaker:
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward a row no more when it has ended."""
+        """Drop rows from the batch when they end."""
         num_rows, width = len(hidden_RX), options.max_new_tokens
         ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
         rows_A = torch.arange(num_rows, device=self.device)
         positions_R = torch.tensor(lengths, device=self.device)
         end_ids = self._ends(options)
-        attend = _SpeakingAttention(tree, num_rows)
+        attend = _DecodeAttention(tree, num_rows)
         for step in range(width):
             tokens_A, chosen_A = self._draw_after(
                 hidden_RX, uniforms_RT[rows_A, step], step, options
@@ -107,11 +108,11 @@ class Speaker:
             ids_RT[rows_A, step] = tokens_A
             mask_RT[rows_A, step] = True
             logprobs_RT[rows_A, step] = chosen_A
-            goes_on_A = ~torch.isin(tokens_A, end_ids)
-            if step + 1 == width or not goes_on_A.any():
+            is_open_A = ~torch.isin(tokens_A, end_ids)
+            if step + 1 == width or not is_open_A.any():
                 break
-            if not goes_on_A.all():
-                rows_A, tokens_A = rows_A[goes_on_A], tokens_A[goes_on_A]
+            if not is_open_A.all():
+                rows_A, tokens_A = rows_A[is_open_A], tokens_A[is_open_A]
             attend.advance(rows_A)
             self.token_count.forwarded += len(tokens_A)
             hidden_RX = self.decoder.hidden(
@@ -123,26 +124,26 @@ class Speaker:
             )
         return ids_RT, mask_RT, logprobs_RT
 
-    def _speak_fixed(
+    def _generate_fixed(
         self,
         fixed: FixedDecoding,
         hidden_RX: Tensor,
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward all rows to the end, so that nothing but a look now and then waits."""
+        """Forward all rows to the end, checking for the end only now and then."""
         num_rows, width = len(hidden_RX), options.max_new_tokens
         ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
         end_ids = self._ends(options)
-        goes_on_R = torch.ones(num_rows, dtype=torch.bool, device=self.device)
+        is_open_R = torch.ones(num_rows, dtype=torch.bool, device=self.device)
         tokens_R, chosen_R = self._draw_after(hidden_RX, uniforms_RT[:, 0], 0, options)
         for step in range(width):
-            ids_RT[:, step] = tokens_R * goes_on_R
-            mask_RT[:, step] = goes_on_R
-            logprobs_RT[:, step] = torch.where(goes_on_R, chosen_R, 0.0)
-            goes_on_R = goes_on_R & ~torch.isin(tokens_R, end_ids)
-            is_look = (step + 1) % CHECK_PERIOD == 0
-            if step + 1 == width or (is_look and not goes_on_R.any()):
+            ids_RT[:, step] = tokens_R * is_open_R
+            mask_RT[:, step] = is_open_R
+            logprobs_RT[:, step] = torch.where(is_open_R, chosen_R, 0.0)
+            is_open_R = is_open_R & ~torch.isin(tokens_R, end_ids)
+            is_check = (step + 1) % CHECK_PERIOD == 0
+            if step + 1 == width or (is_check and not is_open_R.any()):
                 break
             self.token_count.forwarded += fixed.num_forwarded
             self.token_count.head_rows += fixed.num_forwarded
@@ -163,28 +164,28 @@ class Speaker:
     def _draw_after(
         self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row, for some rows at once where logits of all are many."""
+        """Draw a token per row, in chunks that bound the memory for logits."""
         self.token_count.head_rows += len(hidden_RX)
         size = max(1, 2 * MAX_LOGITS // len(self.weights.embedding_VX))
-        found = [
+        parts = [
             self.draw(self.weights.head(hidden).float(), uniforms, step, options)
             for hidden, uniforms in zip(
                 torch.split(hidden_RX, size), torch.split(uniforms_R, size), strict=True
             )
         ]
-        tokens, chosen = zip(*found, strict=True)
+        tokens, chosen = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(chosen)
 
 
-class _SpeakingAttention:
-    """Attention of one new token of each row that goes on."""
+class _DecodeAttention:
+    """Attention of one new token of each unfinished row."""
 
     def __init__(self, tree: KeyValueTree, num_rows: int) -> None:
         self.num_rows = num_rows
         self.block = tree.top
-        everyone = slice(0, num_rows)
+        all_rows = slice(0, num_rows)
         self.below = [
-            tree.read_below(layer, everyone, num_rows) for layer in range(len(self.block.keys))
+            tree.read_below(layer, all_rows, num_rows) for layer in range(len(self.block.keys))
         ]
         self.bias = None
         if self.block.bias_PL is not None:
@@ -204,9 +205,9 @@ class _SpeakingAttention:
         block.keys[layer, rows, :, :, end - 1] = keys
         block.values[layer, rows, :, end - 1] = values
         if self.rows_A is not None:
-            everyone = queries.new_zeros(self.num_rows, *queries.shape[1:])
-            everyone[self.rows_A] = queries
-            queries = everyone
+            all_rows = queries.new_zeros(self.num_rows, *queries.shape[1:])
+            all_rows[self.rows_A] = queries
+            queries = all_rows
         bias = None if self.bias is None else self.bias[..., :end]
         own = block.read(layer, slice(None), end, bias)
         grouped = queries.view(self.num_rows, 1, keys.shape[1], -1, keys.shape[2])

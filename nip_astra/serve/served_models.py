@@ -12,14 +12,20 @@ from typing import Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.language_models.pretrained import find_tokenizer, load_model
+from nip_astra.language_models.sources import computing_dtype, round_weights
+from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
+from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
+from nip_astra.language_models.tree_engine.weights import frozen_weights
+from nip_astra.parameters.content import find_scenario
 from nip_astra.serve.api_errors import not_found
-from nip_astra.serve.engine import Engine, EngineLimits
-from nip_astra.serve.loading import find_model, load_engine
-from nip_astra.serve.routed_weights import Adapter, read_adapter
+from nip_astra.serve.engine import Engine
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""What a model may be called; no path is a name."""
+"""Valid names of models."""
+_SCENARIO = "scenario://"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class ServedModel:
         }
 
 
-class Shelf:
+class ServedModels:
     """Loads models, each set of weights once."""
 
     def __init__(
@@ -133,3 +139,56 @@ class Shelf:
             engines, self._engines, self._models = list(self._engines.values()), {}, {}
         for engine in engines:
             engine.close()
+
+
+def load_engine(
+    path: str, *, device: torch.device, dtype: str = "float32", limits: EngineLimits
+) -> Engine:
+    """Load a model and start to serve it.
+
+    Parameters
+    ----------
+    path : str
+        Folder, hub id or `.gguf` file.
+
+    Raises
+    ------
+    ModelLoadError
+        When it cannot be loaded, or is not of the family that the engine computes.
+    """
+    module = load_model(path, None, None).to(device)
+    reason = why_unsupported(module)
+    if reason is not None:
+        raise ModelLoadError(
+            f"the model {path!r} was to be served, but {reason}. The service computes "
+            f"{', '.join(FAMILY)}; serve a model of these."
+        )
+    tokenizer = find_tokenizer(path, None, None)
+    precision = computing_dtype(module, dtype, device, trainable=False)
+    round_weights(module, precision)
+    decoder, num_parameters = Decoder(module), int(module.num_parameters())
+    return Engine(
+        decoder,
+        frozen_weights(module, precision, use_adapter=False, release=True),
+        tokenizer,
+        module.generation_config,
+        vocab_size=int(module.config.vocab_size),
+        context_window=int(getattr(module.config, "max_position_embeddings", 1 << 20)),
+        num_parameters=num_parameters,
+        limits=limits,
+    )
+
+
+def find_model(path: str) -> str:
+    """Where a model stands: a hub id as it is, or a path from the root of the file system.
+
+    Parameters
+    ----------
+    path : str
+        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
+        `scenario://name/folder` for a model that a scenario ships.
+    """
+    if path.startswith(_SCENARIO):
+        scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
+        path = str(find_scenario(scenario) / inside)
+    return str(Path(path).resolve()) if Path(path).exists() else path
