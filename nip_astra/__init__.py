@@ -62,7 +62,16 @@ if TYPE_CHECKING:
         register_chat_model as register_chat_model,
     )
     from nip_astra.language_models.services.retrying import open_chat_model as open_chat_model
+    from nip_astra.language_models.services.training import (
+        LocalTrainingService as LocalTrainingService,
+    )
     from nip_astra.language_models.services.training import TrainingService as TrainingService
+    from nip_astra.language_models.services.training import (
+        TrainingServiceRequest as TrainingServiceRequest,
+    )
+    from nip_astra.language_models.services.training import (
+        register_training_service as register_training_service,
+    )
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
@@ -363,6 +372,7 @@ _HOMES = {
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
     "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
+    "LocalTrainingService": "nip_astra.language_models.services.training",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
     "Message": "nip_astra.scorers.base",
@@ -443,6 +453,7 @@ _HOMES = {
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
     "TrainingService": "nip_astra.language_models.services.training",
+    "TrainingServiceRequest": "nip_astra.language_models.services.training",
     "Trajectory": "nip_astra.rollouts.trajectory",
     "TreeSampler": "nip_astra.samplers.trees",
     "Turn": "nip_astra.scenario_base.conversation.tokens",
@@ -516,6 +527,7 @@ _HOMES = {
     "register_task": "nip_astra.scenario_base.tasks.registry",
     "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
+    "register_training_service": "nip_astra.language_models.services.training",
     "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",

@@ -17,6 +17,11 @@ from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
+from nip_astra.language_models.services.training import (
+    TRAINING_SERVICES,
+    TrainingService,
+    register_training_service,
+)
 from nip_astra.message_regressors.base import MessageRegressor
 from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters import types
@@ -58,6 +63,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "pretrained_model": types.PretrainedModelType,
     "task": types.TaskType,
     "rollout_analyser": types.RolloutAnalyserType,
+    "training_service": types.TrainingServiceType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
@@ -71,6 +77,7 @@ BASES: dict[str, type] = {
     "pretrained_model": PretrainedModel,
     "task": Task,
     "rollout_analyser": RolloutAnalyser,
+    "training_service": TrainingService,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
@@ -84,6 +91,7 @@ DECORATORS: dict[str, Any] = {
     "pretrained_model": register_pretrained_model,
     "task": register_task,
     "rollout_analyser": register_rollout_analyser,
+    "training_service": register_training_service,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
@@ -97,6 +105,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "pretrained_model": PRETRAINED_MODELS,
     "task": TASKS,
     "rollout_analyser": ROLLOUT_ANALYSERS,
+    "training_service": TRAINING_SERVICES,
 }
 OF_EVALUATIONS = {"evaluation_family", "export_format", "metric"}
 """Have neither parameters nor an enum; see tests/evaluation/test_families.py."""
@@ -151,7 +160,11 @@ def test_every_member_resolves_to_a_documented_class(kind: str, name: str) -> No
     assert REGISTRIES[kind].origin(name) == "built-in"
 
 
-@pytest.mark.parametrize(("kind", "name"), MEMBERS)
+@pytest.mark.parametrize(
+    # Those of training services are one group, `train_service`.
+    ("kind", "name"),
+    [member for member in MEMBERS if member[0] != "training_service"],
+)
 def test_every_member_has_parameters_of_its_own(kind: str, name: str) -> None:
     parameters = REGISTRIES[kind].get(name).Parameters
     assert issubclass(parameters, SubParameters)

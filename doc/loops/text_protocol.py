@@ -27,7 +27,7 @@ from nip_astra.trainers.text.datapoints import train_episodes
 SEED = 0
 NUM_ROLLOUTS = 192  # per iteration
 REWARD_THRESHOLD = 0.9  # an agent learns from rollouts in which it earned at least this
-LR = 3 * 2e-4  # linear to 0 over the steps of an iteration
+LR = 2 * 2e-4  # linear to 0 over the steps of an iteration
 NUM_EPOCHS, MINIBATCH_SIZE = 2, 16
 MAX_GRAD_NORM = 1.0
 
@@ -85,7 +85,7 @@ def pad(sequences: list[list[int]], *, side: str = "right") -> tuple[Tensor, Ten
 
 def fine_tune(policy: na.LanguageModel, examples: list[Example], *, seed: int) -> None:
     """Epochs of minibatches with a new optimizer, as in a fine-tuning job."""
-    weights = list(policy.module.parameters())
+    weights = [weight for weight in policy.module.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     steps_per_epoch = -(-len(examples) // MINIBATCH_SIZE)
     for step in range(NUM_EPOCHS * steps_per_epoch):
@@ -120,8 +120,6 @@ def overrides(num_iterations: int) -> list[str]:
     return [
         f"seed={SEED}",
         f"text_rl.num_iterations={num_iterations}",
-        "text_rl.fine_tune_freeze_embeddings=false",
-        "text_rl.fine_tune_lr_schedule=linear",
     ]
 
 
@@ -134,6 +132,8 @@ def train(num_iterations: int) -> Iterator[dict[str, float]]:
     policy = group.model.model.language_model  # `model.model`: without retries and limits
     policy.trainable = True
     policy.module.requires_grad_(True)
+    for layer in (policy.module.get_input_embeddings(), policy.module.get_output_embeddings()):
+        layer.requires_grad_(False)  # otherwise words without examples are forgotten
     sampler = TextRolloutSampler(instance.game, instance.agents)
     for iteration in range(num_iterations):
         # 1. Play conversations. Equal keys give equal random numbers.

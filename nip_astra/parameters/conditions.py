@@ -45,6 +45,15 @@ def where(path: str, *values: str | bool | None) -> ReadWhere:
     return ReadWhere(path, lambda value: value in values, words)
 
 
+def where_not(path: str, *values: str) -> ReadWhere:
+    """Read where another parameter has none of these values."""
+    return ReadWhere(
+        path,
+        lambda value: value not in values,
+        f"is neither {' nor '.join(values)}" if len(values) > 1 else f"is not {values[0]}",
+    )
+
+
 def where_given(path: str) -> ReadWhere:
     """Read where another parameter is not null."""
     return ReadWhere(path, lambda value: value is not None, "is not null")

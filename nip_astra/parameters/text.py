@@ -48,7 +48,19 @@ class TextRlParameters(SubParameters):
     fine_tune_minibatch_size: int | None = Field(default=None, ge=1)
     """Examples of an optimizer step of a job; null leaves it to the service."""
     fine_tune_lr_multiplier: float | None = Field(default=None, gt=0)
-    """Multiple of the learning rate that the service takes by itself; null leaves it alone."""
+    """Multiple of the service's learning rate; null leaves it to the service."""
+    fine_tune_nll_weight: float | None = Field(default=None, ge=0, le=1000)
+    """Weight of the preferred answers' cross entropy in a DPO job; null leaves it to the service.
+    Larger keeps preferred answers likelier. Like the three fields below, it is an option of jobs in
+    this process and of `nip-astra serve`; other services refuse it."""
+    fine_tune_freeze_embeddings: bool | None = None
+    """Whether a job that trains all weights leaves token embeddings and output head as they are;
+    null leaves it to the service."""
+    fine_tune_lr_schedule: Literal["linear", "constant"] | None = None
+    """Learning rate over a job: to zero in a line, or constant; null leaves it to the service."""
+    fine_tune_truncate_prompts: bool | None = None
+    """Whether a prompt longer than the model's window loses its first tokens, rather than the job
+    being refused; null leaves it to the service."""
     min_fine_tune_examples: int = Field(default=10, ge=1)
     """Fewest examples of a job; with fewer, the models stay as they are. Services refuse fewer
     than ten."""

@@ -132,6 +132,17 @@ class ChatModelType(StrEnum):
     """Answers that are written down beforehand."""
 
 
+class TrainingServiceType(StrEnum):
+    """Services that train the policy of a language-model trainer."""
+
+    LOCAL = "local"
+    """In this process, on the settings' device."""
+    HTTP = "http"
+    """A service that `nip-astra serve --train` runs."""
+    TINKER = "tinker"
+    """Tinker, or a service that `nip-astra serve --tinker` runs."""
+
+
 class ScorerType(StrEnum):
     """Scorers."""
 

@@ -33,10 +33,9 @@ from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.text_routes import text_routes, to_response
 from nip_astra.serve.training.bases import Bases
-from nip_astra.serve.training.routes import TrainingHost, training_routes
+from nip_astra.serve.training.http_routes import training_routes
 from nip_astra.serve.training.tinker.host import TinkerHost
 from nip_astra.serve.training.tinker.messages import schema as require_messages
-from nip_astra.serve.training.tinker.rest_routes import tinker_rest_routes
 from nip_astra.serve.training.tinker.routes import tinker_routes
 from nip_astra.serve.training.work import WorkQueue
 from nip_astra.tracking.run_lock import run_lock
@@ -133,10 +132,10 @@ def open_training(
     work = WorkQueue(settings.max_waiting)
     routers: list[APIRouter] = []
     if "http" in protocols:
-        routers.append(training_routes(TrainingHost(bases, work, settings)))
+        routers.append(training_routes(bases, work, settings))
     if "tinker" in protocols:
         host = TinkerHost(bases, work, settings)
-        routers += [tinker_routes(host), tinker_rest_routes(host)]
+        routers.append(tinker_routes(host))
     about = " and ".join(TRAINING_ROUTES[name] for name in protocols)
     try:
         yield guarded_app(routers, settings, about=about)

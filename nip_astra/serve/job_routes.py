@@ -1,44 +1,187 @@
-"""The routes for files and fine-tuning jobs."""
+"""The routes for files and fine-tuning jobs, and the forms of their requests and replies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import torch
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from nip_astra.serve.api_errors import ApiError, not_found, overloaded, wrong
-from nip_astra.serve.bodies import MAX_LISTED, read_body
-from nip_astra.serve.job_bodies import (
-    JobBody,
-    checkpoint_object,
-    event_object,
-    file_object,
-    job_object,
+from nip_astra.language_models.fine_tuning import FineTuningPlan
+from nip_astra.language_models.services.fine_tuning import (
+    DPO_OPTIONS,
+    HYPERPARAMETERS,
+    FineTuningOptions,
+    LrSchedule,
+    Method,
 )
-from nip_astra.serve.job_runner import JobRunner
+from nip_astra.serve.api_errors import ApiError, not_found, overloaded, wrong
+from nip_astra.serve.bodies import MAX_LISTED, Body, read_body
+from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_texts
 from nip_astra.serve.job_store import Job, JobStore, Status
 from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.tuning import TuningPlan
-from nip_astra.serve.tuning_data import read_texts
-from nip_astra.serve.worker import TRAINING, VALIDATION
 
 KEY = "idempotency_key"
 """Entry of a job's metadata: a second job with the same text there is the first one."""
 _CHUNK = 1 << 20
 _UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PAUSED)
+Auto = Literal["auto"]
+Suffix = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+class SupervisedOptions(Body):
+    """Hyper-parameters of supervised jobs; the last three are not OpenAI's."""
+
+    n_epochs: Annotated[int, Field(ge=1, le=1000)] | Auto = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=1000)] | Auto = "auto"
+    freeze_embeddings: bool | Auto = "auto"
+    lr_schedule: LrSchedule | Auto = "auto"
+    truncate_prompts: bool | Auto = "auto"
+
+
+class DpoOptions(SupervisedOptions):
+    """Hyper-parameters of DPO jobs; `nll_weight` is not OpenAI's."""
+
+    beta: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
+    nll_weight: Annotated[float, Field(ge=0, le=1000)] | Auto = "auto"
+
+
+class Supervised(Body):
+    """The method that imitates."""
+
+    hyperparameters: SupervisedOptions = SupervisedOptions()
+
+
+class Dpo(Body):
+    """The method that prefers."""
+
+    hyperparameters: DpoOptions = DpoOptions()
+
+
+class MethodBody(Body):
+    """How a job trains."""
+
+    type: Method
+    supervised: Supervised = Supervised()
+    dpo: Dpo = Dpo()
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+
+
+class JobBody(Body):
+    """A request of /v1/fine_tuning/jobs."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    training_file: Annotated[str, Field(min_length=1, max_length=128)]
+    validation_file: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    method: MethodBody | None = None
+    hyperparameters: SupervisedOptions | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    suffix: Suffix | None = None
+    metadata: Metadata = {}
+
+    @property
+    def options(self) -> FineTuningOptions:
+        """The method, its hyper-parameters and the seed; None for "auto"."""
+        values: SupervisedOptions = self.hyperparameters or SupervisedOptions()
+        method: Method = "supervised"
+        if self.method is not None:
+            method = self.method.type
+            values = getattr(self.method, method).hyperparameters
+        given: dict[str, Any] = {
+            name: getattr(values, theirs, "auto") for name, theirs in HYPERPARAMETERS.items()
+        }
+        chosen = {name: value for name, value in given.items() if value != "auto"}
+        return FineTuningOptions(method, seed=self.seed, **chosen)
+
+
+def job_object(job: Job) -> dict[str, Any]:
+    """A job in OpenAI's form."""
+    request = job.request
+    options = request["options"]
+    shared = {name: value for name, value in options.items() if name not in DPO_OPTIONS}
+    method = request["method"]
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "model": job.model,
+        "fine_tuned_model": job.name if job.status is Status.SUCCEEDED else None,
+        "organization_id": "local",
+        "status": job.status.value,
+        "error": job.error,
+        "hyperparameters": shared,
+        "method": {"type": method, method: {"hyperparameters": options}},
+        "training_file": request["training_file"],
+        "validation_file": request["validation_file"],
+        "result_files": [],
+        "trained_tokens": job.trained_tokens if job.status is Status.SUCCEEDED else None,
+        "seed": job.plan["seed"],
+        "suffix": request["suffix"],
+        "metadata": request["metadata"],
+        "estimated_finish": None,
+        "integrations": [],
+    }
+
+
+def event_object(row: dict[str, Any]) -> dict[str, Any]:
+    """An event in OpenAI's form."""
+    return {
+        "id": f"ftevent-{row['number']:08d}",
+        "object": "fine_tuning.job.event",
+        "created_at": row["created_at"],
+        "level": row["level"],
+        "message": row["message"],
+        "type": row["type"],
+        "data": json.loads(row["data"]),
+    }
+
+
+def checkpoint_object(row: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint in OpenAI's form."""
+    return {
+        "id": row["id"],
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": row["created_at"],
+        "fine_tuned_model_checkpoint": row["name"],
+        "fine_tuning_job_id": row["job"],
+        "metrics": json.loads(row["metrics"]),
+        "step_number": row["step"],
+    }
+
+
+def file_object(row: dict[str, Any]) -> dict[str, Any]:
+    """A file in OpenAI's form."""
+    return {
+        "id": row["id"],
+        "object": "file",
+        "bytes": row["bytes"],
+        "created_at": row["created_at"],
+        "filename": row["filename"],
+        "purpose": "fine-tune",
+        "status": "processed",
+    }
 
 
 def job_routes(
@@ -208,13 +351,19 @@ class _JobRoutes:
         return JSONResponse(job_object(job))
 
     def _queue(self, body: JobBody, served: ServedModel, key: str | None) -> Job:
+        options = body.options
+        if options.seed is None:
+            options = replace(options, seed=secrets.randbelow(1 << 31))
+        plan = self._plan(options, served).to_dict()
         identity = f"ftjob-{secrets.token_hex(12)}"
         folder = self.store.job_folder(identity)
         folder.mkdir(parents=True)
         try:
-            self._take_file(body.training_file, folder / TRAINING, body, "training_file")
+            self._take_file(body.training_file, folder / TRAINING, options, "training_file")
             if body.validation_file is not None:
-                self._take_file(body.validation_file, folder / VALIDATION, body, "validation_file")
+                self._take_file(
+                    body.validation_file, folder / VALIDATION, options, "validation_file"
+                )
             root = served.base if served.adapter is not None and served.base else served.name
             job = self.store.add_job(
                 {
@@ -222,10 +371,14 @@ class _JobRoutes:
                     "model": body.model,
                     "root": root,
                     "name": f"ft:{root}:{body.suffix or ''}:{identity[-8:]}",
-                    "plan": self._plan(body, served).to_dict(),
+                    "plan": plan,
                     "request": {
-                        "method": body.method_type,
-                        "options": body.options,
+                        "method": options.method,
+                        "options": {
+                            theirs: plan[name]
+                            for name, theirs in HYPERPARAMETERS.items()
+                            if options.method == "dpo" or name not in DPO_OPTIONS
+                        },
                         "training_file": body.training_file,
                         "validation_file": body.validation_file,
                         "suffix": body.suffix,
@@ -244,7 +397,9 @@ class _JobRoutes:
         self.store.add_event(identity, f"Created fine-tuning job: {identity}")
         return job
 
-    def _take_file(self, identity: str, place: Path, body: JobBody, param: str) -> None:
+    def _take_file(
+        self, identity: str, place: Path, options: FineTuningOptions, param: str
+    ) -> None:
         """Put a file under a name of the job's own, so that the file may be deleted."""
         if not self.store.files(identity):
             raise not_found("file", identity, param)
@@ -253,23 +408,17 @@ class _JobRoutes:
             os.link(source, place)
         except OSError:
             shutil.copyfile(source, place)
-        read_texts(place, body.method_type)
+        read_texts(place, options.method)
 
-    def _plan(self, body: JobBody, served: ServedModel) -> TuningPlan:
-        options, settings = body.options, self.settings
+    def _plan(self, options: FineTuningOptions, served: ServedModel) -> FineTuningPlan:
+        settings, is_new = self.settings, served.folder is None
         is_full = served.engine.num_parameters <= settings.max_full_parameters
-        starts_fresh = served.folder is None
-        return TuningPlan(
-            method=body.method_type,
+        return FineTuningPlan(
+            **options.resolved(),
             source=served.source,
-            num_epochs=options["n_epochs"],
-            batch_size=options["batch_size"],
-            lr_multiplier=float(options["learning_rate_multiplier"]),
-            beta=float(options.get("beta", 0.0)),
-            seed=secrets.randbelow(1 << 31) if body.seed is None else body.seed,
-            lora_rank=settings.lora_rank if starts_fresh and not is_full else None,
+            lora_rank=settings.lora_rank if is_new and not is_full else None,
             lora_alpha=settings.lora_alpha,
-            start_from=None if starts_fresh else str(served.folder),
+            start_from=None if is_new else str(served.folder),
             device=str(self.models.device),
             num_threads=torch.get_num_threads(),
         )

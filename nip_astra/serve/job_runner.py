@@ -1,65 +1,118 @@
-"""Runs jobs one after the other, each in a process of its own, and serves what they make."""
+"""Run fine-tuning jobs one after the other, each in its own process, and serve their models.
+
+`python -m nip_astra.serve.job_runner STATE_DIR JOB` is the process that trains one job. Everything
+that it has done is on disk before it is reported: a state that is renamed into place, then the
+event of its step, which is stored once.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
 
 from nip_astra.errors import NipAstraError
-from nip_astra.serve.job_store import Job, JobStore, Status, is_running, process_start
+from nip_astra.language_models.fine_tuning import (
+    STATE,
+    FineTuning,
+    FineTuningPlan,
+    StepReport,
+    TrainingText,
+)
+from nip_astra.language_models.services.fine_tuning import Method
+from nip_astra.serve.api_errors import ApiError, wrong
+from nip_astra.serve.bodies import Body, check_body, parse_json
+from nip_astra.serve.generation_bodies import Message
+from nip_astra.serve.job_store import Job, JobStore, Status
 from nip_astra.serve.served_models import ServedModels
-from nip_astra.serve.worker import MODEL, STOPPED
+from nip_astra.utils.children import AdoptedChild, Child, process_start
 
 PERIOD = 0.1
 """Seconds between looks at the process that trains."""
 SECONDS_TO_STOP = 20.0
-"""How long a process may go on with its step once it is told to end."""
+"""How long a process may finish its step after SIGTERM."""
 MAX_CRASHES = 3
-"""Processes that may die of one job before it is given up."""
+"""Crashes of a job's processes after which the job fails."""
+STOPPED = 75
+"""Exit code of a process that was stopped before the job was done."""
+NUM_CHECKPOINTS = 3
+"""Newest epochs whose models are kept."""
+MODEL, TRAINING, VALIDATION = "model", "train.jsonl", "valid.jsonl"
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Training:
-    """A process that trains; one that an earlier service started is no child of this one."""
+class SupervisedLine(Body):
+    """A conversation whose last message is to be imitated."""
 
-    job: str
-    pid: int
-    started: str | None
-    child: subprocess.Popen[bytes] | None
-    told_to_stop_at: float | None = None
+    messages: Annotated[list[Message], Field(min_length=2)]
 
-    def has_ended(self) -> bool:
-        if self.child is not None:
-            return self.child.poll() is not None
-        return not is_running(self.pid, self.started)
 
-    def how_it_ended(self) -> str:
-        code = None if self.child is None else self.child.returncode
-        if code is None:
-            return "ended while no service watched it"
-        if code < 0:
-            return f"was killed by signal {-code}"
-        return f"ended with code {code}"
+class PreferenceInput(Body):
+    """What both answers of a pair reply to."""
 
-    def stop(self) -> None:
-        """Ask it to end after its step; later asks kill it when it has taken too long."""
-        now = time.monotonic()
-        with suppress(ProcessLookupError):
-            if self.told_to_stop_at is None:
-                self.told_to_stop_at = now
-                os.kill(self.pid, signal.SIGTERM)
-            elif now - self.told_to_stop_at > SECONDS_TO_STOP:
-                os.kill(self.pid, signal.SIGKILL)
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+
+class PreferenceLine(Body):
+    """A conversation with an answer that is preferred to another one."""
+
+    input: PreferenceInput
+    preferred_output: Annotated[list[Message], Field(min_length=1, max_length=1)]
+    non_preferred_output: Annotated[list[Message], Field(min_length=1, max_length=1)]
+
+
+def read_texts(path: Path, method: Method) -> list[TrainingText]:
+    """Read a file of examples, JSON Lines in OpenAI's form.
+
+    Raises
+    ------
+    ApiError
+        400, with the number of the wrong line.
+    """
+    with path.open("rb") as file:
+        texts = [
+            _read_line(line, number, method) for number, line in enumerate(file, 1) if line.strip()
+        ]
+    if not texts:
+        raise _wrong_file("the file has no examples. Give one JSON object a line.")
+    return texts
+
+
+def _read_line(line: bytes, number: int, method: Method) -> TrainingText:
+    try:
+        given = parse_json(line)
+        if method == "supervised":
+            body = check_body(given, SupervisedLine)
+            *before, last = (message.plain() for message in body.messages)
+            answers = [last]
+        else:
+            pair = check_body(given, PreferenceLine)
+            before = [message.plain() for message in pair.input.messages]
+            answers = [pair.preferred_output[0].plain(), pair.non_preferred_output[0].plain()]
+    except ApiError as error:
+        raise _wrong_file(f"line {number} is no example of the method {method}: {error}") from error
+    if any(answer["role"] != "assistant" for answer in answers):
+        raise _wrong_file(f"line {number} must end with a message of the role 'assistant'.")
+    return TrainingText(tuple(before), tuple(answer["content"] for answer in answers))
+
+
+def _wrong_file(message: str) -> ApiError:
+    return wrong(message, "training_file", "invalid_training_file")
+
+
+# ---- the service
 
 
 class JobRunner:
@@ -68,24 +121,26 @@ class JobRunner:
     Parameters
     ----------
     models : ServedModels
-        Where trained models are offered.
+        Where trained models are served.
     """
 
     def __init__(self, store: JobStore, models: ServedModels) -> None:
         self.store, self.models = store, models
-        self._training: _Training | None = None
+        self._job = ""
+        self._process: Child | None = None
+        self._stopped_at: float | None = None
         self._changed = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="job runner", daemon=True)
 
     def start(self) -> None:
-        """Offer what earlier jobs made, and begin to work on the queue."""
+        """Serve the models of earlier jobs, and begin to work on the queue."""
         for job in self.store.jobs():
             if job.status is Status.SUCCEEDED:
-                self._offer(job)
+                self._serve(job)
             elif job.status is Status.RUNNING:
                 # One after the other: at most one was running.
-                self._training = _Training(job.id, job.pid or -1, job.pid_started, None)
+                self._watch(job.id, AdoptedChild(job.id, job.pid, job.pid_started))
         self._thread.start()
 
     def notify(self) -> None:
@@ -93,103 +148,109 @@ class JobRunner:
         self._changed.set()
 
     def close(self) -> None:
-        """Tell the process that trains to keep its work and end; it goes on at the next start."""
+        """Stop the process that trains; its job continues at the next start."""
         self._is_closed = True
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join()
-        training = self._training
-        while training is not None and not training.has_ended():
-            training.stop()
-            time.sleep(0.02)
-        if training is not None:
-            self._settle(training)
-            self._training = None
+        if self._process is not None:
+            self._stopped_at = monotonic()
+            self._process.stop(SECONDS_TO_STOP)
+            self._settle(self._process)
 
     def _run(self) -> None:
         while not self._is_closed:
             try:
                 self._look()
             except Exception:
-                # A full disk, for instance; the next look may fare better.
+                # A full disk, for instance; the next look may succeed.
                 logger.exception("the queue of jobs could not be worked on")
-            self._changed.wait(PERIOD if self._training is not None else 1.0)
+            self._changed.wait(PERIOD if self._process is not None else 1.0)
             self._changed.clear()
 
     def _look(self) -> None:
-        training = self._training
-        if training is not None:
-            if training.has_ended():
-                self._settle(training)
-                self._training = None
-            elif self.store.job(training.job).status is not Status.RUNNING:
-                training.stop()
+        process = self._process
+        if process is not None:
+            if process.code is not None:
+                self._settle(process)
+            elif self.store.job(self._job).status is Status.RUNNING:
                 return
-        if self._training is None:
+            elif self._stopped_at is None:
+                self._stopped_at = monotonic()
+                process.request_stop()
+            elif monotonic() - self._stopped_at > SECONDS_TO_STOP:
+                process.kill()
+        if self._process is None:
             waiting = [job for job in self.store.jobs() if job.status is Status.QUEUED]
             if waiting:
                 self._begin(waiting[0])
+
+    def _watch(self, job: str, process: Child) -> None:
+        self._job, self._process, self._stopped_at = job, process, None
 
     def _begin(self, job: Job) -> None:
         if not self.store.change_job(job.id, only=[Status.QUEUED], status=Status.RUNNING):
             return
         folder = self.store.job_folder(job.id)
         with (folder / "log.txt").open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "nip_astra.serve.worker", str(self.store.folder), job.id],
+            program = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self.store.folder), job.id],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A terminal's Ctrl-C is for the service, which then tells the process to end.
+                # A terminal's Ctrl-C is for the service, which then stops the process.
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
-        started = process_start(child.pid)
-        self.store.change_job(job.id, pid=child.pid, pid_started=started)
+        started = process_start(program.pid)
+        self.store.change_job(job.id, pid=program.pid, pid_started=started)
         self.store.add_event(job.id, "Fine-tuning job started.")
-        self._training = _Training(job.id, child.pid, started, child)
+        self._watch(job.id, Child(job.id, program.pid, program))
 
-    def _settle(self, training: _Training) -> None:
-        """Say what becomes of a job whose process has ended."""
-        job = self.store.job(training.job)
+    def _settle(self, process: Child) -> None:
+        """Decide about the job of a process that has ended."""
+        job, was_stopped = self.store.job(self._job), self._stopped_at is not None
+        self._settle_job(job, process, was_stopped=was_stopped)
+        self._process = None
+
+    def _settle_job(self, job: Job, process: Child, *, was_stopped: bool) -> None:
         if job.status is not Status.RUNNING:
             return
         if job.is_trained:
-            if self._offer(job):
+            if self._serve(job):
                 self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
                 self.store.add_event(job.id, "The job has successfully completed.")
                 self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
             return
-        code = None if training.child is None else training.child.returncode
-        if code == STOPPED or training.told_to_stop_at is not None:
+        if process.code == STOPPED or was_stopped:
             self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
             return
         crashes = job.crashes + 1
-        how = f"The process that trained {training.how_it_ended()}"
+        reason = f"The process that trained {process.ending}"
         if crashes >= MAX_CRASHES:
-            text = f"{how}, for the {crashes}rd time; it said last: {self._last_words(job)}"
+            text = f"{reason}, for the {crashes}rd time; its last output: {self._last_output(job)}"
             fault = {"code": "training_failed", "message": text, "param": None}
             self.store.add_event(job.id, text, level="error")
             self.store.change_job(
                 job.id, only=[Status.RUNNING], status=Status.FAILED, error=fault, crashes=crashes
             )
             return
-        self.store.add_event(job.id, f"{how}; the job goes on in another one.", level="warn")
+        self.store.add_event(job.id, f"{reason}; the job continues in another.", level="warn")
         self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED, crashes=crashes)
 
-    def _last_words(self, job: Job) -> str:
+    def _last_output(self, job: Job) -> str:
         log = self.store.job_folder(job.id) / "log.txt"
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else "nothing."
+        return lines[-1][:500] if lines else "none."
 
-    def _offer(self, job: Job) -> bool:
-        """Serve what a job made, with the models of its epochs, and say whether that was done."""
+    def _serve(self, job: Job) -> bool:
+        """Serve the models of a job, and return whether that was possible."""
         wanted = {job.name: self.store.job_folder(job.id) / MODEL}
         for row in self.store.checkpoints(job.id):
             wanted[row["name"]] = self.store.folder / row["folder"]
         try:
             for name, folder in wanted.items():
-                self._offer_one(job, name, folder)
+                self._serve_one(job, name, folder)
         except NipAstraError as error:
             logger.warning("the model %s is not served: %s", job.name, error)
             if job.status is Status.RUNNING:
@@ -198,13 +259,115 @@ class JobRunner:
             return False
         return True
 
-    def _offer_one(self, job: Job, name: str, folder: Path) -> None:
+    def _serve_one(self, job: Job, name: str, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
-            if self.models.get(job.root).source != job.plan["source"]:
+            source = self.models.get(job.root).source
+            if source != job.plan["source"]:
                 raise NipAstraError(
-                    f"it was trained on {job.plan['source']}, but {job.root!r} is now "
-                    f"{self.models.get(job.root).source}. Serve the former under that name."
+                    f"it was trained on {job.plan['source']}, but {job.root!r} is now {source}. "
+                    "Serve the former under that name."
                 )
             self.models.add_adapter(name, job.root, folder)
         else:
             self.models.add(name, str(folder), base=job.root)
+
+
+# ---- the process that trains
+
+
+def main(state_dir: str, identity: str) -> int:
+    """Train a job until it is done, or until SIGTERM; returns the exit code."""
+    store = JobStore(Path(state_dir))
+    stops: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return JobTraining(store, store.job(identity), lambda: bool(stops)).run()
+    except (NipAstraError, OSError, MemoryError, RuntimeError) as error:
+        logger.exception("the job failed")
+        text = str(error) or type(error).__name__
+        fault = {"code": "training_failed", "message": text, "param": None}
+        if store.change_job(identity, only=[Status.RUNNING], status=Status.FAILED, error=fault):
+            store.add_event(identity, f"The job failed: {text}", level="error")
+        return 2
+
+
+class JobTraining:
+    """The training of one stored job.
+
+    Parameters
+    ----------
+    must_stop : callable
+        Whether to stop after this step.
+    """
+
+    def __init__(self, store: JobStore, job: Job, must_stop: Callable[[], bool]) -> None:
+        self.store, self.job, self.must_stop = store, job, must_stop
+        self.folder = store.job_folder(job.id)
+
+    def run(self) -> int:
+        """Take the remaining steps; returns the exit code."""
+        plan = FineTuningPlan.from_dict(self.job.plan)
+        torch.set_num_threads(plan.num_threads)
+        self.tuning = FineTuning(plan, read_texts(self.folder / TRAINING, plan.method))
+        self.validation = None
+        if (self.folder / VALIDATION).exists():
+            self.validation = read_texts(self.folder / VALIDATION, plan.method)
+        saved = self.tuning.load_progress(self.folder)
+        if saved is not None:
+            self._report(saved)
+            self.store.add_event(self.job.id, f"The job continues after step {saved.step}.")
+        for report in self.tuning.run():
+            is_last = report.step == self.tuning.num_steps
+            # The service that would stop a cancelled job may be gone.
+            is_wanted = self.store.job(self.job.id).status is Status.RUNNING
+            must_stop = self.must_stop() or not is_wanted
+            is_needed = is_last or must_stop or report.ends_epoch is not None
+            self.tuning.save_progress(self.folder, report, is_needed=is_needed)
+            self._report(report)
+            if must_stop and not is_last:
+                return STOPPED
+        return self._finish()
+
+    def _report(self, report: StepReport) -> None:
+        """Store the event of a step, and the model at the end of an epoch; each once."""
+        step, metrics, epoch = report
+        data = {"step": step, "train_loss": metrics["loss"]}
+        data.update({name: value for name, value in metrics.items() if name != "loss"})
+        text = f"Step {step}/{self.tuning.num_steps}: training loss={metrics['loss']:.4f}"
+        if epoch is not None:
+            if self.validation is not None:
+                data["full_valid_loss"] = self.tuning.evaluate(self.validation)
+                text += f", validation loss={data['full_valid_loss']:.4f}"
+            self._save_model(step, data)
+        self.store.add_event(self.job.id, text, data=data, step=step)
+
+    def _save_model(self, step: int, metrics: Mapping[str, Any]) -> None:
+        is_last = step == self.tuning.num_steps
+        folder = self.folder / (MODEL if is_last else f"step-{step}")
+        if not folder.exists():
+            unfinished = self.folder / f"{folder.name}.new"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self.tuning.save(unfinished)
+            unfinished.rename(folder)
+        name = self.job.name if is_last else f"{self.job.name}:ckpt-step-{step}"
+        self.store.add_checkpoint(self.job, step, folder, {**metrics, "step": step}, name=name)
+        for old in self.store.drop_checkpoints(self.job.id, keep=NUM_CHECKPOINTS):
+            shutil.rmtree(self.store.folder / old, ignore_errors=True)
+
+    def _finish(self) -> int:
+        is_wanted = self.store.change_job(
+            self.job.id,
+            only=[Status.RUNNING],
+            is_trained=True,
+            trained_tokens=self.tuning.num_tokens_trained,
+        )
+        if not is_wanted:
+            return STOPPED
+        (self.folder / STATE).unlink(missing_ok=True)
+        return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    sys.exit(main(*sys.argv[1:]))

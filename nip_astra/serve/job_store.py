@@ -1,12 +1,11 @@
 """Files, jobs, their events and checkpoints: one SQLite database and folders beside it.
 
-The service and the processes that train write to it at once; what is written is there after a kill.
+The service and the processes that train write to it concurrently; writes survive a kill.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -42,7 +41,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 
 
 class Status(StrEnum):
-    """How far a job is, in OpenAI's words."""
+    """Status of a job, in OpenAI's terms."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -53,7 +52,7 @@ class Status(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether it will stay so."""
+        """Whether the status is final."""
         return self in (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
 
 
@@ -64,13 +63,13 @@ class Job:
     Attributes
     ----------
     model, root : str
-        Name of what is trained, and of the model whose weights the service holds for it.
+        Name of the trained model, and of the served model whose weights it shares.
     name : str
-        Under which the result is served.
+        Name under which the result is served.
     plan, request : dict
-        What the process that trains needs, and what the client asked for.
+        Input of the process that trains, and the client's request.
     crashes : int
-        How often the process that trained ended before its time.
+        How often the process that trains died.
     is_trained : bool
         Whether the result is complete on disk.
     """
@@ -103,7 +102,7 @@ class JobStore:
     Parameters
     ----------
     folder : Path
-        Made where it is missing.
+        Created if it is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,7 +115,7 @@ class JobStore:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, which waits for others and is undone by an error."""
+        """A connection that waits for others."""
         connection = sqlite3.connect(self.folder / "service.db", timeout=60, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:
@@ -142,16 +141,16 @@ class JobStore:
     # ---- files
 
     def new_file(self) -> tuple[str, Path]:
-        """A name for a file, and where to write it before it is added."""
+        """An id for a file, and the path to write it to before it is added."""
         identity = f"file-{secrets.token_hex(12)}"
         return identity, self.folder / "files" / f"{identity}.part"
 
     def file_path(self, identity: str) -> Path:
-        """Where the content of a file stands."""
+        """Path of a file's content."""
         return self.folder / "files" / identity
 
     def add_file(self, identity: str, part: Path, filename: str) -> dict[str, Any]:
-        """Take a file that was written in full."""
+        """Add a file that was written in full."""
         size = part.stat().st_size
         part.replace(self.file_path(identity))
         with self._transaction() as connection:
@@ -161,19 +160,19 @@ class JobStore:
         return self.files(identity)[0]
 
     def files(self, identity: str | None = None) -> list[dict[str, Any]]:
-        """All files, the newest first, or the one of a name."""
+        """All files, the newest first, or the one of an id."""
         where = "" if identity is None else "WHERE id = ?"
         values = () if identity is None else (identity,)
         return self._rows(f"SELECT * FROM files {where} ORDER BY rowid DESC", values)
 
     def delete_file(self, identity: str) -> None:
-        """Forget a file; jobs keep what they train on."""
+        """Delete a file; jobs keep their own copy."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM files WHERE id = ?", (identity,))
         self.file_path(identity).unlink(missing_ok=True)
 
     def clear_unfinished(self) -> None:
-        """Remove files whose upload was cut off, and those that no row knows."""
+        """Remove files without a row, such as interrupted uploads."""
         known = {file["id"] for file in self.files()}
         for path in (self.folder / "files").iterdir():
             if path.name not in known:
@@ -182,11 +181,11 @@ class JobStore:
     # ---- jobs
 
     def job_folder(self, identity: str) -> Path:
-        """Where a job's data and results stand."""
+        """Folder of a job's data and results."""
         return self.folder / "jobs" / identity
 
     def add_job(self, job: Mapping[str, Any], key: str | None) -> Job:
-        """Queue a job, or find the one that has its key."""
+        """Queue a job, or return the one that has its key."""
         values = {**job, "key": key, "created_at": _now(), "status": Status.QUEUED}
         for name in ("plan", "request"):
             values[name] = json.dumps(values[name])
@@ -198,12 +197,12 @@ class JobStore:
         return found or self.job(str(job["id"]))
 
     def job_of_key(self, key: str) -> Job | None:
-        """The job that was queued under a key."""
+        """The job of a key."""
         found = self._jobs("WHERE key = ?", (key,))
         return found[0] if found else None
 
     def job(self, identity: str) -> Job:
-        """A job by its name; `KeyError` where there is none."""
+        """The job of an id; `KeyError` if there is none."""
         found = self._jobs("WHERE id = ?", (identity,))
         if not found:
             raise KeyError(identity)
@@ -221,12 +220,12 @@ class JobStore:
         return [Job(**row) for row in found]
 
     def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
-        """Change a job, and say whether that was done.
+        """Change a job, and return whether it was changed.
 
         Parameters
         ----------
         only : Sequence[Status]
-            Statuses in which it is changed; none for any.
+            Statuses in which it is changed; empty for any.
         """
         if "error" in values:
             values["error"] = json.dumps(values["error"])
@@ -252,7 +251,7 @@ class JobStore:
         data: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        """Tell something of a job; of a step, once."""
+        """Add an event of a job; one of a step only once."""
         with self._transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
@@ -282,7 +281,7 @@ class JobStore:
             )
 
     def drop_checkpoints(self, job: str, *, keep: int) -> list[str]:
-        """Forget all but the newest checkpoints of a job, and give the folders of the others."""
+        """Delete the rows of all but the newest checkpoints of a job; returns their folders."""
         old = self.checkpoints(job)[keep:]
         with self._transaction() as connection:
             connection.executemany(
@@ -297,29 +296,3 @@ class JobStore:
 
 def _now() -> int:
     return int(time.time())
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began, in the system's own unit; None where it is gone or cannot be told.
-
-    With the process id it names a process for good: ids are given anew.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state == "Z" else rest[18]
-
-
-def is_running(pid: int | None, started: str | None) -> bool:
-    """Whether a process that was noted is still the one of that id."""
-    if pid is None:
-        return False
-    if not Path("/proc").is_dir():
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return False
-        return True
-    return started is not None and process_start(pid) == started

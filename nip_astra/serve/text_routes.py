@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sequences import GenerationRequest, Progress
-from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.language_models.services.chat import render_chat
+from nip_astra.serve.api_errors import ApiError, error_body, wrong
 from nip_astra.serve.bodies import read_body
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.engine_client import Answer, EngineClient
@@ -22,7 +24,6 @@ from nip_astra.serve.generation_bodies import (
     GenerateBody,
     SamplingBody,
 )
-from nip_astra.serve.prompts import chat_prompt, completion_prompts
 from nip_astra.serve.replies import Reply, tokens_reply, usage_of
 from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
@@ -228,3 +229,50 @@ async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
 def to_response(error: ApiError) -> JSONResponse:
     """A refusal as it is sent."""
     return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens before the next message of the assistant, by the tokenizer's template.
+
+    Raises
+    ------
+    ApiError
+        When there is no template, or it refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise wrong(
+            "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
+            "model.",
+            "messages",
+            "no_chat_template",
+        )
+    try:
+        text = render_chat(tokenizer, messages, opens_answer=True)
+    except ModelLoadError as error:
+        raise wrong(str(error), "messages", "refused_by_template") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def completion_prompts(
+    tokenizer: Any, prompt: str | Sequence[Any], vocab_size: int
+) -> list[list[int]]:
+    """The tokens of each prompt of /v1/completions.
+
+    Raises
+    ------
+    ApiError
+        When a token is none of the model's.
+    """
+    given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(given[0], int):
+        given = [given]
+    found = [list(tokenizer.encode(one)) if isinstance(one, str) else list(one) for one in given]
+    worst = max((max(ids, default=0) for ids in found), default=0)
+    if worst >= vocab_size:
+        raise wrong(
+            f"the prompt holds the token {worst}, but the model has {vocab_size}. Give tokens of "
+            "this model, or text.",
+            "prompt",
+            "invalid_value",
+        )
+    return found

@@ -508,6 +508,10 @@ class PureTextRlTrainer(Trainer):
                 num_epochs=self.text_rl.num_fine_tune_epochs,
                 batch_size=self.text_rl.fine_tune_minibatch_size,
                 lr_multiplier=self.text_rl.fine_tune_lr_multiplier,
+                nll_weight=self.text_rl.fine_tune_nll_weight,
+                freeze_embeddings=self.text_rl.fine_tune_freeze_embeddings,
+                lr_schedule=self.text_rl.fine_tune_lr_schedule,
+                truncate_prompts=self.text_rl.fine_tune_truncate_prompts,
             ),
         )
         for group in self.shared_model_groups.values():

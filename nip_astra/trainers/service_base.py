@@ -25,8 +25,11 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.measured import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
-from nip_astra.language_models.remote import RemoteLanguageModel
-from nip_astra.language_models.services.training import TrainingService
+from nip_astra.language_models.services.training import (
+    TRAINING_SERVICES,
+    TrainingService,
+    TrainingServiceRequest,
+)
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.rewards import overlong_penalty
@@ -46,7 +49,6 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.distant import build_distant_service
 from nip_astra.trainers.service.dry_run import estimate_task_run
 from nip_astra.trainers.service.measuring import (
     RECORD_COLUMNS,
@@ -68,7 +70,7 @@ from nip_astra.trainers.service_use import (
     warnings_about_services,
 )
 from nip_astra.utils.actors import actor_options, using_actors
-from nip_astra.utils.seeding import derived_generator
+from nip_astra.utils.seeding import derive_seed, derived_generator
 
 
 class ServiceTrainer(LanguageModelTrainer):
@@ -170,17 +172,19 @@ class ServiceTrainer(LanguageModelTrainer):
         return as_language_model(model, role="policy")
 
     def build_service(self) -> TrainingService:
-        """What the parameters name as `train_service.backend`."""
-        if self.parameters.train_service.backend == "local":
-            if isinstance(self.policy, RemoteLanguageModel):
-                raise ConfigurationError(
-                    f"the trainer {self.hyper_params.trainer!r} was to train in this process, but "
-                    "the policy's backend 'remote' leaves its weights to a service. Set "
-                    "train_service.backend to http or tinker, or language_model._type to "
-                    "huggingface."
-                )
-            return super().build_service()
-        return build_distant_service(self)
+        """The registered service that `train_service.backend` names."""
+        request = TrainingServiceRequest(
+            self.parameters.train_service,
+            self.policy,
+            self.policy_role,
+            self.training,
+            self.optimizer,
+            self.learned,
+            self.modules,
+            derive_seed(self.hyper_params.seed, "adapter"),
+            self.scenario_instance.scenario_dir,
+        )
+        return TRAINING_SERVICES.get(request.parameters.backend).open(request)
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)

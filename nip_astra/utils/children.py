@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from nip_astra.errors import WorkerProcessError
 
@@ -64,6 +65,12 @@ class Child:
             return "is running"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
 
+    def request_stop(self) -> None:
+        """Send SIGTERM, and do not wait."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, and say whether it has."""
         until = None if seconds is None else time.monotonic() + seconds
@@ -84,12 +91,58 @@ class Child:
 
     def stop(self, seconds: float) -> bool:
         """Ask it to end, kill it if it takes longer, and say whether it ended by itself."""
-        if self.code is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+        self.request_stop()
         has_ended = self.wait(seconds)
         self.kill()
         return has_ended
+
+
+class AdoptedChild(Child):
+    """A process that an earlier process started; its exit code is unknown.
+
+    Parameters
+    ----------
+    started : str or None
+        `process_start` of the process when it was started.
+    """
+
+    def __init__(self, name: str, pid: int | None, started: str | None) -> None:
+        super().__init__(name, pid or 0)
+        self.started = started
+
+    @property
+    def code(self) -> int | None:
+        return None if is_running(self.pid, self.started) else 0
+
+    @property
+    def ending(self) -> str:
+        return "is running" if self.code is None else "ended while it was not watched"
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a process in the system's own unit; None where it has ended or is unknown.
+
+    With the process id it identifies a process for good: ids are reused.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state == "Z" else rest[18]
+
+
+def is_running(pid: int | None, started: str | None) -> bool:
+    """Whether the process of this id is still the one that started then."""
+    if not pid:
+        return False
+    if not Path("/proc").is_dir():
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        return True
+    return started is not None and process_start(pid) == started
 
 
 def check_alive(children: Iterable[Child]) -> None:

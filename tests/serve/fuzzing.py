@@ -17,7 +17,7 @@ import torch
 from fastapi import FastAPI
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.language_models.services.training_wire import DONE_HEADER, KEY_HEADER
+from nip_astra.language_models.services.http_training import DONE_HEADER, KEY_HEADER
 
 SECONDS = 5.0
 """A request that takes longer hangs."""

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from nip_astra.serve.settings import TrainingProtocol
-from nip_astra.serve.training import routes as training_routes
-from nip_astra.serve.training.tinker import futures as tinker_futures
+from nip_astra.serve.training import http_routes
+from nip_astra.serve.training.tinker import routes as tinker_routes
 from tests.serve.fuzzing import (
     MESSAGES,
     SECONDS,
@@ -119,8 +119,8 @@ def test_malformed_requests_to_any_route_end_in_json_errors(
 ) -> None:
     if kind == "tinker":
         pytest.importorskip("tinker")
-    monkeypatch.setattr(training_routes, "SECONDS_TO_WAIT", 1.0)
-    monkeypatch.setattr(tinker_futures, "SECONDS_TO_WAIT", 1.0)
+    monkeypatch.setattr(http_routes, "SECONDS_TO_WAIT", 1.0)
+    monkeypatch.setattr(tinker_routes, "SECONDS_TO_WAIT", 1.0)
     limits: dict[str, Any] = {"max_training_models": 10**6, "max_message_bytes": 50_000_000}
     with httpx.Client(timeout=SECONDS) as client, ExitStack() as stack:
         if kind == "text":

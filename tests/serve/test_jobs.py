@@ -25,6 +25,12 @@ from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.language_models.fine_tuning import (
+    FineTuning,
+    FineTuningPlan,
+    TrainingText,
+    fine_tune,
+)
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatOutcome,
@@ -36,12 +42,12 @@ from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.language_models.services.usage import ResponseCache
 from nip_astra.serve.app import open_service
-from nip_astra.serve.job_store import JobStore, Status, is_running
+from nip_astra.serve.job_runner import read_texts
+from nip_astra.serve.job_store import JobStore, Status
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.tuning import Tuning, TuningPlan, fine_tune
-from nip_astra.serve.tuning_data import TrainingText, read_texts
+from nip_astra.utils.children import is_running
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
@@ -57,9 +63,9 @@ def held_out(*others: str) -> list[TrainingText]:
     return [TrainingText(({"role": "user", "content": a},), (b, *others)) for a, b in HELD_OUT]
 
 
-def trained(service: Running, job: Any) -> TuningPlan:
+def trained(service: Running, job: Any) -> FineTuningPlan:
     """What goes on training the result of a job; before its first step it is that result."""
-    plan = TuningPlan(**service.store.job(job.id).plan)
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
     folder = service.store.job_folder(job.id) / "model"
     return replace(plan, lora_rank=None, start_from=str(folder))
 
@@ -150,14 +156,16 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
 
     (tmp_path / "data").write_bytes(supervised())
-    plan = TuningPlan(**service.store.job(job.id).plan)
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
     fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
     direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
     folder = service.store.job_folder(job.id) / "model"
     by_job = load_file(folder / "adapter_model.safetensors")
     assert direct.keys() == by_job.keys()
     assert all(torch.equal(direct[name], by_job[name]) for name in direct)
-    nll = [Tuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))]
+    nll = [
+        FineTuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))
+    ]
     assert nll[1] < nll[0] - 0.5, "held-out answers have become likelier"
     assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
@@ -169,7 +177,7 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
 ) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
     validation = upload(client, preferences())
-    options = FAST | {"beta": 0.5, "n_epochs": 4}
+    options = FAST | {"beta": 0.5, "n_epochs": 4, "nll_weight": 0}
     job = submit(
         client,
         preferences(),
@@ -187,9 +195,9 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
     assert say(client, done.fine_tuned_model, "hello")
-    plan = TuningPlan(**service.store.job(job.id).plan)
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
     pairs = held_out("silly stupid cat")
-    before, after = (Tuning(one, pairs).reference for one in (plan, trained(service, job)))
+    before, after = (FineTuning(one, pairs).reference for one in (plan, trained(service, job)))
     assert all(new > old for old, new in zip(before, after, strict=True)), "held-out preferences"
     (tmp_path / "data").write_bytes(preferences())
     fine_tune(plan, read_texts(tmp_path / "data", "dpo"), tmp_path / "direct")
@@ -244,10 +252,10 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     steps = [row["step"] for row in events if row["step"] is not None]
     assert steps == list(range(90, 0, -1))
     said = " ".join(row["message"] for row in events)
-    assert "was killed by signal 9; the job goes on" in said
-    assert "goes on after step" in said
+    assert "SIGKILL" in said
+    assert "continues after step" in said
     (tmp_path / "data").write_bytes(supervised())
-    plan = TuningPlan(**service.store.job(job.id).plan)
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
     fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
     direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
     killed = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
@@ -466,7 +474,7 @@ def test_a_job_whose_process_dies_again_and_again_is_given_up(
         os.kill(service.store.job(job.id).pid or 0, signal.SIGKILL)
     done = finish(client, job)
     assert done.status == "failed"
-    assert "was killed by signal 9, for the 3rd time" in done.error.message
+    assert "SIGKILL" in done.error.message
 
 
 def test_two_services_do_not_share_a_state(tiny_model_dir: Path, tmp_path: Path) -> None:

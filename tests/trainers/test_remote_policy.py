@@ -103,8 +103,8 @@ def test_a_run_without_weights_ends_with_the_trained_ones(
     resolved = resolve_experiment(trainer="remote_api_grpo", overrides=given)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", progress=False)
     # A service of ours hands the weights out once they are trained.
-    handed_out = tmp_path / "run" / "model" / "model.safetensors"
-    assert handed_out.exists() == (protocol == "http")
+    leaves = tmp_path / "run" / "model" / "model.safetensors"
+    assert leaves.exists() == (protocol == "http")
     # The service that trained them is asked again where they are measured.
     type_command = CommandLine(tmp_path, tmp_path, capsys)
     assert type_command("evaluate", str(tmp_path / "run")).code == 0
@@ -116,7 +116,7 @@ def test_a_run_without_weights_ends_with_the_trained_ones(
 
 def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
     given = without_weights(tokenizer_dir)
-    with pytest.raises(ConfigurationError, match=r"leaves its weights to a service.*backend to"):
+    with pytest.raises(ConfigurationError, match=r"train_service\.backend local.*'remote'"):
         trainer_of("remote_api_grpo", *given)
     (tokenizer_dir / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"Set language_model\.context_window"):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 import torch
 from pydantic import Field, JsonValue
 
+from nip_astra.errors import ModelLoadError
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.safe_text import valid_text
 from nip_astra.utils.seeding import derive_seed
@@ -23,6 +24,37 @@ class ChatMessage(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opens_answer: bool
+) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Parameters
+    ----------
+    opens_answer : bool
+        Whether the text ends where the assistant's next message begins.
+
+    Raises
+    ------
+    ModelLoadError
+        When the template is missing or refuses the messages.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=opens_answer,
+        )
+    except Exception as error:
+        # Templates raise whatever their authors chose.
+        raise ModelLoadError(
+            f"the chat template refused messages of the roles "
+            f"{[message['role'] for message in messages]}: {error}. Give roles, in an order, that "
+            "the model knows."
+        ) from error
+    return text
 
 
 @dataclass(frozen=True)

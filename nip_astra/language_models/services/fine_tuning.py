@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.language_models.services.chat import ChatMessage
+
+Method = Literal["supervised", "dpo"]
+LrSchedule = Literal["linear", "constant"]
 
 
 class SupervisedExample(NamedTuple):
@@ -43,22 +46,70 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True)
 class FineTuningOptions:
-    """How a job trains; None leaves a choice to the service.
+    """How a job trains; None leaves a choice to the service, ours takes `DEFAULTS`.
 
     Attributes
     ----------
     method : {"supervised", "dpo"}
         What the examples are: `SupervisedExample` or `PreferenceExample`.
+    lr_multiplier : float or None
+        Multiple of the service's learning rate.
     beta : float or None
         Of DPO; larger stays closer to the model that the job starts from.
+    nll_weight : float or None
+        Weight of the preferred answers' cross entropy in a DPO job.
+    freeze_embeddings : bool or None
+        Whether token embeddings and output head stay as they are where all weights are trained.
+    lr_schedule : {"linear", "constant"} or None
+        Learning rate over the job: to zero in a line, or constant.
+    truncate_prompts : bool or None
+        Whether a prompt that the model's window does not hold loses its first tokens; otherwise
+        the job is refused.
     """
 
-    method: Literal["supervised", "dpo"] = "supervised"
+    method: Method = "supervised"
     num_epochs: int | None = None
     batch_size: int | None = None
     lr_multiplier: float | None = None
     beta: float | None = None
+    nll_weight: float | None = None
+    freeze_embeddings: bool | None = None
+    lr_schedule: LrSchedule | None = None
+    truncate_prompts: bool | None = None
     seed: int | None = None
+
+    def resolved(self) -> dict[str, Any]:
+        """All values, by name, with `DEFAULTS` in place of None."""
+        return {
+            name: DEFAULTS[name] if value is None else value for name, value in asdict(self).items()
+        }
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "num_epochs": 3,
+    "batch_size": 8,
+    "lr_multiplier": 1.0,
+    "beta": 0.1,
+    "nll_weight": 1.0,
+    "freeze_embeddings": True,
+    "lr_schedule": "linear",
+    "truncate_prompts": False,
+    "seed": 0,
+}
+"""Values of options that a job leaves open, in this process and served."""
+HYPERPARAMETERS: Mapping[str, str] = {
+    "num_epochs": "n_epochs",
+    "batch_size": "batch_size",
+    "lr_multiplier": "learning_rate_multiplier",
+    "freeze_embeddings": "freeze_embeddings",
+    "lr_schedule": "lr_schedule",
+    "truncate_prompts": "truncate_prompts",
+    "beta": "beta",
+    "nll_weight": "nll_weight",
+}
+"""Names of the options in OpenAI's protocol, and of our own beside them."""
+DPO_OPTIONS = ("beta", "nll_weight")
+"""Options that supervised jobs do not have."""
 
 
 @dataclass(frozen=True)

@@ -1,77 +1,97 @@
-"""A training service of ours in another process or on another machine.
+"""Client of the training routes of `nip-astra serve --train`, and the form of their messages.
+
+Each operation on a model has a number of its own; it travels, and so does its result, as a message
+of `checkpoints.tensors.pack_state`, so that numbers keep every bit.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import tempfile
 import threading
+import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.errors import CheckpointError
-from nip_astra.language_models.base import (
-    Generation,
-    LanguageModel,
-    SamplingOptions,
-    TokenCount,
+from nip_astra.errors import (
+    AnswerTooLargeError,
+    CheckpointError,
+    ConfigurationError,
+    MissingDependencyError,
+    ServiceBusyError,
+    ServiceConflictError,
+    ServiceError,
+    ServiceModelError,
+    ServiceRequestError,
+    ServiceUnreachableError,
 )
+from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
 from nip_astra.language_models.services.adapter_shapes import plain_adapter
-from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
-from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
-from nip_astra.language_models.services.training_connection import TrainingConnection
-from nip_astra.language_models.services.training_wire import (
-    ROUTE,
-    pack_folder,
-    unpack_folder,
-    vocabulary_digest,
-    weights_digest,
+from nip_astra.language_models.services.bounded_http import MIB, bounded, check_address
+from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
+from nip_astra.language_models.services.run_sync import run_sync
+from nip_astra.language_models.services.training import (
+    Loss,
+    OptimizerFigures,
+    TrainingService,
+    TrainingServiceRequest,
+    register_training_service,
 )
+from nip_astra.parameters.types import TrainingServiceType
+from nip_astra.progress import waiting_for
+from nip_astra.trust import read_variable
 
+if TYPE_CHECKING:
+    import httpx
+
+ROUTE = "/training/v1/models"
+KEY_HEADER = "Idempotency-Key"
+"""A repeated request has the key of the first, and gets the same answer."""
+DONE_HEADER = "X-Operation"
+"""Header of the answer to an operation that was carried out, or was refused when its turn came."""
+MESSAGE = "application/octet-stream"
 SECONDS_BETWEEN_REPORTS = 20.0
-"""By which a service knows a client that computes by itself from one that is dead."""
+"""Reports tell a client that is computing from one that has died."""
+SECONDS_WITHOUT_A_BYTE = 60.0
+"""A service answers within 20 seconds, if only that it is still working."""
+SECONDS_OF_ONE_REQUEST = 600.0
+"""From its first byte to the last one of the answer."""
+SECONDS_BETWEEN_POLLS = 0.05
+SECONDS_TO_FORGET = 2.0
+KINDS: Mapping[int, type[ServiceError]] = {
+    400: ServiceRequestError,
+    404: ServiceModelError,
+    409: ServiceConflictError,
+    413: ServiceRequestError,
+    422: ServiceRequestError,
+    429: ServiceBusyError,
+}
+PASSING = (429, 502, 503, 504)
+"""Refusals after which the same request may succeed."""
 
 
-@dataclass(frozen=True)
-class HttpTrainingOptions:
-    """What a service is to train, and how.
-
-    Attributes
-    ----------
-    model : str
-        Name of the model at the service.
-    optimizer, weight_decay
-        As in `TrainingConfiguration`.
-    seed : int
-        Of an adapter's first weights, where the policy brings none.
-    """
-
-    model: str
-    optimizer: str
-    weight_decay: float
-    seed: int
-    role: str = "policy"
-
-
+@register_training_service(TrainingServiceType.HTTP)
 class HttpTrainingService(TrainingService):
     """Trains at a service that `nip-astra serve --train` runs.
 
-    Log-probabilities come from the service, and the gradients of the loss by them go back. Numbers
-    are those of `LocalTrainingService`, and so is what `save_state` writes.
+    The service returns log-probabilities and receives the loss's gradients by them. Numbers and
+    saved states are those of `LocalTrainingService`.
 
-    Parameters
-    ----------
-    policy : LanguageModel
-        Whose tokenizer and adapter the service's model must have. A loss must not differentiate it.
+    The service's model must have the tokenizer and adapter of the policy, which a loss must not
+    differentiate.
 
     Raises
     ------
@@ -81,22 +101,29 @@ class HttpTrainingService(TrainingService):
         When its model is another one.
     """
 
-    def __init__(
-        self, policy: LanguageModel, connection: TrainingConnection, options: HttpTrainingOptions
-    ) -> None:
-        self.policy, self.connection, self.options = policy, connection, options
-        self._handed_out = HandedOut(policy)
+    def __init__(self, request: TrainingServiceRequest) -> None:
+        options, policy = request.parameters, request.policy
+        assert options.base_url is not None, "validated"
+        self.policy = policy
+        self.connection = connection = TrainingConnection(
+            options.base_url,
+            token_variable=options.token_variable,
+            patience_seconds=options.patience_seconds,
+            operation_timeout=options.operation_timeout,
+            max_answer_mib=options.max_answer_mib,
+        )
+        self._leaves = LogprobLeaves(policy)
         self._number = 0
         self._client = uuid.uuid4().hex
         module = getattr(policy, "module", None)
         lora = plain_adapter(policy)
         body = {
-            "base_model": options.model,
+            "base_model": request.remote_model(),
             "lora": lora,
-            "seed": options.seed,
-            "optimizer": options.optimizer,
-            "weight_decay": options.weight_decay,
-            "role": options.role,
+            "seed": request.seed,
+            "optimizer": request.training.optimizer,
+            "weight_decay": request.training.weight_decay,
+            "role": request.role,
             "vocabulary": vocabulary_digest(policy.tokenizer),
             "weights": None if module is None else weights_digest(module),
         }
@@ -104,7 +131,7 @@ class HttpTrainingService(TrainingService):
         if not isinstance(made.get("id"), str):
             raise connection.misunderstood("it names no model")
         self.model_id = made["id"]
-        # A run that ends, however it ends, leaves nothing behind at the service.
+        # A run leaves nothing at the service, however it ends.
         path = f"{ROUTE}/{self.model_id}"
         ended = threading.Event()
         self._forget = weakref.finalize(self, _leave, connection, path, ended)
@@ -116,13 +143,17 @@ class HttpTrainingService(TrainingService):
                 policy.save(Path(folder))
                 self._do("load_weights", files=pack_folder(Path(folder)))
 
+    @classmethod
+    def open(cls, request: TrainingServiceRequest) -> HttpTrainingService:
+        return cls(request)
+
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         pieces: list[dict[str, Any]] = []
 
-        def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
-            pieces.append({"rows": asked, "gradient": gradient_BT})
+        def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
+            pieces.append({"rows": rows, "gradient": gradient_BT})
 
-        found = mean_loss(batches, loss, self._handed_out, send)
+        found = mean_loss(batches, loss, self._leaves, send)
         self._do("backward", pieces=pieces)
         return found
 
@@ -136,13 +167,13 @@ class HttpTrainingService(TrainingService):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        (found_BT,) = self._tensors("logprobs", self._do("logprobs", rows=asked))
-        if found_BT.shape != ids_BT.shape:
+        rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+        (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=rows))
+        if logprobs_BT.shape != ids_BT.shape:
             raise self.connection.misunderstood(
-                f"its logprobs have the shape {tuple(found_BT.shape)}, not {tuple(ids_BT.shape)}"
+                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
-        return self._handed_out.leaf(asked, found_BT)
+        return self._leaves.leaf(rows, logprobs_BT)
 
     def sample(
         self,
@@ -174,18 +205,20 @@ class HttpTrainingService(TrainingService):
         self._write_files("save_weights_for_sampler", directory)
 
     def close(self) -> None:
-        """Let the service forget the model; this happens by itself when the run ends."""
+        """Have the service drop the model, as happens when the run ends."""
         self._forget()
 
     def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """Have an operation carried out once, however often it must be asked for."""
+        """Have an operation carried out once, however often it must be sent."""
         number = self._number + 1
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # One that was refused had its turn as well.
+        # A refused operation keeps its number.
         self._number = number
-        content = answer.result()
+        if answer.status_code != 200:
+            raise self.connection.error(answer)
+        content = answer.content
         try:
             result: dict[str, Any] = unpack_state(content)
             self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
@@ -215,3 +248,259 @@ def _report(connection: TrainingConnection, path: str, ended: threading.Event) -
 def _leave(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
     ended.set()
     connection.forget(path)
+
+
+# ---- requests
+
+
+class TrainingConnection:
+    """Requests to one service.
+
+    Parameters
+    ----------
+    base_url : str
+        For instance `http://127.0.0.1:8000`.
+    token_variable : str or None
+        Name of the environment variable with the service's token.
+    patience_seconds : float
+        How long requests are repeated to a service that does not answer or is full.
+    operation_timeout : float
+        Longest that an operation may take, in seconds.
+    max_answer_mib : float
+        Size of the largest answer that is read.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token_variable: str | None = None,
+        patience_seconds: float = 60.0,
+        operation_timeout: float = 3600.0,
+        max_answer_mib: float = 4096.0,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingDependencyError(
+                "train_service.backend http needs the package httpx. Install it with: "
+                "pip install 'nip_astra[http]'."
+            ) from error
+        check_address(base_url, "the training service")
+        self._httpx = httpx
+        self.base_url = base_url.rstrip("/")
+        self.patience_seconds = patience_seconds
+        self.operation_timeout = operation_timeout
+        self.max_answer_mib = max_answer_mib
+        self._headers: dict[str, str] = {}
+        if token_variable is not None:
+            token = read_variable(token_variable) or ""
+            if not token:
+                raise ConfigurationError(
+                    f"the environment variable {token_variable}, which train_service."
+                    f"token_variable names, is not set. Set it to the token of {self.base_url}."
+                )
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def post_json(self, path: str, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:
+        """Send JSON until there is an answer.
+
+        Raises
+        ------
+        ServiceError
+            When it is refused, or the answer is not a JSON object.
+        """
+        answer = run_sync(self._operate(path, {"json": dict(body)}, key, polls="POST"))
+        if answer.status_code != 200:
+            raise self.error(answer)
+        try:
+            found = answer.json()
+        except (ValueError, RecursionError) as error:
+            raise self.misunderstood(f"it is no JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise self.misunderstood("it is no JSON object")
+        return found
+
+    def operate(self, path: str, message: bytes, *, key: str) -> httpx.Response:
+        """Have an operation carried out once, and return the answer of 200 or its refusal.
+
+        Raises
+        ------
+        ServiceError
+            When it was not carried out.
+        """
+        sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
+        answer = run_sync(self._operate(path, sent, key, polls="GET"))
+        if answer.status_code == 200 or DONE_HEADER in answer.headers:
+            return answer
+        raise self.error(answer)
+
+    def forget(self, path: str) -> None:
+        """Have something deleted; a service that does not answer holds nothing."""
+        with suppress(self._httpx.HTTPError):
+            # At interpreter exit the event loop takes no more work.
+            self._httpx.delete(
+                f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
+            )
+
+    def report(self, path: str) -> None:
+        """Report once that the client of a model is alive."""
+        with suppress(self._httpx.HTTPError):
+            self._httpx.get(
+                f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
+            )
+
+    def misunderstood(self, problem: str) -> ServiceError:
+        """The error for an answer that is not of the protocol."""
+        return ServiceError(
+            f"the training service {self.base_url} sent an answer that cannot be read: {problem}. "
+            "Check that base_url is the address of `nip-astra serve --train`, of this version."
+        )
+
+    async def _operate(
+        self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
+    ) -> httpx.Response:
+        """Send a request, and poll while the service is working on it."""
+        end = time.monotonic() + self.operation_timeout
+        with waiting_for(f"the training service {self.base_url}", after=10.0):
+            answer = await self._patiently("POST", path, key, sent, end)
+            while answer.status_code == 202:
+                if time.monotonic() > end:
+                    raise ServiceUnreachableError(
+                        f"the training service {self.base_url} has worked on one request for "
+                        f"{self.operation_timeout:g} s. Check the service or raise "
+                        "train_service.operation_timeout, then go on with: nip-astra resume RUN."
+                    )
+                # The service itself has waited for the result.
+                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+                again = sent if polls == "POST" else {}
+                answer = await self._patiently(polls, path, key, again, end)
+        return answer
+
+    async def _patiently(
+        self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
+    ) -> httpx.Response:
+        """Repeat a request while the service does not answer or is full."""
+        deadline = time.monotonic() + self.patience_seconds
+        pause = 0.05
+        while True:
+            fault: Exception | None = None
+            limit = min(SECONDS_OF_ONE_REQUEST, max(end - time.monotonic(), 0.0))
+            try:
+                async with asyncio.timeout(limit):
+                    answer = await self._send(method, path, key, sent)
+                if answer.status_code not in PASSING or DONE_HEADER in answer.headers:
+                    return answer
+                problem = f"status {answer.status_code}"
+            except AnswerTooLargeError as error:
+                raise AnswerTooLargeError(
+                    f"the training service {self.base_url}: {error}. Check the service, or raise "
+                    "train_service.max_answer_mib."
+                ) from error
+            except TimeoutError as error:
+                fault, problem = error, f"its answer is not complete after {limit:.3g} s"
+            except self._httpx.RequestError as error:
+                fault, problem = error, str(error) or type(error).__name__
+            if time.monotonic() + pause > deadline:
+                if fault is None:
+                    return answer
+                raise ServiceUnreachableError(
+                    f"the training service {self.base_url} does not answer: {problem} (tried for "
+                    f"{self.patience_seconds:.3g} s). Start it again, and continue from the last "
+                    "checkpoint with: nip-astra resume RUN."
+                ) from fault
+            with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
+                await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    async def _send(
+        self, method: str, path: str, key: str, sent: Mapping[str, Any]
+    ) -> httpx.Response:
+        """Send a request once."""
+        headers = {KEY_HEADER: key, **sent.get("headers", {})}
+        return await self._open().request(method, path, **{**sent, "headers": headers})
+
+    def _open(self) -> httpx.AsyncClient:
+        """The client of the running event loop; a forked process has another loop."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            kind = bounded(self._httpx.AsyncClient, int(self.max_answer_mib * MIB))
+            self._client = kind(
+                base_url=self.base_url, headers=self._headers, timeout=SECONDS_WITHOUT_A_BYTE
+            )
+            self._loop = loop
+        return self._client
+
+    def error(self, answer: httpx.Response) -> ServiceError:
+        """The error for a refusal."""
+        try:
+            reason = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            reason = answer.text[:300] or f"status {answer.status_code}"
+        kind = KINDS.get(answer.status_code, ServiceError)
+        return kind(f"the training service {self.base_url} refused a request: {reason}")
+
+
+# ---- messages
+
+
+def pack_folder(folder: Path) -> dict[str, Tensor]:
+    """The files of a folder as bytes, by their paths in it."""
+    return {
+        path.relative_to(folder).as_posix(): torch.frombuffer(
+            bytearray(path.read_bytes()), dtype=torch.uint8
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.stat().st_size
+    }
+
+
+def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the result of `pack_folder`, and nothing outside the folder.
+
+    Raises
+    ------
+    CheckpointError
+        When it is something else, or the files cannot be written.
+    """
+    root = folder.resolve()
+    for name, content in files.items():
+        path = (root / name).resolve()
+        is_bytes = isinstance(content, Tensor) and content.dtype == torch.uint8
+        if not path.is_relative_to(root) or not is_bytes:
+            raise CheckpointError(
+                f"{name!r} is no file of a folder. Send the files of a saved state."
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.numpy().tobytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written: {error}. Free space or change the permissions."
+            ) from error
+
+
+def weights_digest(module: Any) -> str:
+    """Digest of a model's weights, adapters left out."""
+    digests = sorted(
+        hashlib.sha256(_bytes_of(tensor)).hexdigest() for tensor in _base_weights(module)
+    )
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _base_weights(module: Any) -> Iterator[Tensor]:
+    for name, tensor in module.named_parameters():
+        if "lora_" not in name:
+            yield tensor.detach()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.to("cpu", torch.float32).contiguous().numpy().tobytes()
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Digest of a vocabulary."""
+    items = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(items).encode()).hexdigest()

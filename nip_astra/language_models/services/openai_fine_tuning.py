@@ -19,6 +19,8 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services.chat import LimitParameters
 from nip_astra.language_models.services.fine_tuning import (
+    DPO_OPTIONS,
+    HYPERPARAMETERS,
     FineTuningJob,
     FineTuningOptions,
     FineTuningService,
@@ -56,14 +58,14 @@ class FineTuningParameters(SubParameters):
     timeout: float = Field(default=120.0, gt=0)
     """Seconds without a byte after which an attempt is given up."""
     limits: LimitParameters = LimitParameters()
-    """How patiently it is asked."""
+    """Timeouts and retries."""
 
 
 class OpenAIFineTuning(FineTuningService):
     """Files and jobs of OpenAI's protocol.
 
     Examples are uploaded as JSON Lines under a name that holds their digest, and a job carries its
-    key in its metadata, so that what was begun before an interruption is found and not begun again.
+    key in its metadata, so that a job submitted before an interruption is not submitted twice.
 
     Parameters
     ----------
@@ -98,8 +100,8 @@ class OpenAIFineTuning(FineTuningService):
         content = jsonl_of(examples, options.method)
         key = _short(key)
 
-        async def once() -> FineTuningJob:
-            # Looked for before each attempt: an answer may have been lost, and not the request.
+        async def attempt() -> FineTuningJob:
+            # Before each attempt: the answer may have been lost, and not the request.
             found = await self._find(key)
             if found is not None:
                 return found
@@ -115,10 +117,10 @@ class OpenAIFineTuning(FineTuningService):
             )
             return _job_of(job)
 
-        return await self._patiently(once, f"train {model!r} on {len(examples)} examples")
+        return await self._with_retries(attempt, f"train {model!r} on {len(examples)} examples")
 
     async def job(self, job_id: str) -> FineTuningJob:
-        async def once() -> FineTuningJob:
+        async def attempt() -> FineTuningJob:
             try:
                 return _job_of(await self._connection.client().fine_tuning.jobs.retrieve(job_id))
             except Exception as error:
@@ -127,13 +129,13 @@ class OpenAIFineTuning(FineTuningService):
                 gone = f"{self.parameters.base_url} has no such job"
                 return FineTuningJob(job_id, JobStatus.FAILED, error=gone)
 
-        return await self._patiently(once, f"tell how far the job {job_id!r} is")
+        return await self._with_retries(attempt, f"report the job {job_id!r}")
 
     async def cancel(self, job_id: str) -> FineTuningJob:
-        async def once() -> FineTuningJob:
+        async def attempt() -> FineTuningJob:
             return _job_of(await self._connection.client().fine_tuning.jobs.cancel(job_id))
 
-        return await self._patiently(once, f"cancel the job {job_id!r}")
+        return await self._with_retries(attempt, f"cancel the job {job_id!r}")
 
     async def close(self) -> None:
         """End the connections."""
@@ -156,44 +158,44 @@ class OpenAIFineTuning(FineTuningService):
         uploaded = await files.create(file=(name, content), purpose="fine-tune")
         return uploaded.id
 
-    async def _patiently(self, once: Callable[[], Awaitable[T]], what: str) -> T:
-        limits, started, attempt = self.parameters.limits, time.monotonic(), 0
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], action: str) -> T:
+        limits, started, number = self.parameters.limits, time.monotonic(), 0
         cause: Exception
         while True:
-            attempt += 1
+            number += 1
+            retry_after = 0.0
             try:
                 async with asyncio.timeout(limits.attempt_timeout):
-                    return await once()
+                    return await attempt()
             except TimeoutError as error:
-                cause, asked, told = error, 0.0, f"no answer in {limits.attempt_timeout:g} s"
+                cause, reason = error, f"no answer in {limits.attempt_timeout:g} s"
             except AnswerTooLargeError as error:
-                raise self._refused(what, str(error)) from error
+                raise self._failed(action, str(error)) from error
             except (ConfigurationError, BudgetExhaustedError, ServiceError):
                 raise
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 # The package does not check what it reads.
-                said = self._connection.shown(str(error))
-                cause, asked, told = error, 0.0, f"its answer is not of the protocol ({said})"
+                cause = error
+                reason = f"its answer is malformed ({self._connection.shown(str(error))})"
             except Exception as error:
                 if getattr(error, "status_code", None) == 404:
-                    said = self._connection.shown(str(error))
-                    raise self._refused(what, said) from error
-                # The package's errors; any other one is raised again in there.
+                    raise self._failed(action, self._connection.shown(str(error))) from error
+                # The package's errors; `failure_of` raises any other again.
                 failure = self._connection.failure_of(error)
-                cause, asked, told = error, failure.retry_after, failure.message
+                cause, reason, retry_after = error, failure.message, failure.retry_after
                 if not failure.reason.may_pass:
-                    raise self._refused(what, told) from error
+                    raise self._failed(action, reason) from error
             spent = time.monotonic() - started
-            pause = limits.pause_before(attempt, retry_after=asked, spent=spent)
+            pause = limits.pause_before(number, retry_after=retry_after, spent=spent)
             if pause is None:
-                raise self._refused(what, f"{told} ({attempt} attempts)") from cause
-            with waiting_for(f"the fine-tuning service: {told}; next attempt in {pause:.0f} s"):
+                raise self._failed(action, f"{reason} ({number} attempts)") from cause
+            with waiting_for(f"the fine-tuning service: {reason}; next attempt in {pause:.0f} s"):
                 await self._pause(pause)
 
-    def _refused(self, what: str, said: str) -> ServiceError:
+    def _failed(self, action: str, reason: str) -> ServiceError:
         return ServiceError(
-            f"the service at {self.parameters.base_url} was to {what}, but: {said}. Look after the "
-            "service, and check that the model, job and options are ones that it knows."
+            f"the service at {self.parameters.base_url} could not {action}: {reason}. Check the "
+            "service, and that it knows the model, job and options."
         )
 
 
@@ -210,8 +212,8 @@ def jsonl_of(
     wanted = SupervisedExample if method == "supervised" else PreferenceExample
     if not examples or not all(isinstance(example, wanted) for example in examples):
         raise ConfigurationError(
-            f"a job of the method {method!r} was to be submitted, but it needs one or more "
-            f"{wanted.__name__}s and nothing else. Give those, or the other method."
+            f"a job of the method {method!r} needs one or more {wanted.__name__}s and no other "
+            "examples."
         )
     rows = (_row_of(example) for example in examples)
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
@@ -229,22 +231,21 @@ def _row_of(example: SupervisedExample | PreferenceExample) -> Mapping[str, Any]
 
 
 def _method_of(options: FineTuningOptions) -> Any:
-    """The method with its hyper-parameters; what is left to the service is left out."""
-    values = {
-        "n_epochs": options.num_epochs,
-        "batch_size": options.batch_size,
-        "learning_rate_multiplier": options.lr_multiplier,
-        "beta": options.beta if options.method == "dpo" else None,
+    """The method with its hyper-parameters; those left to the service are left out."""
+    given = {
+        theirs: getattr(options, name)
+        for name, theirs in HYPERPARAMETERS.items()
+        if getattr(options, name) is not None
+        and (options.method == "dpo" or name not in DPO_OPTIONS)
     }
-    given = {name: value for name, value in values.items() if value is not None}
     return {"type": options.method, options.method: {"hyperparameters": given}}
 
 
 def _job_of(job: Any) -> FineTuningJob:
     if not isinstance(job.id, str) or not isinstance(job.status, str):
         raise ServiceError(
-            f"the service answered with id {job.id!r} and status {job.status!r}, which is no "
-            "fine-tuning job. Check that base_url is the address of a service that trains."
+            f"the service answered with id {job.id!r} and status {job.status!r}, not with a "
+            "fine-tuning job. Check base_url."
         )
     message = getattr(job.error, "message", None) if job.error is not None else None
     status = STATUSES.get(job.status)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,20 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.bounded_http import check_address
-from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
+from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
 from nip_astra.language_models.services.run_sync import run_sync
 from nip_astra.language_models.services.training import (
     Loss,
     OptimizerFigures,
     TrainingService,
+    TrainingServiceRequest,
     check_step,
+    register_training_service,
 )
+from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
@@ -55,97 +57,78 @@ ADDRESS_VARIABLE = "TINKER_BASE_URL"
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_OF_A_LOOK = 10.0
 SECONDS_TO_FORGET = 2.0
-"""After which a service that does not answer is left to find out by itself."""
-TOLD_KINDS: Mapping[str, type[ServiceError]] = {
+"""How long to wait for a service to confirm the end of a session."""
+ERROR_KINDS: Mapping[str, type[ServiceError]] = {
     "started anew": ServiceModelError,
     "one client at a time": ServiceConflictError,
     "higher max_training_models": ServiceBusyError,
 }
-"""Refusals of a local server for which the SDK has no error of their own."""
+"""Texts of a local server's refusals for which the SDK has no error class."""
 DEFAULT_KEY = "tml-local"
-"""Brought where no key is named; a local server without a token asks for none."""
+"""Sent when no key is named; a local server without a token needs none."""
 
 
-@dataclass(frozen=True)
-class TinkerOptions:
-    """What a service is to train, and how.
-
-    Attributes
-    ----------
-    base_url : str or None
-        None for the one in the SDK's environment variable.
-    token_variable : str or None
-        Name of the environment variable with the API key; None for the SDK's own.
-    model : str
-        Name of the model at the service.
-    seed : int
-        Of the adapter's first weights.
-    """
-
-    base_url: str | None
-    token_variable: str | None
-    model: str
-    optimizer: str
-    weight_decay: float
-    seed: int
-    patience_seconds: float = 60.0
-
-
+@register_training_service(TrainingServiceType.TINKER)
 class TinkerTrainingService(TrainingService):
     """Trains an adapter at a service of Tinker's protocol.
 
-    Any loss of log-probabilities goes: they come from the service, and the gradients go back as
-    weights of its cross-entropy. What a checkpoint holds is the address of the state there.
+    Any loss of log-probabilities works: the service returns them, and receives the gradients as
+    weights of its cross-entropy. A checkpoint holds the address of the state there.
 
-    Parameters
-    ----------
-    policy : LanguageModel
-        Whose tokenizer the service's model has; its adapter says how large the service's is.
+    The service's model must have the policy's tokenizer; the policy's adapter gives the size of
+    the service's.
 
     Raises
     ------
     ConfigurationError
-        When it is to be trained as services of Tinker's do not train.
+        When the protocol cannot train it as requested.
     ServiceError
         When the service cannot be reached, or refuses the model.
     """
 
-    def __init__(self, policy: LanguageModel, options: TinkerOptions) -> None:
+    def __init__(self, request: TrainingServiceRequest) -> None:
         self._tinker = _sdk()
+        policy, options, optimizer = request.policy, request.parameters, request.training.optimizer
         self.policy, self.options = policy, options
-        self._handed_out = HandedOut(policy)
+        self.weight_decay = request.training.weight_decay
+        self._leaves = LogprobLeaves(policy)
         self._sampling: Any = None
         shape = tinker_shape(policy)
-        if options.optimizer != "adamw":
+        model = request.remote_model()
+        if optimizer != "adamw":
             raise ConfigurationError(
-                f"a policy was to be trained through Tinker's protocol with the optimizer "
-                f"{options.optimizer!r}, but that has adamw alone. Set training.optimizer to adamw."
+                f"Tinker's protocol has no optimizer {optimizer!r}. Set training.optimizer to "
+                "adamw."
             )
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         key = _key(options.token_variable)
         self._await_service()
-        self._client = self._told(
+        self._client = self._call(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
         )
-        # A run that ends, however it ends, holds no model at the service any more.
+        # A run leaves no model at the service, however it ends.
         self._forget = weakref.finalize(self, _finish, self._client)
-        self._training = self._asked(
+        self._training = self._await(
             lambda: self._client.create_lora_training_client(
-                options.model, seed=options.seed % (1 << 62), **shape
+                model, seed=request.seed % (1 << 62), **shape
             )
         )
+
+    @classmethod
+    def open(cls, request: TrainingServiceRequest) -> TinkerTrainingService:
+        return cls(request)
 
     # ---- training
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         data: list[Any] = []
 
-        def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
+        def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
             # The service adds the gradient of -weights * logprobs.
-            data.extend(self._data(asked, -gradient_BT))
+            data.extend(self._data(rows, -gradient_BT))
 
-        found = mean_loss(batches, loss, self._handed_out, send)
-        self._asked(lambda: self._training.forward_backward(data, "cross_entropy"))
+        found = mean_loss(batches, loss, self._leaves, send)
+        self._await(lambda: self._training.forward_backward(data, "cross_entropy"))
         return found
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
@@ -156,12 +139,12 @@ class TinkerTrainingService(TrainingService):
             beta1=0.9,
             beta2=0.999,
             eps=1e-8,
-            weight_decay=self.options.weight_decay,
+            weight_decay=self.weight_decay,
             grad_clip_norm=max_grad_norm or 0.0,
         )
         self._sampling = None
         try:
-            found = self._asked(lambda: self._training.optim_step(params))
+            found = self._await(lambda: self._training.optim_step(params))
         except ServiceRequestError as error:
             if "not finite" in str(error):
                 return OptimizerFigures(float("nan"), was_taken=False)
@@ -173,26 +156,26 @@ class TinkerTrainingService(TrainingService):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        found_BT = torch.zeros(ids_BT.shape)
-        if bool(asked[3].any()):
-            data = self._data(asked, torch.zeros(ids_BT.shape))
-            output = self._asked(lambda: self._training.forward(data, "cross_entropy"))
-            rows = asked[3].any(dim=1).nonzero().squeeze(1).tolist()
-            for row, one in zip(rows, output.loss_fn_outputs, strict=True):
-                length = int(asked[3][row].sum())
-                found_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
-        return self._handed_out.leaf(asked, found_BT)
+        rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+        logprobs_BT = torch.zeros(ids_BT.shape)
+        if bool(rows[3].any()):
+            data = self._data(rows, torch.zeros(ids_BT.shape))
+            output = self._await(lambda: self._training.forward(data, "cross_entropy"))
+            places = rows[3].any(dim=1).nonzero().squeeze(1).tolist()
+            for row, one in zip(places, output.loss_fn_outputs, strict=True):
+                length = int(rows[3][row].sum())
+                logprobs_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
+        return self._leaves.leaf(rows, logprobs_BT)
 
-    def _data(self, asked: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
+    def _data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
         """Rows with something to score, as the SDK takes them."""
         data = []
-        for context, context_mask, ids, mask, weights in zip(*asked, weights_BT, strict=True):
-            said = ids[mask]
-            if len(said) == 0:
+        for context, context_mask, ids, mask, weights in zip(*rows, weights_BT, strict=True):
+            answer = ids[mask]
+            if len(answer) == 0:
                 continue
-            tokens = torch.cat([context[context_mask], said])
-            before = torch.zeros(len(tokens) - 1 - len(said))
+            tokens = torch.cat([context[context_mask], answer])
+            before = torch.zeros(len(tokens) - 1 - len(answer))
             inputs = {
                 "target_tokens": tokens[1:],
                 "weights": torch.cat([before, weights[mask].float()]),
@@ -221,7 +204,7 @@ class TinkerTrainingService(TrainingService):
                 "to 0."
             )
         if self._sampling is None:
-            self._sampling = self._asked(self._training.save_weights_and_get_sampling_client)
+            self._sampling = self._await(self._training.save_weights_and_get_sampling_client)
         ends = sorted({*self.policy.end_ids, *options.end_ids})
         futures = []
         for place, context in enumerate(contexts):
@@ -236,7 +219,7 @@ class TinkerTrainingService(TrainingService):
                 top_p=options.top_p,
             )
             prompt = self._tinker.ModelInput.from_ints(list(context))
-            futures.append(self._told(self._sampling.sample, prompt, rows_per_context, params))
+            futures.append(self._call(self._sampling.sample, prompt, rows_per_context, params))
         answers = [self._result(one) for one in futures]
         return self._generation([one for answer in answers for one in answer.sequences], options)
 
@@ -257,37 +240,37 @@ class TinkerTrainingService(TrainingService):
     # ---- saving
 
     def save_state(self, directory: Path) -> None:
-        saved = self._asked(lambda: self._training.save_state(uuid.uuid4().hex))
+        saved = self._await(lambda: self._training.save_state(uuid.uuid4().hex))
         _write_address(directory, saved.path)
 
     def load_state(self, directory: Path) -> None:
         path = _read_address(directory)
         self._sampling = None
-        self._training = self._asked(
+        self._training = self._await(
             lambda: self._client.create_training_client_from_state_with_optimizer(path)
         )
 
     def save_weights_for_sampler(self, directory: Path) -> None:
         """Write the tokenizer, and where the service keeps the adapter: it hands out no weights."""
-        saved = self._asked(lambda: self._training.save_weights_for_sampler(uuid.uuid4().hex))
+        saved = self._await(lambda: self._training.save_weights_for_sampler(uuid.uuid4().hex))
         _write_address(directory, saved.path)
         self.policy.tokenizer.save_pretrained(directory)
 
     def close(self) -> None:
-        """Let the service forget the model; this happens by itself when the run ends."""
+        """Have the service drop the model, as happens when the run ends."""
         self._forget()
 
-    # ---- asking
+    # ---- requests
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
-        """Ask, and wait for what comes of it."""
-        return self._result(self._told(ask))
+    def _await(self, request: Callable[[], Any]) -> Any:
+        """Send a request, and wait for its result."""
+        return self._result(self._call(request))
 
     def _result(self, future: Any) -> Any:
-        """What comes of a request; one that takes long is waited for as long as anyone answers."""
+        """The result of a request, awaited as long as the service answers at all."""
         while True:
             try:
-                return self._told(future.result, self.options.patience_seconds)
+                return self._call(future.result, self.options.patience_seconds)
             except ServiceUnreachableError as error:
                 if not isinstance(error.__cause__, TimeoutError) or not self._is_alive():
                     raise
@@ -296,7 +279,7 @@ class TinkerTrainingService(TrainingService):
         return _fault_of(str(self._client.holder._base_url)) is None
 
     def _await_service(self) -> None:
-        """Wait until the service answers, up to the end of patience.
+        """Wait until the service answers, at most `patience_seconds`.
 
         The SDK itself would try an address that refuses for minutes.
         """
@@ -308,32 +291,32 @@ class TinkerTrainingService(TrainingService):
             while url and (fault := _fault_of(url)) is not None:
                 if time.monotonic() + SECONDS_BETWEEN_LOOKS > deadline:
                     raise ServiceUnreachableError(
-                        f"the training service {url} does not answer: {fault} (asked for "
+                        f"the training service {url} does not answer: {fault} (tried for "
                         f"{self.options.patience_seconds:.3g} s). Start it, or correct "
                         "train_service.base_url."
                     )
                 time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _told(self, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask, and turn the SDK's errors into ours."""
+    def _call(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the SDK, and turn its errors into ours."""
         sdk = self._tinker
         try:
-            return ask(*arguments)
+            return request(*arguments)
         except (TimeoutError, sdk.APIConnectionError) as error:
             raise ServiceUnreachableError(
-                f"the service {self.options.base_url or 'of Tinker'} was asked for something, but "
-                f"does not answer: {str(error) or type(error).__name__}. Start it again, and go on "
-                "from the last checkpoint with: nip-astra resume RUN."
+                f"the service {self.options.base_url or 'of Tinker'} does not answer: "
+                f"{str(error) or type(error).__name__}. Start it again, and continue from the last "
+                "checkpoint with: nip-astra resume RUN."
             ) from error
         except sdk.TinkerError as error:
             raise self._error(error)(f"the service refused a request: {error}") from error
         except (ValueError, RuntimeError) as error:
-            raise ServiceError(f"the SDK of Tinker's gave up a request: {error}") from error
+            raise ServiceError(f"Tinker's SDK gave up a request: {error}") from error
 
     def _error(self, error: Exception) -> type[ServiceError]:
         sdk = self._tinker
-        for told, kind in TOLD_KINDS.items():
-            if told in str(error):
+        for text, kind in ERROR_KINDS.items():
+            if text in str(error):
                 return kind
         if isinstance(error, sdk.NotFoundError):
             return ServiceModelError
@@ -345,7 +328,7 @@ class TinkerTrainingService(TrainingService):
 
 
 def _fault_of(url: str) -> str | None:
-    """Why a service does not answer; None where it does."""
+    """Why a service does not answer; None if it does."""
     import httpx
 
     async def look() -> int:

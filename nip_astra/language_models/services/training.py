@@ -10,21 +10,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field, JsonValue, field_validator, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.errors import ServiceRequestError
+from nip_astra.errors import ConfigurationError, ServiceRequestError, UnknownNameError
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.optimizer_files import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     put_together,
 )
-from nip_astra.parameters.parameters_base import MAX_LR
+from nip_astra.parameters.conditions import where_not
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.parameters_base import MAX_LR, SubParameters, Url
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.parameters.types import TrainingServiceType
+from nip_astra.registry import Registry
 from nip_astra.rl_objectives.outputs import LossOutput
 
 Loss = Callable[[TensorDict], LossOutput]
@@ -65,11 +72,140 @@ def check_step(lr: float, max_grad_norm: float | None) -> None:
         )
 
 
+TRAINING_SERVICES: Registry[type[TrainingService]] = Registry(
+    "training_service",
+    package="nip_astra.language_models.services",
+    members=TrainingServiceType,
+    modules={"local": "training", "http": "http_training", "tinker": "tinker_training"},
+)
+
+
+def register_training_service(
+    name: str,
+) -> Callable[[type[TrainingService]], type[TrainingService]]:
+    """Register a `TrainingService` subclass under the name that `train_service.backend` gives."""
+    return TRAINING_SERVICES.register(name)
+
+
+class TrainServiceParameters(SubParameters):
+    """Where the policy learns and samples."""
+
+    backend: str = TrainingServiceType.LOCAL
+    """local: in this process, on the settings' device. http: at a service that `nip-astra serve
+    --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
+    `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
+    min_new_tokens. Others: `register_training_service`."""
+    base_url: Annotated[Url | None, where_not("backend", "local")] = None
+    """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
+    model: Annotated[str | None, where_not("backend", "local")] = None
+    """Name of the policy's model at the service; null for the path by which the policy names it."""
+    token_variable: Annotated[str | None, where_not("backend", "local")] = None
+    """Environment variable with the token that the service asks for; null where it asks for
+    none."""
+    patience_seconds: Annotated[float, where_not("backend", "local")] = Field(default=60.0, ge=0)
+    """How long a service that does not answer, or is full, is asked again before the run ends."""
+    operation_timeout: Annotated[float, where_not("backend", "local", "tinker")] = Field(
+        default=3600.0, gt=0
+    )
+    """Longest in seconds that one operation, such as a gradient or a rollout, may take."""
+    max_answer_mib: Annotated[float, where_not("backend", "local", "tinker")] = Field(
+        default=4096.0, gt=0
+    )
+    """Largest answer of the service that is read. A saved state of full weights in float32 with
+    Adam takes 12 bytes per weight."""
+    options: Annotated[dict[str, JsonValue], where_not("backend", "local", "http", "tinker")] = {}
+    """Values for a registered service, which reads them as `request.parameters.options`."""
+
+    @field_validator("backend")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        known = TRAINING_SERVICES.names()
+        if name not in known:
+            raise ValueError(str(UnknownNameError("training_service", name, known)))
+        return name
+
+    @model_validator(mode="after")
+    def _has_address(self) -> Self:
+        if self.backend == TrainingServiceType.HTTP and self.base_url is None:
+            raise ValueError(
+                f"the backend {self.backend} needs base_url, the address of the service; start one "
+                "with nip-astra serve --train --model NAME=PATH"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class TrainingServiceRequest:
+    """What a trainer needs a training service for.
+
+    Attributes
+    ----------
+    role : str
+        Name of the policy in checkpoints.
+    optimizer : Optimizer
+        Over the policy's weights in this process.
+    learned : Sequence[Parameter]
+        Weights that learn: the policy's and those of `modules`.
+    modules : Module
+        What learns beside the policy, for instance a value head.
+    seed : int
+        Of an adapter's first weights.
+    """
+
+    parameters: TrainServiceParameters
+    policy: LanguageModel
+    role: str
+    training: TrainingConfiguration
+    optimizer: torch.optim.Optimizer
+    learned: Sequence[torch.nn.Parameter]
+    modules: torch.nn.Module
+    seed: int
+    scenario_dir: Path | None
+
+    def remote_model(self) -> str:
+        """Name of the policy's model at a service that learns nothing beside it.
+
+        Raises
+        ------
+        ConfigurationError
+            When the parameters name no model, or other modules learn as well.
+        """
+        names = [name for name, _ in self.modules.named_children()]
+        if names:
+            raise ConfigurationError(
+                f"train_service.backend {self.parameters.backend} cannot train {', '.join(names)} "
+                "on the policy's hidden states. Set it to local."
+            )
+        source: str | None = getattr(self.policy, "source", None)
+        if self.parameters.model is not None:
+            return self.parameters.model
+        if source is None:
+            raise ConfigurationError(
+                "train_service.model must name the policy's model at the service, since the "
+                "policy's parameters name none."
+            )
+        return str(resolve_reference(source, self.scenario_dir))
+
+
 class TrainingService(ABC):
     """Holds the weights of a policy: adds up gradients, steps, samples and scores.
 
-    Calls take effect in the order in which they are made.
+    Calls take effect in the order in which they are made. A class that parameter files name as
+    `train_service.backend` (`register_training_service`) implements `open`.
     """
+
+    @classmethod
+    def open(cls, request: TrainingServiceRequest) -> TrainingService:
+        """The service for a trainer's policy; hook.
+
+        Raises
+        ------
+        ConfigurationError
+            When it cannot train what is requested.
+        ServiceError
+            When it cannot be reached, or lacks the policy's model.
+        """
+        raise NotImplementedError(f"{cls.__name__} implements no classmethod `open`")
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
@@ -147,6 +283,7 @@ class TrainingService(ABC):
         """Write a complete model and tokenizer in Hugging Face layout."""
 
 
+@register_training_service(TrainingServiceType.LOCAL)
 class LocalTrainingService(TrainingService):
     """A model in this process and its optimizer.
 
@@ -179,6 +316,22 @@ class LocalTrainingService(TrainingService):
         self.learned = list(model.parameters()) if learned is None else list(learned)
         self.modules = torch.nn.Module() if modules is None else modules
         self.role = role
+
+    @classmethod
+    def open(cls, request: TrainingServiceRequest) -> LocalTrainingService:
+        if isinstance(request.policy, RemoteLanguageModel):
+            raise ConfigurationError(
+                "train_service.backend local cannot train a policy of the backend 'remote', whose "
+                "weights are at a service. Set it to http or tinker, or language_model._type to "
+                "huggingface."
+            )
+        return cls(
+            request.policy,
+            request.optimizer,
+            learned=request.learned,
+            modules=request.modules,
+            role=request.role,
+        )
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples = sum(len(batch) for batch in batches)

@@ -208,7 +208,9 @@ def _trained_model(run: str, version: str, agent: str, settings: ExperimentSetti
     """The model of an agent of another run."""
     if run.startswith(wandb_runs.SCHEME):
         name = quote(f"{run}@{version}", safe="")
-        folder = _jobs_dir(settings).parent / "loaded" / name
+        jobs = _jobs_dir(settings)
+        # Without a run directory `jobs` is a temporary folder, whose parent is everyone's.
+        folder = (jobs if settings.run_directory is None else jobs.parent) / "loaded" / name
         if not folder.exists():
             unfinished = folder.with_name(f".new-{folder.name}")
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One thread that carries out what is asked of models: each model's operations in their order."""
+"""One thread that carries out operations on models, those of each model in order."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from nip_astra.serve.api_errors import ApiError, failed, held, overloaded
 logger = logging.getLogger(__name__)
 
 SECONDS_SILENT = 120.0
-"""After which a client that reports regularly, and no longer does, is taken for dead."""
+"""Silence after which a client that used to report counts as dead."""
 NUM_KEPT = 64
-"""Operations of a model whose results are kept for a client that asks again."""
+"""Operations of a model whose results are kept for repeated requests."""
 
 
 @dataclass(eq=False)
 class Operation:
-    """Something to do.
+    """One operation.
 
     Attributes
     ----------
     key : str
-        Tells a repeated request, which has the same, from another one of the same number.
+        Equal for a repeated request; differs for another request of the same number.
     group : object or None
-        Operations of one group that wait beside each other are done by one call of `together`.
+        Waiting operations of one group are carried out by one call of `together`.
     """
 
     run: Callable[[], Any]
@@ -49,15 +49,15 @@ class Lane:
     Attributes
     ----------
     next_number : int
-        Of the first operation that is not yet in the queue.
+        Number of the next operation to queue.
     early : dict[int, Operation]
-        Those that came before one of a smaller number.
+        Operations that arrived before one of a smaller number.
     known : OrderedDict[int, Operation]
-        The newest in the queue or done.
+        The newest queued or finished operations.
     used_at : float
-        When something was last asked, `time.monotonic`.
+        Time of the last request, `time.monotonic`.
     reports : bool
-        Whether the client reports that it is there, also while it asks for nothing.
+        Whether the client reports that it is alive between requests.
     """
 
     next_number: int = 1
@@ -67,12 +67,12 @@ class Lane:
     reports: bool = False
 
     def find(self, number: int) -> Operation | None:
-        """An operation that is known."""
+        """The operation of a number, if it is known."""
         return self.known.get(number) or self.early.get(number)
 
 
 class WorkQueue:
-    """Does operations one after the other, in a thread of its own.
+    """Carries out operations one after the other, in its own thread.
 
     Parameters
     ----------
@@ -92,25 +92,25 @@ class WorkQueue:
     # ---- called from any thread
 
     def open_lane(self, name: str) -> None:
-        """Begin to take operations of a model."""
+        """Accept operations of a model."""
         with self._changed:
             self._lanes[name] = Lane()
 
     def close_lane(self, name: str) -> None:
-        """Take no more operations of a model; what has not begun fails."""
+        """Accept no more operations of a model; those that wait for others fail."""
         with self._changed:
             lane = self._lanes.pop(name, None)
         for operation in lane.early.values() if lane is not None else ():
             operation.future.set_exception(failed(f"the model {name!r} was given up"))
 
     def report(self, name: str) -> None:
-        """Note that a model's client is there."""
+        """Note that a model's client is alive."""
         with self._changed:
             lane = self._lane(name)
             lane.used_at, lane.reports = time.monotonic(), True
 
     def is_given_up(self, name: str, max_idle_seconds: float) -> bool:
-        """Whether a model's client is dead, or has asked for nothing for so long."""
+        """Whether a model's client is dead, or was idle for so long."""
         with self._changed:
             lane = self._lane(name)
             if any(not one.future.done() for one in lane.known.values()):
@@ -119,7 +119,7 @@ class WorkQueue:
             return time.monotonic() - lane.used_at > most
 
     def submit(self, operation: Operation) -> Operation:
-        """Queue an operation that has no place in any order.
+        """Queue an operation that belongs to no order.
 
         Raises
         ------
@@ -135,25 +135,25 @@ class WorkQueue:
     def submit_ordered(
         self, lane_name: str, number: int, operation: Operation, *, may_be_early: bool = False
     ) -> Operation:
-        """Queue a model's operation in the place of its number, or find it where it is known.
+        """Queue a model's operation by its number, or return it if it is known.
 
         Parameters
         ----------
         number : int
             1 for the first of the model, and so on.
         may_be_early : bool
-            Whether one may come before those of smaller numbers, and wait for them.
+            Whether it may arrive before those of smaller numbers, and wait for them.
 
         Returns
         -------
         Operation
-            The given one, or the one that came before with the same number and key.
+            The given one, or an earlier one with the same number and key.
 
         Raises
         ------
         ApiError
-            429 where too many wait; 409 where the number was another request's, was passed long
-            ago, or leaves one out; 404 where the model was given up.
+            429 when too many wait; 409 when the number belongs to another request, is too old, or
+            skips one; 404 when the model was dropped.
         """
         with self._changed:
             lane = self._lane(lane_name)
@@ -181,17 +181,17 @@ class WorkQueue:
         return operation
 
     def find(self, lane_name: str, number: int) -> Operation | None:
-        """A model's operation, where it is known."""
+        """A model's operation, if it is known."""
         with self._changed:
             return self._lane(lane_name).find(number)
 
     @property
     def num_waiting(self) -> int:
-        """Operations that have not begun; those before their turn keep no other client waiting."""
+        """Queued operations; early ones, which block no other client, are not counted."""
         return len(self._ready)
 
     def close(self) -> None:
-        """End the thread after the operation that it is at; the others fail."""
+        """End the thread after its current operation; the others fail."""
         with self._changed:
             self._is_closed = True
             left = list(self._ready)
@@ -202,7 +202,7 @@ class WorkQueue:
         self._thread.join()
 
     def _lane(self, name: str) -> Lane:
-        reason = "the model {name} is not in training. Make one, or go on from a saved state."
+        reason = "the model {name} is not in training. Make one, or load a saved state."
         return held(self._lanes, name, reason=reason, code="model_lost")
 
     def _check_room(self) -> None:
@@ -210,8 +210,8 @@ class WorkQueue:
             raise failed("the service is shutting down")
         if self.num_waiting >= self.max_waiting:
             raise overloaded(
-                f"{self.max_waiting} operations wait already, which is the most that this service "
-                "takes. Come again later, or start it with a higher max_waiting.",
+                f"{self.max_waiting} operations wait already, the most that this service takes. "
+                "Try again later, or start it with a higher max_waiting.",
                 "queue_full",
             )
 
@@ -228,7 +228,7 @@ class WorkQueue:
             self._do(batch)
 
     def _next_batch(self) -> list[Operation]:
-        """The next operation, and those that wait which one call can do with it."""
+        """The next operation, and the waiting ones of its group."""
         first = self._ready.popleft()
         if first.group is None:
             return [first]
@@ -245,19 +245,19 @@ class WorkQueue:
             else:
                 results = together([one.item for one in batch])
         except BaseException as error:
-            # Whatever it was, only those who asked for it are told; others come.
+            # Only the requests of this operation fail; the thread goes on.
             if len(batch) > 1:
                 for one in batch:
                     self._do([one])
                 return
-            batch[0].future.set_exception(_told(error))
+            batch[0].future.set_exception(_reported(error))
             return
         for one, result in zip(batch, results, strict=True):
             one.future.set_result(result)
 
 
-def _told(error: BaseException) -> ApiError:
-    """What the client is told of a failure."""
+def _reported(error: BaseException) -> ApiError:
+    """The error that a client receives."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NipAstraError):
@@ -265,16 +265,16 @@ def _told(error: BaseException) -> ApiError:
     logger.error("an operation failed: %s", error, exc_info=error)
     kind = type(error).__name__
     return failed(
-        f"an operation failed with {kind}: {str(error)[:500]}. The model is as it was before; the "
-        "service's log says where it failed."
+        f"an operation failed with {kind}: {str(error)[:500]}. The model is unchanged; see the "
+        "service's log."
     )
 
 
 def _conflict(number: int, fault: str) -> ApiError:
     return ApiError(
         409,
-        f"operation {number} of the model was sent, but {fault}. A model follows one client at a "
-        "time: give each client a model of its own.",
+        f"operation {number} of the model cannot be carried out: {fault}. A model follows one "
+        "client at a time: give each client its own.",
         kind="conflict_error",
         code="operation_conflict",
     )

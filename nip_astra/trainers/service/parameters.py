@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters, Url
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import AdvantageParameters
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlParameters
 from nip_astra.rl_objectives.policy_losses import LossParameters
 from nip_astra.rl_objectives.reductions import Reduction
 from nip_astra.rl_objectives.registry import PolicyLossName
-
-
-class TrainServiceParameters(SubParameters):
-    """Where the policy learns and samples."""
-
-    backend: Literal["local", "http", "tinker"] = "local"
-    """local: in this process, on the settings' device. http: at a service that `nip-astra serve
-    --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
-    `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
-    min_new_tokens."""
-    base_url: Annotated[Url | None, where("backend", "http", "tinker")] = None
-    """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
-    model: Annotated[str | None, where("backend", "http", "tinker")] = None
-    """Name of the policy's model at the service; null for the path by which the policy names it."""
-    token_variable: Annotated[str | None, where("backend", "http", "tinker")] = None
-    """Environment variable with the token that the service asks for; null where it asks for
-    none."""
-    patience_seconds: Annotated[float, where("backend", "http", "tinker")] = Field(
-        default=60.0, ge=0
-    )
-    """How long a service that does not answer, or is full, is asked again before the run ends."""
-    operation_timeout: Annotated[float, where("backend", "http")] = Field(default=3600.0, gt=0)
-    """Longest in seconds that one operation, such as a gradient or a rollout, may take."""
-    max_answer_mib: Annotated[float, where("backend", "http")] = Field(default=4096.0, gt=0)
-    """Largest answer of the service that is read. A saved state of full weights in float32 with
-    Adam takes 12 bytes per weight."""
-
-    @model_validator(mode="after")
-    def _has_address(self) -> Self:
-        if self.backend == "http" and self.base_url is None:
-            raise ValueError(
-                f"the backend {self.backend} needs base_url, the address of the service; start one "
-                "with nip-astra serve --train --model NAME=PATH"
-            )
-        return self
 
 
 class RolloutParameters(SubParameters):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nip_astra.errors import CheckpointError, RunDirectoryError
+from nip_astra.language_models.fine_tuning import STATE, FineTuning
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services import local_fine_tuning
 from nip_astra.language_models.services.fine_tuning import (
@@ -179,3 +180,50 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
             _train(service, _submit(service, "supervised", str(tiny_model_dir)))
     job_id = _submit(service, "supervised", str(tiny_model_dir))
     assert _train(service, job_id).status is JobStatus.SUCCEEDED
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_killed_job_continues_after_its_last_step(
+    method: str,
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = open_service(tmp_path / "whole")
+    expected = _train(whole, _submit(whole, method, str(tiny_model_dir)))
+    service = open_service()
+    job_id = _submit(service, method, str(tiny_model_dir))
+    take_step, steps = FineTuning._take_step, []
+
+    class Killed(BaseException):
+        pass
+
+    def counted(tuning: FineTuning, chosen: Any) -> Any:
+        if len(steps) == 2:
+            steps.append(-1)
+            raise Killed
+        steps.append(tuning.step)
+        return take_step(tuning, chosen)
+
+    monkeypatch.setattr(FineTuning, "_take_step", counted)
+    with pytest.raises(Killed):
+        _train(service, job_id)
+    again = open_service()
+    ended = _train(again, job_id)
+    assert steps == [0, 1, -1, 2, 3, 4, 5]
+    assert ended.model == expected.model
+    files = [Path(one.place_of(str(ended.model))) / "model.safetensors" for one in (whole, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not (again.directory / job_id / STATE).exists()
+
+
+def test_a_damaged_state_fails_the_job(
+    open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path
+) -> None:
+    service = open_service()
+    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    (service.directory / job_id / STATE).write_bytes(b"no state")
+    ended = _train(service, job_id)
+    assert ended.status is JobStatus.FAILED
+    assert STATE in str(ended.error)

@@ -22,12 +22,12 @@ from nip_astra.language_models.services.bounded_http import MIB
 from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, SupervisedExample
+from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.training_connection import TrainingConnection
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving
 

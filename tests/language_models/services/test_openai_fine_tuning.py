@@ -123,10 +123,10 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_an_error() -> None:
         use(stub, lambda s: s.submit("base", [SAID], FineTuningOptions(), key="k"), pauses)
         assert pauses == [1.0, 2.0, 4.0]
         stub.faults = [500] * 6
-        with pytest.raises(ServiceError, match=r"'job-0' is, but: status 500 .* \(6 attempts\)"):
+        with pytest.raises(ServiceError, match=r"'job-0': status 500 .* \(6 attempts\)"):
             use(stub, lambda service: service.job("job-0"))
         stub.faults = [400]
-        with pytest.raises(ServiceError, match="was to cancel the job 'job-0', but: status 400"):
+        with pytest.raises(ServiceError, match="cancel the job 'job-0': status 400"):
             use(stub, lambda service: service.cancel("job-0"))
         assert use(stub, lambda service: service.job("job-9")).status is JobStatus.FAILED
         stub.faults = [401]

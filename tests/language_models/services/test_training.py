@@ -33,7 +33,7 @@ class DistantService(TrainingService):
     def __init__(self, model: LanguageModel, lr: float) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        self.handed_out: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self.leaves: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples, mean = sum(map(len, batches)), 0.0
@@ -41,9 +41,9 @@ class DistantService(TrainingService):
             output = loss(batch)
             (output.loss * len(batch) / num_samples).backward()
             mean += float(output.loss.detach()) * len(batch) / num_samples
-            for asked, leaf in self.handed_out:
+            for asked, leaf in self.leaves:
                 (self.model.logprobs(*asked) * leaf.grad).sum().backward()
-            self.handed_out = []
+            self.leaves = []
         return {"loss": mean}
 
     def logprobs(
@@ -52,7 +52,7 @@ class DistantService(TrainingService):
         asked = (context_BC, context_mask_BC, ids_BT, mask_BT)
         with torch.no_grad():
             leaf = self.model.logprobs(*asked)
-        self.handed_out.append((asked, leaf.requires_grad_()))
+        self.leaves.append((asked, leaf.requires_grad_()))
         return leaf
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:

@@ -22,7 +22,7 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import http_training
-from nip_astra.language_models.services.training_wire import ROUTE
+from nip_astra.language_models.services.http_training import ROUTE
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.training import work
@@ -128,7 +128,7 @@ def test_a_wrong_model_path_is_told_with_what_there_is(server: Server) -> None:
 def test_other_weights_under_the_name_are_refused() -> None:
     with (
         training_server(["http"], {"policy": str(POLICY.parent / "teacher")}) as server,
-        pytest.raises(ServiceRequestError, match="weights here and at the client are not the same"),
+        pytest.raises(ServiceRequestError, match="weights"),
     ):
         distant(server)
 
@@ -137,11 +137,11 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path:
     trainer = distant(server)
     before = weights(trainer, tmp_path / "before")
     one = torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+    with pytest.raises(ServiceRequestError, match="9999"):
         trainer.service.logprobs(torch.tensor([[3]]), one, torch.tensor([[9999]]), one)
-    with pytest.raises(ServiceRequestError, match="'explode' was asked for"):
+    with pytest.raises(ServiceRequestError, match="'explode'"):
         trainer.service._do("explode")
-    with pytest.raises(ServiceRequestError, match="what it cannot take"):
+    with pytest.raises(ServiceRequestError, match="sample"):
         trainer.service._do("sample", contexts=3)
     with pytest.raises(ServiceRequestError, match="nan"):
         trainer.service.optim_step(lr=math.nan)
@@ -175,7 +175,7 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: Server) -
     def of_the_policy(_: Any) -> LossOutput:
         return LossOutput(trainer.policy.logprobs(*rows).sum(), {})
 
-    with pytest.raises(ServiceRequestError, match="also differentiates the model at hand"):
+    with pytest.raises(ServiceRequestError, match="differentiates the model"):
         trainer.service.forward_backward([batch], of_the_policy)
     with pytest.raises(ServiceRequestError, match="depends on no log-probability"):
         trainer.service.forward_backward([batch], lambda _: LossOutput(torch.zeros(()), {}))
@@ -231,7 +231,7 @@ def test_a_dead_server_is_told_and_a_checkpoint_goes_on_at_the_next(tmp_path: Pa
             iterate(trainer, 1)
         server.start()
         # The new one knows nothing of the old one's models.
-        with pytest.raises(ServiceModelError, match="started anew"):
+        with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
             iterate(trainer, 1)
         again = distant(server)
         again.service.load_state(tmp_path / "state")

@@ -103,7 +103,7 @@ def test_a_checkpoint_names_the_state_of_the_service_and_goes_on(
 def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
     with pytest.raises(ConfigurationError, match=r"lora\.alpha 8"):
         trainer_at(server, "tinker", "task.policy.language_model.lora.alpha=8")
-    with pytest.raises(ConfigurationError, match="adamw alone"):
+    with pytest.raises(ConfigurationError, match=r"'sgd'.*adamw"):
         trainer_at(server, "tinker", "training.optimizer=sgd")
     with pytest.raises(ConfigurationError, match="min_new_tokens"):
         iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
@@ -117,7 +117,7 @@ def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server:
         samples = plain.collect(0).samples
     one = torch.ones(1, 1, dtype=torch.bool)
     rows = torch.tensor([[3]]), one
-    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+    with pytest.raises(ServiceRequestError, match="9999"):
         trainer.service.logprobs(*rows, torch.tensor([[9999]]), one)
     wide = torch.ones(1, 9999, dtype=torch.bool)
     with pytest.raises(ServiceRequestError, match="window"):

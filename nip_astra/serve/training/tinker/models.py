@@ -24,22 +24,10 @@ ROLE = "policy"
 
 
 @dataclass
-class TinkerModel:
-    """A model in training.
-
-    Attributes
-    ----------
-    hosted : HostedModel
-        Its weights and its optimizer.
-    """
+class TinkerModel(HostedModel):
+    """A model in training by Tinker's protocol."""
 
     record: RunRecord
-    hosted: HostedModel
-
-    @property
-    def service(self) -> LocalTrainingService:
-        """What trains it."""
-        return self.hosted.service
 
     def forward_backward(self, request: ForwardBackward) -> bytes:
         """Compute a loss, add its gradients to what there is, and give log-probabilities.
@@ -54,16 +42,16 @@ class TinkerModel:
             raise wrong("gradients were asked for without any datum. Send at least one.")
         inputs = loss_inputs(request.loss, kind, request.data, request.config)
         for datum in request.data:
-            self.hosted.check_ids(torch.tensor(datum.ids), len(datum.ids) + 1)
-            self.hosted.check_ids(datum.targets, 0)
+            self.check_ids(torch.tensor(datum.ids), len(datum.ids) + 1)
+            self.check_ids(datum.targets, 0)
         with torch.set_grad_enabled(not request.is_forward_only):
-            logprobs = target_logprobs(self.hosted.policy, request.data)
+            logprobs = target_logprobs(self.policy, request.data)
             logprobs_N = torch.cat([one.flatten() for one in logprobs])
             on_device = {name: value.to(logprobs_N.device) for name, value in inputs.items()}
             loss_N = kind.compute(logprobs_N, on_device)
             loss = loss_N.sum()
         if not request.is_forward_only:
-            with self.hosted.gradients_or_none():
+            with self.gradients_or_none():
                 torch.autograd.backward(loss)
         sizes = [one.numel() for one in logprobs]
         elementwise = [
@@ -103,7 +91,7 @@ class TinkerModel:
 
     def write_weights(self, folder: Path) -> None:
         """Write the adapter alone, to sample from."""
-        self.hosted.policy.save(folder / ROLE)
+        self.policy.save(folder / ROLE)
 
     def load(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Take up what `write_state` wrote; without the optimizer that starts anew."""
@@ -116,7 +104,7 @@ class TinkerModel:
         if with_optimizer:
             self.service.load_state(checkpoint.folder)
         else:
-            self.hosted.policy.restore(checkpoint.folder / ROLE)
+            self.policy.restore(checkpoint.folder / ROLE)
             self.service.optimizer.state.clear()
         self.service.optimizer.zero_grad(set_to_none=True)
 
@@ -131,7 +119,7 @@ def build_model(bases: Bases, record: RunRecord, *, seed: int) -> TinkerModel:
     # What each step names is set then.
     optimizer = torch.optim.AdamW([{"params": list(policy.parameters()), "lr_factor": 1.0}])
     service = LocalTrainingService(policy, optimizer, role=ROLE)
-    return TinkerModel(record, HostedModel(record.run_id, base, service))
+    return TinkerModel(record.run_id, base, service, record)
 
 
 def lora_of(base: Base, shape: LoraShape) -> LoraParameters:

@@ -1,18 +1,24 @@
-"""The routes of Tinker's protocol that train and sample."""
+"""The routes of Tinker's protocol."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import parse_json, read_body
+from nip_astra.serve.bodies import MAX_LISTED, parse_json, read_body
 from nip_astra.serve.training.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -26,15 +32,43 @@ from nip_astra.serve.training.tinker.bodies import (
     SaveBody,
     SaveForSamplerBody,
     SessionBody,
+    TtlBody,
+    WeightsInfoBody,
 )
-from nip_astra.serve.training.tinker.futures import Promises, digest_of, tell_protobuf
 from nip_astra.serve.training.tinker.host import TinkerHost
-from nip_astra.serve.training.tinker.messages import read_forward_backward, read_head
+from nip_astra.serve.training.tinker.messages import PROTOBUF, read_forward_backward, read_head
+from nip_astra.serve.training.tinker.store import RunRecord, told_time
 from nip_astra.serve.training.work import Operation
+
+SECONDS_TO_WAIT = 25.0
+"""After which a client that waits is told to ask again; the SDK waits 45."""
+SECONDS_KEPT = 3600.0
+"""For which a result is kept after it was there."""
+MAX_KEPT = 50_000
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
+Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
+NOT_OFFERED = {
+    "/save_weights_external": "weights in the form of others are written by the run's own "
+    "save_weights_for_sampler of nip_astra, or from the adapter in the service's state folder",
+    "/copy_weights": "this service has no projects to copy between",
+    "/create_custom_loss": "custom losses are computed at the client, by forward_backward_custom",
+    "/audit": "this service keeps no audit log",
+    "/billing/usage/events": "this service costs nothing",
+    "/billing/usage/checkpoints/current": "this service costs nothing",
+    "/auth/token": "this service takes an API key",
+    "/sessions/search": "sessions are listed by list_sessions",
+    "/cancel_future": "requests that wait are answered",
+    "/retrieve_futures": "results are asked for one by one",
+}
+"""What the SDK may ask for that is refused, and what there is instead."""
+NOT_OFFERED_OF_CHECKPOINTS = {
+    "publish": "this service has no accounts, so that every client may load every checkpoint",
+    "external_weights_urls": "this service keeps adapters in its state folder alone",
+}
 
 
 def tinker_routes(host: TinkerHost) -> APIRouter:
-    """The routes over what a host holds."""
+    """The routes over the models, sessions and checkpoints of a host."""
     routes = _TinkerRoutes(host)
     router = APIRouter(prefix="/api/v1")
     for path, handler in (
@@ -58,6 +92,28 @@ def tinker_routes(host: TinkerHost) -> APIRouter:
     ):
         router.add_api_route(path, handler, methods=["POST"])
     router.add_api_route("/healthz", routes.health, methods=["GET"])
+    rest = _RestRoutes(host)
+    checkpoint = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+    router.add_api_route("/get_server_capabilities", rest.capabilities, methods=["GET"])
+    router.add_api_route("/weights_info", rest.weights_info, methods=["POST"])
+    router.add_api_route("/training_runs", rest.runs, methods=["GET"])
+    router.add_api_route("/training_runs/{run_id}", rest.run, methods=["GET"])
+    router.add_api_route("/training_runs/{run_id}/checkpoints", rest.of_run, methods=["GET"])
+    router.add_api_route(checkpoint, rest.delete, methods=["DELETE"])
+    router.add_api_route(f"{checkpoint}/ttl", rest.set_ttl, methods=["PUT", "POST", "PATCH"])
+    router.add_api_route("/checkpoints", rest.checkpoints, methods=["GET"])
+    router.add_api_route("/sessions", rest.sessions, methods=["GET"])
+    every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    for path, reason in NOT_OFFERED.items():
+        router.add_api_route(path, _refusal(path, reason), methods=every)
+    for name, reason in NOT_OFFERED_OF_CHECKPOINTS.items():
+        router.add_api_route(f"{checkpoint}/{name}", _refusal(name, reason), methods=every)
+    for name in ("project", "trace_export"):
+        reason = "this service has neither projects nor traces of sessions"
+        router.add_api_route(f"/sessions/{{name}}/{name}", _refusal(name, reason), methods=every)
+    # After those that are refused by name.
+    router.add_api_route("/sessions/{name}", rest.session, methods=["GET"])
+    router.add_api_route("/samplers/{name}", rest.sampler, methods=["GET"])
     return router
 
 
@@ -128,7 +184,7 @@ class _TinkerRoutes:
 
     async def get_info(self, request: Request) -> Response:
         model = self.host.model((await read_body(request, ModelIdBody)).model_id)
-        base = model.hosted.base
+        base = model.base
         return JSONResponse(
             {
                 "type": "get_info",
@@ -287,3 +343,204 @@ class _TinkerRoutes:
         name = f"{model_id}:{seq_id}"
         self.promises.add(name, known, tell)
         return JSONResponse({"request_id": name, "model_id": model_id})
+
+
+# ---- results that clients poll for
+
+
+@dataclass
+class Promise:
+    """A result to come.
+
+    Attributes
+    ----------
+    tell : Callable
+        Turns the result into an answer.
+    made_at : float
+        When it was asked for, `time.monotonic`.
+    """
+
+    operation: Operation
+    tell: Callable[[Any], Response]
+    made_at: float = field(default_factory=time.monotonic)
+
+
+class Promises:
+    """All results to come and those of the last hour."""
+
+    def __init__(self) -> None:
+        self._promises: OrderedDict[str, Promise] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, operation: Operation, tell: Callable[[Any], Response]) -> None:
+        """Promise the result of an operation; a second time, of a repeated request, is fine."""
+        with self._lock:
+            self._promises.setdefault(name, Promise(operation, tell))
+            oldest = time.monotonic() - SECONDS_KEPT
+            while self._promises:
+                first, promise = next(iter(self._promises.items()))
+                is_old = promise.made_at < oldest or len(self._promises) > MAX_KEPT
+                if not (is_old and promise.operation.future.done()):
+                    break
+                self._promises.pop(first)
+
+    def knows(self, name: str) -> bool:
+        """Whether a result was promised under a name."""
+        with self._lock:
+            return name in self._promises
+
+    async def answer(self, name: str) -> Response:
+        """The result, an error in the form that the SDK raises, or that it takes longer."""
+        with self._lock:
+            promise = self._promises.get(name)
+        if promise is None:
+            return failure(
+                f"the result of the request {name[:100]!r} was asked for, but this service does "
+                "not know it: it was started anew since, or the result is older than an hour. "
+                "Make a client from a saved state, create_training_client_from_state_with_"
+                "optimizer, and go on from there.",
+                "server",
+            )
+        waited = asyncio.shield(asyncio.wrap_future(promise.operation.future))
+        try:
+            result = await asyncio.wait_for(waited, SECONDS_TO_WAIT)
+        except TimeoutError:
+            body = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return JSONResponse(body, 408)
+        except ApiError as error:
+            return failure(str(error), "user" if error.status < 500 else "server")
+        return promise.tell(result)
+
+
+def failure(message: str, category: str) -> Response:
+    """A failed request, as the SDK turns it into its RequestFailedError."""
+    return JSONResponse({"error": message, "category": category})
+
+
+def tell_protobuf(result: bytes) -> Response:
+    """A message of the SDK's."""
+    return Response(result, media_type=PROTOBUF)
+
+
+def digest_of(body: bytes) -> str:
+    """Tells a repeated request from another one."""
+    return hashlib.sha256(body).hexdigest()
+
+
+# ---- runs, checkpoints and sessions
+
+
+def _refusal(path: str, reason: str) -> Any:
+    async def refuse() -> Response:
+        raise wrong(
+            f"{path} was asked for, which this service does not offer: {reason}. The guide "
+            "training-on-services lists what it offers.",
+            code="not_offered",
+        )
+
+    return refuse
+
+
+class _RestRoutes:
+    def __init__(self, host: TinkerHost) -> None:
+        self.host = host
+
+    async def capabilities(self) -> Response:
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": self.host.bases.get(name).context_window,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name in self.host.bases.names
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def weights_info(self, request: Request) -> Response:
+        path = (await read_body(request, WeightsInfoBody)).tinker_path
+        record = self.host.store.run(self.host.store.find(path).run_id)
+        return JSONResponse(
+            {
+                "base_model": record.base_model,
+                "is_lora": True,
+                "lora_rank": record.lora.rank,
+                "train_unembed": record.lora.train_unembed,
+                "train_mlp": record.lora.train_mlp,
+                "train_attn": record.lora.train_attn,
+            }
+        )
+
+    async def runs(self, limit: Limit = 20, offset: Offset = 0) -> Response:
+        records = self.host.store.runs()
+        shown = [self._told_run(record) for record in records[offset : offset + limit]]
+        return JSONResponse(
+            {"training_runs": shown, "cursor": _cursor(offset, limit, len(records))}
+        )
+
+    async def run(self, run_id: str) -> Response:
+        return JSONResponse(self._told_run(self.host.store.run(run_id)))
+
+    def _told_run(self, record: RunRecord) -> dict[str, Any]:
+        saved = self.host.store.checkpoints(record.run_id)
+        training, sampler = (
+            [one.card() for one in saved if one.kind == kind] for kind in ("training", "sampler")
+        )
+        times = [record.created, *(one.created for one in saved)]
+        return {
+            "training_run_id": record.run_id,
+            "base_model": record.base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "corrupted": False,
+            "lora_rank": record.lora.rank,
+            "last_request_time": told_time(max(times)),
+            "last_checkpoint": training[-1] if training else None,
+            "last_sampler_checkpoint": sampler[-1] if sampler else None,
+            "user_metadata": record.user_metadata,
+        }
+
+    async def of_run(self, run_id: str) -> Response:
+        found = [one.card() for one in self.host.store.checkpoints(run_id)]
+        return JSONResponse({"checkpoints": found, "cursor": None})
+
+    async def checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> Response:
+        store = self.host.store
+        found = [one for record in store.runs() for one in store.checkpoints(record.run_id)]
+        found.sort(key=lambda one: -one.created)
+        shown = [one.card() for one in found[offset : offset + limit]]
+        return JSONResponse({"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))})
+
+    async def delete(self, run_id: str, kind: str, name: str) -> Response:
+        self.host.store.delete(self.host.store.get(run_id, f"{kind}/{name}"))
+        return Response(status_code=204)
+
+    async def set_ttl(self, request: Request, run_id: str, kind: str, name: str) -> Response:
+        seconds = (await read_body(request, TtlBody)).ttl_seconds
+        self.host.store.set_ttl(self.host.store.get(run_id, f"{kind}/{name}"), seconds)
+        return Response(status_code=204)
+
+    async def sessions(self, limit: Limit = 20, offset: Offset = 0) -> Response:
+        names: Sequence[str] = list(self.host.sessions)[::-1]
+        return JSONResponse({"sessions": names[offset : offset + limit]})
+
+    async def session(self, name: str) -> Response:
+        session = self.host.session(name)
+        return JSONResponse(
+            {
+                "training_run_ids": session.model_ids,
+                "sampler_ids": session.sampler_ids,
+                **session.about,
+            }
+        )
+
+    async def sampler(self, name: str) -> Response:
+        source = self.host.sampler(name)
+        path = None if source.checkpoint is None else source.checkpoint.path
+        # The SDK loads the tokenizer by this name.
+        base_model = source.base.tokenizer_source
+        return JSONResponse({"sampler_id": name, "base_model": base_model, "model_path": path})
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}

@@ -1,4 +1,4 @@
-"""Losses on log-probabilities of a service: they are handed out as leaves, and gradients go back.
+"""Losses of a remote policy: its log-probabilities are leaves, whose gradients are sent back.
 
 Shape suffixes: `B` row, `T` continuation position.
 """
@@ -16,16 +16,16 @@ from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import Loss
 
 Rows = tuple[Tensor, ...]
-"""What was asked: contexts, their mask, continuations, their mask."""
+"""Contexts, their mask, continuations, their mask."""
 
 
-class HandedOut:
-    """Log-probabilities that a loss has been given.
+class LogprobLeaves:
+    """The leaves of one loss.
 
     Parameters
     ----------
     policy : LanguageModel
-        The model at hand, which the loss must not differentiate.
+        The model in this process, which the loss must not differentiate.
     """
 
     def __init__(self, policy: LanguageModel) -> None:
@@ -33,58 +33,56 @@ class HandedOut:
         self._leaves: list[tuple[Rows, Tensor]] = []
         self._is_open = False
 
-    def leaf(self, asked: Rows, logprobs_BT: Tensor) -> Tensor:
-        """Log-probabilities to differentiate, where a loss is being computed."""
+    def leaf(self, rows: Rows, logprobs_BT: Tensor) -> Tensor:
+        """The log-probabilities as a leaf while a loss is computed, otherwise unchanged."""
         if not (self._is_open and torch.is_grad_enabled()):
             return logprobs_BT
         leaf_BT = logprobs_BT.detach().requires_grad_()
-        self._leaves.append((asked, leaf_BT))
+        self._leaves.append((rows, leaf_BT))
         return leaf_BT
 
     def begin(self) -> None:
-        """Hand out leaves from here on."""
+        """Make leaves from here on."""
         self._leaves, self._is_open = [], True
 
     def end(self) -> list[tuple[Rows, Tensor]]:
-        """What was handed out since, with its gradients; leaves without any are left out.
+        """The rows and gradients of the leaves since `begin` that have a gradient.
 
         Raises
         ------
         ServiceRequestError
-            When the loss differentiates the model at hand, or nothing of the service.
+            When the loss differentiates the model in this process, or no leaf.
         """
         leaves, self._leaves, self._is_open = self._leaves, [], False
         if any(one.grad is not None for one in self.policy.parameters()):
             for one in self.policy.parameters():
                 one.grad = None
             raise ServiceRequestError(
-                "a loss was to be differentiated through a training service, but it also "
-                "differentiates the model at hand, for instance its entropies or hidden states, "
-                "which services do not give. Write it with service.logprobs alone, or train with "
+                "the loss differentiates the model in this process, for instance its entropies or "
+                "hidden states, which services do not return. Use service.logprobs alone, or "
                 "train_service.backend local."
             )
-        found = [(asked, leaf.grad) for asked, leaf in leaves if leaf.grad is not None]
-        if not found:
+        gradients = [(rows, leaf.grad) for rows, leaf in leaves if leaf.grad is not None]
+        if not gradients:
             raise ServiceRequestError(
-                "a loss was to be differentiated through a training service, but it depends on no "
-                "log-probability of the service. Take them from service.logprobs or "
-                "policy_logprobs."
+                "the loss depends on no log-probability of the training service. Take them from "
+                "service.logprobs or policy_logprobs."
             )
-        return found
+        return gradients
 
 
 def mean_loss(
     batches: Sequence[TensorDict],
     loss: Loss,
-    handed_out: HandedOut,
+    leaves: LogprobLeaves,
     send: Callable[[Rows, Tensor], None],
 ) -> dict[str, float]:
-    """Compute a loss, and hand over the gradients of its mean over all batches' samples.
+    """Compute a loss, and send the gradients of its mean over all batches' samples.
 
     Parameters
     ----------
     send : Callable
-        Called with what was asked and the gradient of each log-probability, `[B, T]`.
+        Called with rows and the gradient of each log-probability, `[B, T]`.
 
     Returns
     -------
@@ -95,12 +93,12 @@ def mean_loss(
     sums: dict[str, float] = {}
     for batch in batches:
         share = len(batch) / num_samples
-        handed_out.begin()
+        leaves.begin()
         value, metrics = loss(batch)
         if value.requires_grad:
             torch.autograd.backward(value * share)
-        for asked, gradient_BT in handed_out.end():
-            send(asked, gradient_BT)
+        for rows, gradient_BT in leaves.end():
+            send(rows, gradient_BT)
         for name, figure in {"loss": value, **metrics}.items():
             sums[name] = sums.get(name, 0.0) + share * float(figure.detach().double())
     return sums

@@ -1,0 +1,447 @@
+"""Fine-tune a causal language model on examples: the one engine of jobs, in process and served.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelLoadError,
+    NonFiniteLossError,
+)
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.base import pad_left, pad_right
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.pretrained import find_tokenizer
+from nip_astra.language_models.saved_weights import restore_weights
+from nip_astra.language_models.services.chat import render_chat
+from nip_astra.language_models.services.fine_tuning import LrSchedule, Method, check_length
+from nip_astra.language_models.services.training import LocalTrainingService
+from nip_astra.language_models.sources import load_causal_lm, resolve_model
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.policy_losses import nll_loss
+from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.rl_objectives.reductions import masked_sum
+from nip_astra.utils.seeding import derive_seed, derived_generator
+
+LEARNING_RATES: dict[tuple[Method, bool], float] = {
+    ("supervised", True): 1e-3,
+    ("supervised", False): 2e-4,
+    ("dpo", True): 2e-4,
+    ("dpo", False): 2e-5,
+}
+"""By method and whether an adapter is trained; `lr_multiplier` multiplies it."""
+LR_SCHEDULES: Mapping[LrSchedule, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
+}
+"""Factor of the learning rate by the share of steps that are done."""
+MAX_GRAD_NORM = 1.0
+STATE = "state.safetensors"
+"""File of an unfinished job's weights, optimizer and step."""
+LARGE_STATE = 64 << 20
+"""Bytes of state up to which every step is saved; a larger one, every `LARGE_PERIOD` seconds."""
+LARGE_PERIOD = 60.0
+
+
+class TrainingText(NamedTuple):
+    """A conversation and the answers to learn from: one, or the preferred and the rejected one."""
+
+    messages: tuple[Mapping[str, str], ...]
+    answers: tuple[str, ...]
+
+
+class TokenRow(NamedTuple):
+    """Tokens of a prompt, and those of an answer, the end of the turn included."""
+
+    context: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FineTuningPlan:
+    """Everything that decides the result of a job.
+
+    Attributes
+    ----------
+    source : str
+        The model to train: folder, hub id or `.gguf` file.
+    start_from : str or None
+        Folder of an adapter to continue with.
+    lora_rank : int or None
+        Rank of a new adapter; None trains all weights.
+    num_threads : int
+        CPU cores; they decide the last digits.
+
+    The other attributes are those of `FineTuningOptions`.
+    """
+
+    method: Method
+    source: str
+    num_epochs: int
+    batch_size: int
+    lr_multiplier: float
+    beta: float
+    nll_weight: float
+    freeze_embeddings: bool
+    lr_schedule: LrSchedule
+    truncate_prompts: bool
+    seed: int
+    lora_rank: int | None
+    lora_alpha: float
+    start_from: str | None
+    device: str
+    num_threads: int
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
+        """A stored plan; one of an older version has the values that it trained with."""
+        older: dict[str, Any] = {
+            "nll_weight": 0.0,
+            "freeze_embeddings": False,
+            "lr_schedule": "linear",
+            "truncate_prompts": False,
+        }
+        return cls(**(older | dict(values)))
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether the weights of the model stay as they are."""
+        return self.lora_rank is not None or self.start_from is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class StepReport(NamedTuple):
+    """Result of one optimizer step.
+
+    Attributes
+    ----------
+    step : int
+        Counted from 1.
+    ends_epoch : int or None
+        The epoch that ends with it, counted from 1.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    ends_epoch: int | None
+
+
+class FineTuning:
+    """A model in training.
+
+    Supervised jobs minimise the mean cross entropy of the answers' tokens; preference jobs DPO's
+    loss (arXiv:2305.18290, eq. 7), with the starting model as reference, plus `nll_weight` times
+    the cross entropy of the preferred answers (arXiv:2404.19733, eq. 1). The optimizer is AdamW
+    without weight decay. Equal plans and texts give equal weights on the CPU.
+
+    Parameters
+    ----------
+    texts : Sequence[TrainingText]
+        Examples, in the order of their file.
+    model : HuggingFaceLanguageModel, optional
+        The trainable model; None loads the plan's in float32.
+    """
+
+    def __init__(
+        self,
+        plan: FineTuningPlan,
+        texts: Sequence[TrainingText],
+        model: HuggingFaceLanguageModel | None = None,
+    ) -> None:
+        self.plan = plan
+        self.device = torch.device(plan.device)
+        self.model = model or _load_model(plan, self.device)
+        if plan.freeze_embeddings and not plan.trains_adapter:
+            _freeze_embeddings(self.model.module)
+        self.rows = self._rows_of(texts)
+        self.weights = [one for one in self.model.module.parameters() if one.requires_grad]
+        self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
+        self.optimizer = torch.optim.AdamW(self.weights, lr=self.lr, weight_decay=0.0)
+        self.service = LocalTrainingService(self.model, self.optimizer, learned=self.weights)
+        self.steps_per_epoch = math.ceil(len(self.rows) / plan.batch_size)
+        self.num_steps = self.steps_per_epoch * plan.num_epochs
+        self.step = 0
+        self._saved_at = 0.0
+        # Before the first step; later the reference no longer exists.
+        self.reference = self._logratios(self.rows) if plan.method == "dpo" else []
+
+    def _rows_of(self, texts: Sequence[TrainingText]) -> list[list[TokenRow]]:
+        return token_rows(
+            self.model.tokenizer,
+            texts,
+            self.model.end_ids,
+            window=self.model.context_window,
+            truncate_prompts=self.plan.truncate_prompts,
+        )
+
+    @property
+    def num_tokens_trained(self) -> int:
+        """Answer tokens over all steps taken."""
+        per_epoch = sum(len(row.answer) for rows in self.rows for row in rows)
+        return round(per_epoch * self.step / self.steps_per_epoch)
+
+    def run(self) -> Iterator[StepReport]:
+        """Take the remaining steps, one at a time.
+
+        Raises
+        ------
+        NonFiniteLossError
+            When a loss or a gradient is not finite; the weights stay as they were.
+        """
+        while self.step < self.num_steps:
+            epoch, place = divmod(self.step, self.steps_per_epoch)
+            generator = derived_generator(self.plan.seed, "order", epoch)
+            order = torch.randperm(len(self.rows), generator=generator).tolist()
+            size = self.plan.batch_size
+            chosen = order[place * size : (place + 1) * size]
+            metrics = self._take_step(chosen)
+            self.step += 1
+            is_last = place + 1 == self.steps_per_epoch
+            yield StepReport(self.step, metrics, epoch + 1 if is_last else None)
+
+    def _take_step(self, chosen: Sequence[int]) -> dict[str, float]:
+        batch = TensorDict({"index": torch.tensor(chosen)}, batch_size=[len(chosen)])
+        metrics = self.service.forward_backward([batch], self._loss)
+        lr = self.lr * LR_SCHEDULES[self.plan.lr_schedule](self.step / self.num_steps)
+        if (
+            not math.isfinite(metrics["loss"])
+            or not self.service.optim_step(lr=lr, max_grad_norm=MAX_GRAD_NORM).was_taken
+        ):
+            raise NonFiniteLossError(
+                f"the loss or gradient of step {self.step + 1} is not finite. Lower the "
+                "learning-rate multiplier of the job."
+            )
+        return metrics
+
+    def _loss(self, batch: TensorDict) -> LossOutput:
+        chosen = batch["index"].tolist()
+        if self.plan.method == "supervised":
+            return nll_loss(*self._logprobs([self.rows[index][0] for index in chosen]))
+        logratios_B, preferred = self._preferences([self.rows[index] for index in chosen])
+        reference_B = torch.tensor([self.reference[index] for index in chosen])
+        loss, metrics = preference_loss(
+            logratios_B, reference_B.to(logratios_B), kind="sigmoid", beta=self.plan.beta
+        )
+        if self.plan.nll_weight:
+            nll = nll_loss(*preferred)
+            loss, metrics = loss + self.plan.nll_weight * nll.loss, metrics | nll.metrics
+        return LossOutput(loss, metrics)
+
+    def _logprobs(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
+        context = pad_left([row.context for row in rows], self.device)
+        ids_BT, mask_BT = pad_right([row.answer for row in rows], self.device)
+        return self.model.logprobs(*context, ids_BT, mask_BT), mask_BT
+
+    def _preferences(
+        self, pairs: Sequence[Sequence[TokenRow]]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Log p(preferred) - log p(rejected), `[B]` nats; log-probabilities and mask of the
+        preferred answers' tokens.
+        """
+        rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+        logprobs_BT, mask_BT = self._logprobs(rows)
+        preferred_B, rejected_B = masked_sum(logprobs_BT, mask_BT, dim=1).chunk(2)
+        return preferred_B - rejected_B, (logprobs_BT[: len(pairs)], mask_BT[: len(pairs)])
+
+    @torch.no_grad()
+    def _logratios(self, pairs: Sequence[Sequence[TokenRow]]) -> list[float]:
+        size = self.plan.batch_size
+        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        return [value for part in parts for value in self._preferences(part)[0].tolist()]
+
+    @torch.no_grad()
+    def evaluate(self, texts: Sequence[TrainingText]) -> float:
+        """Mean negative log-probability of a token of the first answers, nats."""
+        rows = [pair[0] for pair in self._rows_of(texts)]
+        total = count = 0.0
+        for start in range(0, len(rows), self.plan.batch_size):
+            logprobs_BT, mask_BT = self._logprobs(rows[start : start + self.plan.batch_size])
+            total -= float(logprobs_BT.sum())
+            count += int(mask_BT.sum())
+        return total / count
+
+    # ---- files
+
+    def save(self, folder: Path) -> None:
+        """Write the result: an adapter, or the whole model with its tokenizer."""
+        self.model.save(folder)
+        if not self.plan.trains_adapter:
+            self.model.tokenizer.save_pretrained(folder)
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, optimizer, step and reference, from which another process continues."""
+        state = {f"weight.{index}": one.detach() for index, one in enumerate(self.weights)}
+        for index, one in enumerate(self.weights):
+            for name, value in self.optimizer.state.get(one, {}).items():
+                state[f"optimizer.{index}.{name}"] = value
+        state["step"] = torch.tensor(self.step)
+        state["reference"] = torch.tensor(self.reference, dtype=torch.float64)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state` of another process."""
+        for index, one in enumerate(self.weights):
+            one.copy_(state[f"weight.{index}"])
+            prefix = f"optimizer.{index}."
+            kept = {
+                name.removeprefix(prefix): value.clone()
+                for name, value in state.items()
+                if name.startswith(prefix)
+            }
+            if kept:
+                self.optimizer.state[one] = kept
+        self.step = int(state["step"])
+        self.reference = state["reference"].tolist()
+
+    def save_progress(self, folder: Path, report: StepReport, *, is_needed: bool = False) -> None:
+        """Save the state and the report of its step; a large state only from time to time."""
+        state = {name: value.contiguous() for name, value in self.state().items()}
+        is_small = sum(value.nbytes for value in state.values()) <= LARGE_STATE
+        if is_small or is_needed or time.monotonic() - self._saved_at > LARGE_PERIOD:
+            about = {"metrics": report.metrics, "epoch": report.ends_epoch}
+            unfinished = folder / f"{STATE}.new"
+            save_file(state, unfinished, metadata={"about": json.dumps(about)})
+            unfinished.replace(folder / STATE)
+            self._saved_at = time.monotonic()
+
+    def load_progress(self, folder: Path) -> StepReport | None:
+        """Continue from the saved state, and return the report of its step; None without one.
+
+        Raises
+        ------
+        CheckpointError
+            When the state cannot be read or is of another job.
+        """
+        path = folder / STATE
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["about"])
+                self.load_state({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+        except (
+            SafetensorError,
+            OSError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
+            raise CheckpointError(
+                f"the state {path} cannot be used: {error}. Delete it to start the job again."
+            ) from error
+        return StepReport(self.step, about["metrics"], about["epoch"])
+
+
+def fine_tune(
+    plan: FineTuningPlan,
+    texts: Sequence[TrainingText],
+    folder: Path,
+    *,
+    on_step: Callable[[StepReport], None] = lambda _: None,
+) -> None:
+    """Train a model in this process and write the result, as a job does."""
+    tuning = FineTuning(plan, texts)
+    for report in tuning.run():
+        on_step(report)
+    tuning.save(folder)
+
+
+def token_rows(
+    tokenizer: Any,
+    texts: Sequence[TrainingText],
+    end_ids: Sequence[int],
+    *,
+    window: int,
+    truncate_prompts: bool = False,
+) -> list[list[TokenRow]]:
+    """The tokens of each text's answers, as the model reads and generates them.
+
+    Parameters
+    ----------
+    truncate_prompts : bool
+        Whether a prompt that the window does not hold loses its first tokens.
+
+    Raises
+    ------
+    ContextLengthError
+        When one does not fit into the model's window.
+    ConfigurationError
+        When the template refuses one.
+    """
+    rows_of_texts = []
+    for number, text in enumerate(texts, 1):
+        try:
+            rows = [_token_row(tokenizer, text, answer, end_ids) for answer in text.answers]
+        except ModelLoadError as error:
+            raise ConfigurationError(f"example {number} cannot be used: {error}") from error
+        longest = max(len(row.answer) for row in rows)
+        if truncate_prompts and longest < window:
+            rows = [row._replace(context=row.context[longest - window :]) for row in rows]
+        check_length(number, max(len(row.context) + len(row.answer) for row in rows), window)
+        rows_of_texts.append(rows)
+    return rows_of_texts
+
+
+def _token_row(tokenizer: Any, text: TrainingText, answer: str, end_ids: Sequence[int]) -> TokenRow:
+    before = render_chat(tokenizer, text.messages, opens_answer=True)
+    last = {"role": "assistant", "content": answer}
+    whole = render_chat(tokenizer, [*text.messages, last], opens_answer=False)
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    ids = encode(whole[len(before) :]) if whole.startswith(before) else []
+    ends = [place for place, token in enumerate(ids) if token in end_ids]
+    # Some templates end turns by text, or open answers as they do not write them down.
+    ids = ids[: ends[0] + 1] if ends else [*encode(answer), *end_ids[:1]]
+    return TokenRow(tuple(encode(before)), tuple(ids))
+
+
+def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:
+    module = load_causal_lm(*resolve_model(plan.source, None)).to(device)
+    if plan.start_from is not None:
+        from peft import PeftConfig, get_peft_model
+
+        config = PeftConfig.from_pretrained(plan.start_from)
+        config.inference_mode = False
+        module = get_peft_model(module, config)
+        restore_weights(module, Path(plan.start_from))
+    elif plan.lora_rank is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(plan.seed, "adapter"))
+            module = add_adapter(module, LoraParameters(rank=plan.lora_rank, alpha=plan.lora_alpha))
+    return HuggingFaceLanguageModel(
+        module,
+        find_tokenizer(plan.source, None, None),
+        device=device,
+        trainable=True,
+        dtype=torch.float32,
+    )
+
+
+def _freeze_embeddings(module: Any) -> None:
+    for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
+        if layer is not None:
+            layer.requires_grad_(False)

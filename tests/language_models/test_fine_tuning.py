@@ -1,0 +1,191 @@
+"""The fine-tuning engine: what it trains, its options, and that it continues where it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nip_astra.errors import ConfigurationError, ContextLengthError, NonFiniteLossError
+from nip_astra.language_models.fine_tuning import (
+    FineTuning,
+    FineTuningPlan,
+    TrainingText,
+    fine_tune,
+    token_rows,
+)
+from tests.tiny import make_tokenizer
+
+QUESTION = ({"role": "user", "content": "how are you"},)
+CAT = ({"role": "user", "content": "the cat"},)
+SAID = [TrainingText(QUESTION, ("fine thanks",)), TrainingText(CAT, ("sat on a mat",))]
+PREFERRED = [
+    TrainingText(QUESTION, ("fine thanks", "silly cat")),
+    TrainingText(CAT, ("sat on a mat", "stupid")),
+]
+
+
+def make_plan(model: Path) -> FineTuningPlan:
+    return FineTuningPlan(
+        method="supervised",
+        source=str(model),
+        num_epochs=8,
+        batch_size=2,
+        lr_multiplier=10.0,
+        beta=0.1,
+        nll_weight=0.0,
+        freeze_embeddings=False,
+        lr_schedule="linear",
+        truncate_prompts=False,
+        seed=3,
+        lora_rank=8,
+        lora_alpha=16.0,
+        start_from=None,
+        device="cpu",
+        num_threads=1,
+    )
+
+
+@pytest.fixture
+def plan(tiny_model_dir: Path) -> FineTuningPlan:
+    return make_plan(tiny_model_dir)
+
+
+def losses(plan: FineTuningPlan, texts: list[TrainingText]) -> list[float]:
+    return [report.metrics["loss"] for report in FineTuning(plan, texts).run()]
+
+
+def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
+    tuning = FineTuning(plan, SAID)
+    before = tuning.evaluate(SAID)
+    found = [report.metrics["loss"] for report in tuning.run()]
+    # Two texts are one batch, so the first loss is that of the untrained model.
+    assert found[0] == pytest.approx(before, rel=1e-5)
+    assert tuning.evaluate(SAID) < before - 1.0
+    assert tuning.num_tokens_trained == 8 * (3 + 5)
+
+
+def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
+    tuning = FineTuning(replace(plan, method="dpo"), PREFERRED)
+    reports = list(tuning.run())
+    assert reports[0].metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert reports[0].metrics["preference_accuracy"] == 0.0
+    assert reports[-1].metrics["preference_accuracy"] == 1.0
+    assert reports[-1].metrics["loss"] < 0.6
+
+
+def test_the_same_plan_gives_the_same_weights(plan: FineTuningPlan, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        fine_tune(plan, SAID, tmp_path / name)
+    one, other = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "other")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert losses(replace(plan, seed=4), SAID) != losses(plan, SAID)
+
+
+@pytest.mark.parametrize("rank", [8, None])
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_going_on_from_a_state_equals_not_stopping(
+    plan: FineTuningPlan, method: str, rank: int | None
+) -> None:
+    plan = replace(plan, method=method, lora_rank=rank, batch_size=1)  # type: ignore[arg-type]
+    texts = PREFERRED if method == "dpo" else SAID
+    whole = FineTuning(plan, texts)
+    expected = [report.metrics["loss"] for report in whole.run()]
+    first = FineTuning(plan, texts)
+    steps = first.run()
+    found = [next(steps).metrics["loss"] for _ in range(5)]
+    second = FineTuning(plan, texts)
+    second.load_state({name: value.clone() for name, value in first.state().items()})
+    found += [report.metrics["loss"] for report in second.run()]
+    assert found == expected
+    pairs = zip(whole.weights, second.weights, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:
+    fine_tune(plan, SAID, tmp_path / "first")
+    again = FineTuning(replace(plan, lora_rank=None, start_from=str(tmp_path / "first")), SAID)
+    trained = FineTuning(plan, SAID)
+    before = trained.evaluate(SAID)
+    assert again.evaluate(SAID) < before - 1.0
+    assert all(
+        "lora" in name for name, one in again.model.module.named_parameters() if one.requires_grad
+    )
+
+
+def test_a_loss_that_is_no_number_ends_training(plan: FineTuningPlan) -> None:
+    tuning = FineTuning(replace(plan, lora_rank=None), SAID)
+    next(iter(tuning.model.parameters())).data.fill_(float("nan"))
+    with pytest.raises(NonFiniteLossError, match="step 1 "):
+        list(tuning.run())
+
+
+def test_answers_are_learnt_with_the_end_that_the_template_writes() -> None:
+    tokenizer = make_tokenizer()
+    rows = token_rows(tokenizer, PREFERRED, (3,), window=96)
+    words = [tokenizer.convert_ids_to_tokens(list(row.answer)) for row in rows[0]]
+    assert words == [["fine", "thanks", "<end>"], ["silly", "cat", "<end>"]]
+    context = tokenizer.convert_ids_to_tokens(list(rows[0][0].context))
+    assert context == ["<bos>", "<user>", "how", "are", "you", "<end>", "<assistant>"]
+    with pytest.raises(ConfigurationError, match=r"example 1 has \d+ tokens.*window holds 5"):
+        token_rows(tokenizer, SAID, (3,), window=5)
+
+
+def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
+    plan: FineTuningPlan,
+) -> None:
+    plan = replace(plan, method="dpo", lora_rank=None)
+    first, trained = [], []
+    for weight in (0.0, 1.0):
+        tuning = FineTuning(replace(plan, nll_weight=weight), PREFERRED)
+        before = tuning.evaluate(SAID)
+        first.append(next(tuning.run()).metrics["loss"])
+        list(tuning.run())
+        trained.append(tuning.evaluate(SAID))
+    assert first[1] - first[0] == pytest.approx(before, rel=1e-5)
+    assert trained[1] < min(trained[0], before) - 0.1
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_embeddings_are_frozen_or_trained(plan: FineTuningPlan, is_frozen: bool) -> None:
+    tuning = FineTuning(replace(plan, lora_rank=None, freeze_embeddings=is_frozen), SAID)
+    before = {name: one.clone() for name, one in tuning.model.module.named_parameters()}
+    list(tuning.run())
+    after = dict(tuning.model.module.named_parameters())
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    embeddings = {name for name in before if "embed" in name or "lm_head" in name}
+    assert embeddings
+    assert kept == (embeddings if is_frozen else set())
+
+
+def test_the_schedule_sets_the_learning_rate_of_each_step(plan: FineTuningPlan) -> None:
+    found = {}
+    for schedule in ("linear", "constant"):
+        tuning = FineTuning(replace(plan, num_epochs=4, lr_schedule=schedule), SAID)  # type: ignore[arg-type]
+        rates = [tuning.optimizer.param_groups[0]["lr"] for _ in tuning.run()]
+        found[schedule] = [rate / tuning.lr for rate in rates]
+    assert found == {"linear": [1.0, 0.75, 0.5, 0.25], "constant": [1.0] * 4}
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_loses_its_first_tokens() -> None:
+    tokenizer = make_tokenizer()
+    (whole,) = token_rows(tokenizer, SAID[:1], (3,), window=96)
+    window = len(whole[0].context) + len(whole[0].answer) - 2
+    (cut,) = token_rows(tokenizer, SAID[:1], (3,), window=window, truncate_prompts=True)
+    assert cut == [whole[0]._replace(context=whole[0].context[2:])]
+    with pytest.raises(ContextLengthError):
+        token_rows(tokenizer, SAID[:1], (3,), window=window)
+    with pytest.raises(ContextLengthError):
+        token_rows(tokenizer, SAID[:1], (3,), window=3, truncate_prompts=True)
+
+
+def test_a_stored_plan_of_an_older_version_trains_as_it_did(plan: FineTuningPlan) -> None:
+    values = plan.to_dict()
+    for name in ("nll_weight", "freeze_embeddings", "lr_schedule", "truncate_prompts"):
+        del values[name]
+    assert FineTuningPlan.from_dict(values) == plan

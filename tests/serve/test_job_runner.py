@@ -1,0 +1,126 @@
+"""The process that trains a served job, and the files of examples that it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.language_models.adapters import LoraParameters
+from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.pretrained import load_model
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningOptions,
+    Method,
+    PreferenceExample,
+    SupervisedExample,
+)
+from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
+from nip_astra.language_models.services.openai_fine_tuning import _method_of, jsonl_of
+from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.job_routes import JobBody
+from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts
+from nip_astra.serve.job_store import JobStore, Status
+from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SAID, make_plan
+
+
+def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
+    """A store with one running job, which is called "job"."""
+    store = JobStore(folder)
+    names = {"id": "job", "model": "tiny", "root": "tiny", "name": "ft:tiny"}
+    store.add_job(names | {"plan": plan.to_dict(), "request": {}}, None)
+    store.change_job("job", status=Status.RUNNING)
+    store.job_folder("job").mkdir()
+    (store.job_folder("job") / TRAINING).write_bytes(examples)
+    return store
+
+
+EXAMPLES: dict[str, Any] = {
+    "supervised": [
+        SupervisedExample((*text.messages, {"role": "assistant", "content": text.answers[0]}))  # type: ignore[arg-type]
+        for text in SAID
+    ],
+    "dpo": [PreferenceExample(text.messages, *text.answers) for text in PREFERRED],  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("lora", [None, LoraParameters(rank=8, alpha=16.0)])
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_the_same_job_gives_equal_weights_in_process_and_served(
+    tmp_path: Path, tiny_model_dir: Path, method: Method, lora: LoraParameters | None
+) -> None:
+    options = FineTuningOptions(method, num_epochs=3, batch_size=1, lr_multiplier=5.0, seed=2)
+    parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), lora=lora)
+    local = LocalFineTuningService(tmp_path / "jobs", parameters)
+    job = asyncio.run(local.submit(str(tiny_model_dir), EXAMPLES[method], options, key="key"))
+    here = asyncio.run(local.job(job.job_id))
+    assert here.model is not None
+
+    request = {"model": "tiny", "training_file": "file", "method": _method_of(options), "seed": 2}
+    received = JobBody.model_validate(request).options
+    assert received == options
+    plan = replace(
+        make_plan(tiny_model_dir),
+        **received.resolved(),
+        lora_rank=None if lora is None else lora.rank,
+    )
+    store = stored_job(tmp_path, plan, jsonl_of(EXAMPLES[method], method))
+    assert JobTraining(store, store.job("job"), lambda: False).run() == 0
+    folder = store.job_folder("job") / "model"
+    served = load_model(str(folder), None if lora is None else str(tiny_model_dir), None)
+    other = load_model(local.place_of(here.model), None, None)
+    first, second = served.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = load_model(str(tiny_model_dir), None, None).state_dict()
+    assert any(not torch.equal(first[name], start[name]) for name in first)
+
+
+def test_a_cancelled_job_ends_after_its_step(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = jsonl_of(EXAMPLES["supervised"][:1], "supervised")
+    store = stored_job(tmp_path, make_plan(tiny_model_dir), examples)
+    take_step, steps = FineTuning._take_step, []
+
+    def cancelled(tuning: FineTuning, chosen: Sequence[int]) -> dict[str, float]:
+        steps.append(tuning.step)
+        if len(steps) == 2:
+            store.change_job("job", status=Status.CANCELLED)
+        return take_step(tuning, chosen)
+
+    monkeypatch.setattr(FineTuning, "_take_step", cancelled)
+    assert JobTraining(store, store.job("job"), lambda: False).run() == STOPPED
+    assert steps == [0, 1]
+    assert store.job("job").status is Status.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "line 2 .* not JSON"),
+        ("[]", "line 2 is no example of the method supervised"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "at least 2"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}',
+            "role 'assistant'",
+        ),
+        ('{"messages": [], "weight": 1}', "'weight' is not supported"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, text: str) -> None:
+    right = {"messages": [*QUESTION, {"role": "assistant", "content": "fine"}]}
+    (tmp_path / "file").write_text(f"{json.dumps(right)}\n{line}\n")
+    with pytest.raises(ApiError, match=text):
+        read_texts(tmp_path / "file", "supervised")
+    (tmp_path / "file").write_text("\n\n")
+    with pytest.raises(ApiError, match="no examples"):
+        read_texts(tmp_path / "file", "dpo")
