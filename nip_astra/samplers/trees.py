@@ -8,40 +8,58 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, as_sampler, pad_left
 from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.reward_terms.base import RewardTerm
+from nip_astra.reward_terms.registry import REWARD_TERMS
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
-from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.parts import (
-    Played,
-    are_played_by_actors,
-    begin_parts,
-    cut_rollout,
-    play_parts,
-)
-from nip_astra.samplers.sizes import num_probes_of
-from nip_astra.samplers.together import are_played_together, play_together
-from nip_astra.samplers.tree_columns import TreeColumns
+from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, TreeColumns, refuse_nan_of
+from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import ChatAgent
+from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.text_attackers import TextAttacker
-from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
 _READ_PROBES = "tell how likely it finds probes"
+MAX_PROBES = 1_000_000
+"""Most that an iteration plays: the records, scores and samples of as many take some GiB."""
+RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
+
+
+class RewardParameters(SubParameters):
+    """Weights of the reward of a node (arXiv:2407.09447, section 3.2)."""
+
+    w_response: float = Field(default=1.0, ge=0)
+    """Weight of the response's score. Larger seeks failures more."""
+    w_combined: float = Field(default=0.5, ge=0)
+    """Weight of the score of probe and response together."""
+    w_likelihood: float = Field(default=0.1, ge=0)
+    """Reward lost per nat of the probe's mean negative log-likelihood per token. Larger keeps
+    probes closer to ordinary conversation."""
+    likelihood_model: Literal["target", "reference"] = "reference"
+    """Under which model a probe's likelihood is taken: the target, as in the paper, or the
+    reference, which is the attacker before training, that is, ordinary conversation."""
+    terms: list[RewardTermParameters] = []  # type: ignore[valid-type]
+    """What training adds to the reward, for instance for novelty; evaluations leave it out, since
+    it depends on what was found before."""
 
 
 class TreeSampler:
@@ -58,8 +76,13 @@ class TreeSampler:
     num_parts : int
         Parts into which a rollout of small models on the CPU is cut, to be played at once.
     asks_reference : bool
-        Whether the reference reads the probes; where it does not, its log-probabilities, and what
-        follows from them, are NaN.
+        Whether the reference scores the probes; otherwise its log-probabilities and all figures
+        that need them are NaN.
+
+    Attributes
+    ----------
+    team : Team or None
+        Processes whose trainers have an equal sampler; they run parts while `team.may_ask`.
     """
 
     def __init__(
@@ -86,6 +109,7 @@ class TreeSampler:
         self.max_cache_bytes = max_cache_bytes
         self.num_parts = num_parts
         self.asks_reference = asks_reference
+        self.team: Team | None = None
         self._check_abilities()
         self._share_tokens = False
         if not isinstance(target, ChatAgent):
@@ -105,7 +129,7 @@ class TreeSampler:
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
     ) -> TreeSampler:
         """A sampler with another attacker, for instance the reference."""
-        return TreeSampler(
+        sampler = TreeSampler(
             attacker,
             self.target,
             self.reference,
@@ -115,6 +139,10 @@ class TreeSampler:
             num_parts=self.num_parts,
             asks_reference=asks_reference,
         )
+        if attacker is self.attacker or attacker is self.reference:
+            # The other processes have no other attackers.
+            sampler.team = self.team
+        return sampler
 
     def cache_bytes(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
         """Predict the most memory that the keys and values of one tree a prompt take.
@@ -216,13 +244,13 @@ class TreeSampler:
         size = {"tree_width": plan.tree_width, "tree_depth": plan.tree_depth}
         at_once = self.num_at_once(prompts, **size)
         num_nodes = len(prompts) * num_probes_of(plan.tree_width, plan.tree_depth)
-        has_company = are_played_together(self)
+        team = self.team if self._can_use_team() else None
         parts = cut_rollout(
-            self._speakers,
+            self._agents,
             len(prompts),
             num_nodes,
             min(self.num_parts, at_once),
-            is_played_together=has_company,
+            is_team=team is not None,
         )
         # All parts may be in memory together.
         most = max(at_once // len(parts), 1)
@@ -231,39 +259,57 @@ class TreeSampler:
             for part in parts
             for start in range(part.start, part.stop, most)
         ]
-        play = self.player(prompts, plan, first_episode)
-        plays = [partial(play, piece) for piece in pieces]
-        if are_played_by_actors(self._speakers):
-            finish = begin_parts(plays, self._speakers)
-            return lambda: put_together(finish())
-        if len(pieces) == 1:
-            tree = play(pieces[0])
-        elif has_company:
-            tree = put_together(play_together(self, prompts, plan, first_episode, pieces))
-        else:
-            tree = put_together(play_parts(plays, self._speakers, most_processes=len(parts)))
-        return lambda: tree
+        calls = [
+            self._part_call(prompts[piece.start : piece.stop], plan, first_episode + piece.start)
+            for piece in pieces
+        ]
+        executor = choose_executor(calls, team=team, max_processes=len(parts))
+        finish = executor.begin(calls)
+        return lambda: put_together(finish())
 
-    def player(
-        self, prompts: Sequence[str], plan: Plan, first_episode: int
-    ) -> Callable[[range], RolloutTree]:
-        """What plays some of the episodes of a rollout; their trees are yet to be rated."""
-        player = self._without_scorer()
-
-        def play(part: range) -> RolloutTree:
-            return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
-
-        return play
+    def _can_use_team(self) -> bool:
+        return (
+            type(self) is TreeSampler
+            and self.team is not None
+            and self.team.may_ask
+            and all(
+                type(agent) is ConversationAgent and agent.language_model.is_in_this_process
+                for agent in self._agents
+            )
+        )
 
     @property
-    def _speakers(self) -> tuple[ConversationAgent | TextAttacker, Speaker, ConversationAgent]:
+    def _agents(self) -> tuple[ConversationAgent | TextAttacker, Speaker, ConversationAgent]:
         return self.attacker, self.target, self.reference
 
-    def _without_scorer(self) -> TreeSampler:
-        """What plays and does not rate; a scorer may hold what stays in this process."""
-        player = copy.copy(self)
-        del player.scorer
-        return player
+    def _part_call(
+        self, prompts: Sequence[str], plan: Plan, first_episode: int
+    ) -> PartCall[RolloutTree]:
+        """A call that samples some episodes of a rollout; its tree is not rated yet."""
+        sampler = copy.copy(self)
+        # Neither can be sent to another process.
+        del sampler.scorer, sampler.team
+        return PartCall(
+            partial(sampler._play, prompts, plan, first_episode),
+            self._agents,
+            request={
+                "attacker": "reference" if self.attacker is self.reference else "attacker",
+                "asks_reference": self.asks_reference,
+                "prompts": [str(prompt) for prompt in prompts],
+                "plan": [plan.tree_width, plan.tree_depth, list(plan.key)],
+                "first_episode": first_episode,
+            },
+            to_plain=RolloutTree.to_plain,
+            from_plain=lambda plain: RolloutTree.from_plain(plain, prompts),
+        )
+
+    def requested_part(self, request: Mapping[str, Any]) -> PartCall[RolloutTree]:
+        """The call that another process of the team requests."""
+        attacker = self.reference if request["attacker"] == "reference" else self.attacker
+        sampler = self.with_attacker(attacker, asks_reference=request["asks_reference"])
+        width, depth, key = request["plan"]
+        plan = Plan(width, depth, tuple(key))
+        return sampler._part_call(request["prompts"], plan, request["first_episode"])
 
     def _play(self, prompts: Sequence[str], plan: Plan, first: int) -> RolloutTree:
         """Grow the trees of episodes from number `first` on together; they are yet to be rated."""
@@ -360,14 +406,17 @@ class TreeSampler:
         )
 
 
-def put_together(everything: Sequence[Played[RolloutTree]]) -> RolloutTree:
-    """One tree of what processes have played, in order.
+def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
+    """One tree of the parts that processes ran, in order.
 
-    Its seconds are those of the process that took the longest.
+    Its seconds are those of the slowest process.
     """
-    tree = merge_trees([part for played in everything for part in played.parts])
+    parts = [part for result in results for part in result.parts]
+    if len(parts) == 1:
+        return parts[0]
+    tree = merge_trees(parts)
     tree.seconds = {
-        name: max(sum(part.seconds[name] for part in played.parts) for played in everything)
+        name: max(sum(part.seconds[name] for part in result.parts) for result in results)
         for name in tree.seconds
     }
     return tree
@@ -388,3 +437,63 @@ def _check_likelihood(target: Speaker) -> None:
             "likelihood_model to reference, or give the target an engine of its own: another "
             "max_model_len, or _type huggingface."
         )
+
+
+def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
+    """Rate every response, and every probe and response together, in one call.
+
+    A response that failed is not rated: its score is NaN and an error, and those of what was said
+    after it are unknown.
+    """
+    failures = tree.failures_of_nodes()
+    there = [node for node, failure in enumerate(failures) if failure is None]
+    exchanges, has_both = _exchanges(scorer, tree, there)
+    rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
+    is_error_N = torch.tensor([failure not in (None, NOT_ASKED) for failure in failures])
+    if len(there) == len(failures) and has_both:
+        return rated, rated
+    found = []
+    for number in range(1 if has_both else 2):
+        part = slice(number * len(there), (number + 1) * len(there))
+        scores_N = torch.full((len(failures),), math.nan)
+        errors_N = is_error_N.clone()
+        scores_N[there], errors_N[there] = rated.scores_N[part], rated.is_error_N[part]
+        found.append(Ratings(scores_N, errors_N))
+    return found[0], found[-1]
+
+
+def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
+    """What is rated of some nodes: responses, then both together unless one is the other."""
+    if not scorer.reads_history:
+        responses = [Exchange(tree.responses[node]) for node in there]
+        both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
+        return [*responses, *both], False
+    # Who reads the conversation has seen the probe when it rates the response.
+    histories: list[tuple[Message, ...]] = []
+    places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
+    for (parent, episode), probe in zip(places, tree.probes, strict=True):
+        if parent < 0:
+            before: tuple[Message, ...] = (Message("assistant", tree.prompts[episode]),)
+        else:
+            before = (*histories[parent], Message("assistant", tree.responses[parent]))
+        histories.append((*before, Message("user", probe)))
+    episodes = tree.nodes["episode"].tolist()
+    return [
+        Exchange(
+            tree.responses[node],
+            histories[node],
+            columns=columns_of(tree.prompts[episodes[node]]),
+        )
+        for node in there
+    ], True
+
+
+def num_probes_of(tree_width: int, tree_depth: int) -> int:
+    """Probes of a tree; where they are more than `MAX_PROBES`, a number above that."""
+    total, level = 0, 1
+    for _ in range(min(tree_depth, MAX_PROBES + 1)):
+        level *= tree_width
+        total += level
+        if total > MAX_PROBES:
+            break
+    return total

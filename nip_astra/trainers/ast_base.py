@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
-from nip_astra.distributed.team import Handler, Team
+from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.failures import FailureReport
 from nip_astra.evaluation.measured import Known, Replies, known_turns
@@ -38,8 +38,8 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.sizes import num_probes_of
-from nip_astra.samplers.together import PLAY, play_shard, playing_together
+from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.trees import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
@@ -133,6 +133,8 @@ class AstTrainer(LanguageModelTrainer):
             raise ConfigurationError("an AST trainer needs a scenario that builds a tree sampler")
         self.scenario = getattr(self.hyper_params, self.scenario_instance.kind)
         self.sampler = sampler
+        # Only the leader has all of sharded weights.
+        sampler.team = self.team if self.settings.sharding == "none" else None
         check_size(self.training, self.scenario.tree_width, self.scenario.tree_depth)
         self.behaviour = self._behaviour()
         self.shaping = RewardShaping(self.scenario_instance.reward_terms)
@@ -205,16 +207,10 @@ class AstTrainer(LanguageModelTrainer):
 
     # ---- several processes
 
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        # Of sharded weights the leader alone has all.
-        team = self.team if self.settings.sharding == "none" else Team()
-        with super()._threads(), playing_together(team, self.sampler):
-            yield
-
     def handlers(self) -> dict[str, Handler]:
-        """Besides what the base does: playing a share of a rollout."""
-        return super().handlers() | {PLAY: partial(play_shard, self.sampler)}
+        """Besides those of the base: running parts of a rollout."""
+        run = partial(run_requested, self.sampler.requested_part)
+        return super().handlers() | {RUN_PARTS: run}
 
     # ---- from episodes to samples
 

@@ -33,8 +33,8 @@ from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
-from nip_astra.samplers.task_parts import PLAY_TASK, play_task, play_task_shard
+from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
@@ -313,9 +313,9 @@ class ServiceTrainer(LanguageModelTrainer):
         )
 
     def handlers(self) -> dict[str, Handler]:
-        """Besides what the base does: playing parts of a rollout."""
-        play = partial(play_task_shard, self.agent, self.task)
-        return super().handlers() | {PLAY_TASK: play}
+        """Besides those of the base: running parts of a rollout."""
+        run = partial(run_requested, partial(requested_part, self.agent, self.task))
+        return super().handlers() | {RUN_PARTS: run}
 
     # ---- playing ahead
 

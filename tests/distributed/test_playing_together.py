@@ -14,7 +14,7 @@ from nip_astra.errors import LostProcessError, NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import parts, trees
+from nip_astra.samplers import executor, trees
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.trainers.language_model.processes import lead
 from tests.distributed.processes import together
@@ -30,7 +30,7 @@ MORE = (
 
 @pytest.fixture
 def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResolvedExperiment:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     return short_experiment("ast_dpo", tmp_path / "scenario", *MORE, num_iterations=2)
 
 
@@ -100,7 +100,7 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
 
     monkeypatch.setattr(trees.TreeSampler, "_play", failing)
     leader, other = together(fails, tmp_path)
-    assert "process 1 of 2 could not play its part of a rollout: no voice" in leader
+    assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
     assert "the process that leads has failed" in other
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, NothingMeasuredError
 from nip_astra.evaluation.rows import Row, RowFile
 from nip_astra.evaluation.storage import text_hash
-from nip_astra.samplers.task_episodes import TaskRollout
+from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.scenario_base.tasks.base import Episode, Split
 from nip_astra.trainers.service.measuring import Tally
 from nip_astra.trainers.service_base import ServiceTrainer

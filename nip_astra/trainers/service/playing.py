@@ -13,7 +13,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import advantages_of
-from nip_astra.samplers.task_episodes import Sample
+from nip_astra.samplers.tasks import Sample
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
 

@@ -15,7 +15,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
-from nip_astra.samplers import parts
+from nip_astra.samplers import executor
 from nip_astra.trainers.ast import ahead
 from nip_astra.trainers.ast.ahead import CorrectedAheadParameters, correct_for_staleness
 from nip_astra.trainers.language_model.state import LanguageModelState
@@ -48,7 +48,7 @@ SLOWER = {"ast_reinforce", "ast_ppo", "ast_sft"}
 def test_playing_ahead_is_the_same_with_actors_and_after_a_kill(
     trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     resolved = short_experiment(trainer, tmp_path / "x", f"{trainer}.max_staleness=1")
     alone = run(resolved, tmp_path, "alone")
     # These actors play when they are waited for, and so long after the weights have changed.

@@ -45,8 +45,8 @@ from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
-from nip_astra.utils.cutting import cut_evenly
 from nip_astra.utils.devices import threads_for
+from nip_astra.utils.processor import split_evenly
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 MOST_TOKENS = 1024
@@ -244,7 +244,7 @@ class LocalChatModel(ChatModel):
         if self.num_batches == 1:
             return [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
         count = max(ceil(num_rows / size), min(self.num_batches, num_rows))
-        return cut_evenly(range(num_rows), count)
+        return split_evenly(range(num_rows), count)
 
     def _generate(self, batches: Sequence[Sequence[_Row]]) -> list[Said]:
         """What each row says; batches are divided among actors, where there are some."""
