@@ -19,11 +19,11 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import group_policy_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.ast.kl_penalty import check_estimator
 from nip_astra.trainers.ast.node_samples import node_samples
 from nip_astra.trainers.ast.rewards import CreditParameters
+from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -45,7 +45,7 @@ class AstGrpoTrainer(AstTrainer):
 
     compares_with_sampler = True
 
-    class Parameters(CorrectedAheadParameters):
+    class Parameters(CorrectedStalenessParameters):
         """Which policy loss, and what holds the attacker near ordinary conversation."""
 
         variant: GroupVariantName = "grpo"
@@ -92,9 +92,9 @@ class AstGrpoTrainer(AstTrainer):
         )
         if self.variant.ratio != "token" and weighs_tokens:
             raise ConfigurationError(
-                f"ast_grpo.variant={self.parameters.variant} was asked to correct for older "
-                "weights token by token, but it has one ratio, and so one weight, a probe. Set "
-                "ast_grpo.staleness_weights=sequence, max_staleness to 0, or take another variant."
+                f"ast_grpo.variant={self.parameters.variant} has one ratio a probe, which "
+                "staleness_weights of tokens do not fit. Set ast_grpo.staleness_weights=sequence, "
+                "max_staleness to 0, or another variant."
             )
         self.results["objective"] = {"variant": self.parameters.variant, **asdict(self.variant)}
         logger.info("objective: %s", self.results["objective"])

@@ -17,12 +17,12 @@ from nip_astra.rl_objectives.masked import masked_mean
 from nip_astra.rl_objectives.token_gae import token_gae
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.kl_penalty import KlParameters
 from nip_astra.trainers.ast.node_samples import learning_logprobs, node_samples
+from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
 
 
-class PpoParameters(CorrectedAheadParameters):
+class PpoParameters(CorrectedStalenessParameters):
     """Clipping, advantages, value head and what holds the attacker near the reference."""
 
     clip_range: float = Field(default=0.2, gt=0)

@@ -13,6 +13,7 @@ from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlKind
 from nip_astra.rl_objectives.masked import Reduction
 from nip_astra.rl_objectives.run_advantages import Scale
+from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
 
 PolicyLoss = Literal["clipped", "importance_sampling", "cispo", "gspo", "sapo"]
 """Losses of `rl_objectives.token_losses`."""
@@ -53,7 +54,7 @@ class TrainServiceParameters(SubParameters):
         return self
 
 
-class RolloutParameters(SubParameters):
+class RolloutParameters(AsyncRolloutParameters):
     """What every trainer on trajectories reads beside `training`, whose
     num_episodes_per_experience says how many problems an iteration has.
     """
@@ -65,24 +66,19 @@ class RolloutParameters(SubParameters):
     """How often problems whose runs all have one reward are replaced by further ones. Each round
     plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
     as much."""
-    max_staleness: int = Field(default=0, ge=0, le=16)
-    """Iterations that the weights that sample are behind those that learn. 0 samples and learns in
-    turn; with more, rollouts are played by a copy of the model while an earlier iteration is learnt
-    from, and how unlike the two have become is logged (mismatch). Larger waits less and learns from
-    older answers."""
     train_service: TrainServiceParameters = TrainServiceParameters()
     """Where the policy learns."""
     algorithm: dict[str, JsonValue] = {}
     """Values for a trainer of one's own, which reads them as `self.config.algorithm`."""
 
     @model_validator(mode="after")
-    def _can_be_played_ahead(self) -> Self:
+    def _can_be_async(self) -> Self:
         backend = self.train_service.backend
         if self.max_staleness and backend != "local":
             raise ValueError(
-                f"max_staleness {self.max_staleness} has rollouts played by a copy of the weights, "
-                f"which the backend {backend} holds elsewhere; set it to 0, or train_service."
-                "backend to local"
+                f"max_staleness {self.max_staleness} needs a copy of the weights in this process, "
+                f"but the backend {backend} holds them elsewhere; set it to 0, or "
+                "train_service.backend to local"
             )
         return self
 
@@ -130,8 +126,9 @@ class PolicyLossParameters(SubParameters):
     """Whether what was sampled is scored again before it is learnt from, and old log-probabilities
     are those. It takes another pass; where sampler and trainer compute differently it is exact."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
-    """What becomes of tokens that sampler and trainer find unlike: ratios are clipped (truncate) or
-    the tokens left out (mask), by most_mismatch; null does nothing."""
+    """How the ratio between trainer and sampler weighs the loss of a token: up to most_mismatch
+    (truncate), with tokens beyond it left out (mask), or not (null). Samples of older weights
+    (max_staleness) are rescored and truncated where this is null."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
     """Whether the ratio is of each token or of whole trajectories."""
     most_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
