@@ -39,7 +39,7 @@ from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstan
 from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS, write_atomically
-from nip_astra.trainers.protocol.results import as_of_test
+from nip_astra.trainers.protocol.statistics import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,

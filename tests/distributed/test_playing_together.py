@@ -16,7 +16,6 @@ from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment
 from nip_astra.samplers import executor, trees
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.trainers.language_model.processes import lead
 from tests.distributed.processes import together
 from tests.resuming import short_experiment
 
@@ -60,7 +59,7 @@ def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
             )
 
         with trainer._threads(), torch.no_grad():
-            found = lead(trainer, work)
+            found = trainer.run_on_leader(work)
     return {"found": found, "own": own}
 
 

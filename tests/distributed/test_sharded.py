@@ -147,8 +147,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     # What one process holds whole, several could not divide.
     prepared.policy = object()
     with pytest.raises(ConfigurationError) as caught:
-        check_can_be_sharded(prepared)
-    assert says(caught.value, "(sharding=fsdp)", "backend is object", "Set sharding to none")
+        check_can_be_sharded(prepared.policy)
+    assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
 
 
 def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.protocol.learning import Learner
-from nip_astra.trainers.protocol.processes import divide_agents
 from nip_astra.trainers.trainer_base import Trainer
 from tests.distributed.processes import together
 from tests.distributed.test_training_together import gap_of, in_float64, weights_of
@@ -187,7 +186,7 @@ def test_agents_that_share_weights_are_not_divided(tmp_path: Path) -> None:
             trainer: Any = prepare_experiment(resolved, settings).trainer
             trainer.optimizers.are_disjoint = False
             with pytest.raises(ConfigurationError) as caught:
-                divide_agents(trainer)
+                trainer._shard_agents()
             return str(caught.value)
 
     for message in together(refused, tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchrl.objectives import LossModule
 
 from nip_astra.distributed.rows import RowDivision
-from nip_astra.distributed.team import Team
+from nip_astra.distributed.team import LOST, Team, told_as_lost
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
@@ -139,6 +139,15 @@ class Learner:
             When a gradient is not finite. On a CPU no step is taken with it; elsewhere it is seen
             when the iteration ends, so that the device does not wait.
         """
+        if self.sharded is None:
+            return self._learn(batch, iteration)
+        with told_as_lost(self.team, only_if=LOST):
+            learned = self._learn(batch, iteration)
+            # The leader samples with whole weights.
+            self.sharded.gather()
+        return learned
+
+    def _learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
         names = self.optimizers.learning(iteration)
         self.optimizers.begin(iteration)
         frames = batch.flatten()
