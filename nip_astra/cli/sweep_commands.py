@@ -15,7 +15,7 @@ from nip_astra.cli.terminal import complain, open_console, plain_table, say
 from nip_astra.errors import ConfigurationError, NipAstraError, UntrustedRunError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import safe_text
-from nip_astra.sweep.orders import FinishedRun, RunStatus
+from nip_astra.sweep.launchers import FinishedRun, RunStatus
 from nip_astra.sweep.plan import (
     PlannedRun,
     SweepPlan,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.progress import open_progress, read_progress
-from nip_astra.sweep.orders import FinishedRun, RunStatus
+from nip_astra.sweep.launchers import FinishedRun, RunStatus
 
 FIRST_GUESS = 10
 """Iterations that a run is taken to have before the first one has told."""

@@ -15,7 +15,7 @@ from nip_astra.report.protocol_curves import OVERALL
 from nip_astra.report.records import RunRecord, read_run
 from nip_astra.report.spec import Context, Spec
 from nip_astra.report.wording import NOTHING, decimal, figure_text, value_text
-from nip_astra.sweep.orders import RunStatus, status_of
+from nip_astra.sweep.launchers import RunStatus, status_of
 from nip_astra.sweep.plan import Arm
 from nip_astra.sweep.results import HEADLINES, Difference, SweepResults
 from nip_astra.sweep.runner import read_failures

@@ -1,4 +1,4 @@
-"""Do a sweep: check all, run what has not ended, and keep its tables and its report."""
+"""A whole sweep: check it, execute its runs, and write its tables and report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.sweep.bar import SweepBar
-from nip_astra.sweep.orders import FinishedRun, RunStatus
-from nip_astra.sweep.places import LocalProcesses, Place, RayTasks
+from nip_astra.sweep.launchers import FinishedRun, Launcher, LocalProcesses, RayTasks, RunStatus
 from nip_astra.sweep.plan import RequestedFigures, SweepPlan, shard_of
 from nip_astra.sweep.report import write_sweep_report
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
-from nip_astra.sweep.runner import GivenRuns, RunQueue, SweepRunner
+from nip_astra.sweep.runner import RunQueue, StaticQueue, SweepRunner
 from nip_astra.sweep.search import StudyQueue
 from nip_astra.tracking.run_directory import write_atomically
 
@@ -28,24 +27,24 @@ PlaceName = Literal["processes", "ray"]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is done; none of it changes what it finds.
+    """How a sweep is executed; none of it changes the results.
 
     Attributes
     ----------
     settings : Mapping[str, Any]
         Settings of all runs.
     num_processes : int or None
-        Runs at once; None for one, or on Ray for as many as the cluster has room for.
+        Runs at once; None for one, or on Ray for as many as the cluster has resources for.
     shard : str or None
-        The part of the runs that is done, as `2/4`; None for all.
+        The part of the runs to execute, as `2/4`; None for all.
     place : {"processes", "ray"}
         Processes of this machine, or tasks of a Ray cluster.
     num_cpus, num_gpus : float
-        What a run takes of a machine on Ray.
+        Resources of a run on Ray.
     is_trusted : bool
         Whether code that the runs name is loaded.
     metrics : Sequence[str]
-        Figures that are shown; one that no trainer reports is refused.
+        Figures to show; one that no trainer reports is refused.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -66,10 +65,10 @@ def run_sweep(
     on_end: Callable[[FinishedRun], object] = lambda _: None,
     **plan: Any,
 ) -> SweepResults:
-    """Run every combination, or search, and give what was found.
+    """Run every combination, or search, and return the results.
 
-    Called again with the same values it goes on where it was left. A run that fails does not stop
-    the others; `failures.json` of the folder tells of it.
+    Called again with the same values it continues. A run that fails does not stop the others; it
+    is listed in `failures.json` of the folder.
 
     Parameters
     ----------
@@ -78,16 +77,16 @@ def run_sweep(
     progress : bool
         Whether one bar over all runs is shown.
     on_end : Callable
-        Told of each run as it ends.
+        Called with each run as it ends.
     **plan
         Fields of `SweepPlan`: trainers, seeds, grid, search, and more.
 
     Raises
     ------
     ConfigurationError
-        When a combination is wrong; nothing was run.
+        When a combination is wrong; no run was started.
     StopRequested
-        By a signal, after all runs at work have saved what they did.
+        By a signal, after all runs in progress have saved their work.
     """
     given = {
         name: list(value) if isinstance(value, range) else value for name, value in plan.items()
@@ -107,12 +106,12 @@ def do_sweep(
     progress: bool = True,
     on_end: Callable[[FinishedRun], object] = lambda _: None,
 ) -> list[FinishedRun]:
-    """Do what has not ended, and write the tables and the report of all that has."""
+    """Execute the runs that have not ended, and write tables and report of those that have."""
     figures = check(plan, options)
-    runner = runner_of(plan, directory, options, place=_place(options))
+    runner = runner_of(plan, directory, options, launcher=_launcher(options))
     runs = [] if plan.search else shard_of(plan.runs, options.shard)
     with runner.opened():
-        queue: RunQueue = StudyQueue(plan, directory) if plan.search else GivenRuns(runs)
+        queue: RunQueue = StudyQueue(plan, directory) if plan.search else StaticQueue(runs)
         count = plan.search.num_trials * len(plan.seeds) if plan.search else len(runs)
         bar = SweepBar(count, runner.progress_path, enabled=progress)
 
@@ -134,7 +133,7 @@ def do_sweep(
 
 
 def check(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
-    """Check everything that can be before anything runs, and return what is left to check.
+    """Check all that can be checked before a run starts; returns the rest.
 
     Raises
     ------
@@ -143,21 +142,21 @@ def check(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
     """
     for plugin in plan.plugins:
         load_plugin(plugin)
-    # The twentieth run is not to fail for a slip of the pen.
+    # A typing error must not surface in the twentieth run.
     ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
     if plan.search is not None and options.shard is not None:
         raise ConfigurationError(
-            f"--shard {options.shard} of a search was asked for, but what a trial tries depends on "
-            "those before it. Leave --shard out, or do the search --on ray."
+            f"--shard {options.shard} does not apply to a search, whose trials depend on those "
+            "before. Leave it out, or search with --on ray."
         )
     plan.check()
     return RequestedFigures(plan, options.metrics)
 
 
 def runner_of(
-    plan: SweepPlan, directory: Path, options: SweepOptions, *, place: Place | None = None
+    plan: SweepPlan, directory: Path, options: SweepOptions, *, launcher: Launcher | None = None
 ) -> SweepRunner:
-    """The runner of a sweep, which knows what is done."""
+    """The runner of a sweep."""
     settings = dict(options.settings)
     if options.place == "ray":
         settings.setdefault("num_threads", max(1, int(options.num_cpus)))
@@ -167,23 +166,23 @@ def runner_of(
         num_processes=options.num_processes or 1,
         settings=settings,
         is_trusted=options.is_trusted,
-        place=place,
+        launcher=launcher,
     )
 
 
 def write_findings(found: SweepResults) -> None:
-    """Write the tables and the report of what has been found so far."""
+    """Write the tables and the report of the results so far."""
     directory = found.directory
     if found.rows:
         write_atomically(directory / TABLE, found.to_csv())
         write_atomically(directory / SUMMARY, as_csv(found.summary()))
-        # What reads Parquet is not needed for anything else here.
+        # The Parquet library is optional.
         with suppress(MissingDependencyError):
             found.write_parquet(directory / PARQUET)
     write_sweep_report(found, directory / REPORT)
 
 
-def _place(options: SweepOptions) -> Place:
+def _launcher(options: SweepOptions) -> Launcher:
     if options.place == "processes":
         return LocalProcesses(options.num_processes or 1)
     return RayTasks(

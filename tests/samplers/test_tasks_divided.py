@@ -221,7 +221,7 @@ def test_what_fails_in_another_process_is_raised_as_what_it_is(
     with using_processes(2), pytest.raises(NipAstraError, match="the tool broke") as caught:
         play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
     assert forked
-    assert "a process that did a part of the work" in str(caught.value.__notes__)
+    assert "raised in a forked process" in str(caught.value.__notes__)
 
 
 class Holding(GuessNumberEnvironment):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.sweep.bar import FIRST_GUESS, SweepBar
-from nip_astra.sweep.orders import FinishedRun, RunStatus
+from nip_astra.sweep.launchers import FinishedRun, RunStatus
 from nip_astra.sweep.plan import Arm, PlannedRun
 
 

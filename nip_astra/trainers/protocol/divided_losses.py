@@ -18,7 +18,7 @@ from torch import Tensor
 from nip_astra.distributed.team import Team, team_on_this_machine
 from nip_astra.errors import ConfigurationError, LostProcessError, WorkerProcessError
 from nip_astra.utils.children import PERIOD, SECONDS_TO_END, Child, check_alive, ended_early
-from nip_astra.utils.forked import fork, signals_held_back
+from nip_astra.utils.forked import blocked_signals, fork
 
 _FORGETTING = 1.05
 """By what a time rises in each minibatch that took longer."""
@@ -129,7 +129,7 @@ class DividedLosses:
 
     def _fork(self, count: int) -> int:
         """Start the other processes, and give this one's number among them."""
-        with signals_held_back():
+        with blocked_signals():
             while len(self._workers) < count - 1:
                 number = len(self._workers) + 1
                 worker = fork(f"process {number + 1} of {count} that compute losses")
