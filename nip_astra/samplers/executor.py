@@ -193,7 +193,7 @@ class TeamExecutor(Executor):
             calls[one.start : one.stop] for one in split_evenly(range(len(calls)), self.team.size)
         ]
         requests = [[dict(call.request) for call in shard] for shard in shards]
-        replies = self.team.ask(RUN_PARTS, requests)
+        replies = self.team.request(RUN_PARTS, requests)
         for rank, reply in enumerate(replies):
             if reply["failure"] is not None:
                 raise WorkerProcessError(
@@ -227,7 +227,7 @@ def choose_executor(
     agents = calls[0].agents
     if _can_use_actors(agents):
         return RayActors()
-    if len(calls) > 1 and team is not None and team.may_ask:
+    if len(calls) > 1 and team is not None and team.can_request:
         return TeamExecutor(team)
     count = min(get_num_processes(), max_processes or len(calls), len(calls))
     # In an asynchronous rollout the main thread computes, and a fork would inherit its locks.

@@ -291,8 +291,8 @@ def play_task(
     num_parts : int
         Parts into which the problems are split if this process holds the agent's model.
     team : Team, optional
-        Processes with an equal agent and task, which run parts while `team.may_ask`; their handler
-        `RUN_PARTS` is `run_requested` of `requested_part`.
+        Processes with an equal agent and task, which run parts while `team.can_request`; their
+        handler `RUN_PARTS` is `run_requested` of `requested_part`.
     sample : Sample, optional
         Replaces the agent's own model; then all episodes are sampled together in this process.
 

@@ -82,7 +82,7 @@ class TreeSampler:
     Attributes
     ----------
     team : Team or None
-        Processes whose trainers have an equal sampler; they run parts while `team.may_ask`.
+        Processes whose trainers have an equal sampler; they run parts while `team.can_request`.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class TreeSampler:
         return (
             type(self) is TreeSampler
             and self.team is not None
-            and self.team.may_ask
+            and self.team.can_request
             and all(
                 type(agent) is ConversationAgent and agent.language_model.is_in_this_process
                 for agent in self._agents

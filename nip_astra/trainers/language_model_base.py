@@ -439,7 +439,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 metrics = self._optimizer_step(group)
             self.state.count_step(metrics | token_metrics(spent))
             asked = self.settings.stop_flag() if self.settings.stop_flag else None
-            if asked := self.team.from_leader(asked):
+            if asked := self.team.broadcast(asked):
                 self.run_on_leader(self._save_checkpoint)
                 raise StopRequested(asked)
 
@@ -528,7 +528,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             When their checkpoint is lost or corrupt.
         """
         store = self._checkpoint_store()
-        best = self.team.from_leader("" if store is None else str(store.open_best()))
+        best = self.team.broadcast("" if store is None else str(store.open_best()))
         if best:
             self.service.load_state(Path(best))
             logger.info("restored the best checkpoint %s", Path(best).name)

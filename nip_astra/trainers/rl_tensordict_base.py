@@ -205,7 +205,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _prepare_in_all(self) -> None:
         """Prepare the agents in the leader; all take its weights and statistics."""
         self.run_on_leader(self._prepare)
-        self.team.copy_from_leader([*self.agents.parameters(), *self.agents.buffers()])
+        self.team.broadcast_tensors([*self.agents.parameters(), *self.agents.buffers()])
 
     def _shard_agents(self) -> None:
         """Leave each process a part of agents and optimizers, if the settings say so."""
@@ -227,7 +227,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 "batch_size": list(read.batch_size),
                 "entries": dict(read.items(include_nested=True, leaves_only=True)),
             }
-        plain = self.team.from_leader(plain)
+        plain = self.team.broadcast(plain)
         if batch is None:
             assert plain is not None
             batch = TensorDict({}, batch_size=plain["batch_size"])

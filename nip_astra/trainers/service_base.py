@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
-from nip_astra.distributed.parts import whole_of
+from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.measured import Known
@@ -202,7 +202,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Dump tensors that may be divided among processes, which put them together."""
         if not self._dumps.period or self.state.iteration % self._dumps.period:
             return
-        whole = ((str(i), whole_of(one.detach())) for i, one in enumerate(tensors))
+        whole = ((str(i), full_tensor(one.detach())) for i, one in enumerate(tensors))
         # One at a time: nobody but the leader keeps them.
         self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 

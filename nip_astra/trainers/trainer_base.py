@@ -309,7 +309,7 @@ class Trainer(ABC):
         result = self.team.lead(work, {**self.handlers(), **handlers})
         if self.team.size > 1:
             state = {"run": self.state.to_dict(), "trainer": self.trainer_state()}
-            state = self.team.from_leader(state)
+            state = self.team.broadcast(state)
             if not self.team.is_leader:
                 self.state = self.State.from_dict(state["run"])
                 self.load_trainer_state(state["trainer"])

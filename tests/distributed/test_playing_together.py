@@ -100,7 +100,7 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
     monkeypatch.setattr(trees.TreeSampler, "_play", failing)
     leader, other = together(fails, tmp_path)
     assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
-    assert "the process that leads has failed" in other
+    assert "the leading process has failed" in other
 
 
 def test_a_run_that_is_played_together_writes_the_same_first_metrics(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.checkpoints.dumps import compare_dumps
-from nip_astra.distributed.parts import held_of
+from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -70,8 +70,8 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
             "weights": {name: one.detach().clone() for name, one in module.named_parameters()}
             if team.is_leader
             else {},
-            "sizes": [one.numel() for one in map(held_of, trainer.learned)],
-            "read": sum(one.numel() for one in map(held_of, read.parameters())),
+            "sizes": [one.numel() for one in map(local_tensor, trainer.learned)],
+            "read": sum(one.numel() for one in map(local_tensor, read.parameters())),
             "keeps_whole": [one() is not None for one in whole],
             "logged": logged,
             "num_steps": trainer.state.num_optimizer_steps,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from nip_astra.distributed.parts import held_of
+from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import open_team
 from nip_astra.errors import ConfigurationError, LostProcessError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -64,8 +64,8 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str = "fsdp
             else {},
             "losses": losses,
             "num_steps": trainer.state.num_optimizer_steps,
-            "held": sum(held_of(one).numel() for one in trainer.optimizers.weights),
-            "remembered": sum(held_of(one).numel() for one in states),
+            "held": sum(local_tensor(one).numel() for one in trainer.optimizers.weights),
+            "remembered": sum(local_tensor(one).numel() for one in states),
             "num_divided": sum(isinstance(one, DTensor) for one in trainer.agents.parameters()),
         }
 
@@ -172,7 +172,7 @@ def test_divided_agents_of_which_a_process_is_killed_go_on_from_the_last_checkpo
         return ""
 
     message, _ = together(killed, tmp_path, killed=[1])
-    assert says(message, "2 processes", "one of them has ended", "saved in step_", "resume")
+    assert says(message, "2 processes", "has ended", "saved in step_", "resume")
     resume_experiment(path, progress=False)
     assert gap_of(weights_of(whole), weights_of(path)) < 1e-4
 

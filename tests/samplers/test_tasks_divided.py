@@ -281,13 +281,13 @@ class Team:
     """Two processes of which this is both: what is told goes through a message."""
 
     size = 2
-    may_ask = True
+    can_request = True
 
     def __init__(self, agent: ConversationAgent, task: Task) -> None:
         self.agent, self.task = agent, task
         self.num_parts: list[int] = []
 
-    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+    def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
         assert name == executor.RUN_PARTS
         self.num_parts = [len(requests) for requests in arguments]
         call_of = partial(requested_part, self.agent, self.task)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrl.objectives import LossModule
 
-from nip_astra.distributed.rows import RowDivision
-from nip_astra.distributed.team import LOST, Team, told_as_lost
+from nip_astra.distributed.sharding import RowDivision
+from nip_astra.distributed.team import LOST, Team, lost_process_errors
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
@@ -141,7 +141,7 @@ class Learner:
         """
         if self.sharded is None:
             return self._learn(batch, iteration)
-        with told_as_lost(self.team, only_if=LOST):
+        with lost_process_errors(self.team, only_if=LOST):
             learned = self._learn(batch, iteration)
             # The leader samples with whole weights.
             self.sharded.gather()
@@ -179,7 +179,7 @@ class Learner:
         """Complete the gradients of weights by those that other processes' rows gave."""
         gradients = [weight.grad for weight in self.optimizers.weights]
         # Those of divided weights were added up as they were scattered.
-        self.team.add_up([g for g in gradients if g is not None and not isinstance(g, DTensor)])
+        self.team.all_reduce([g for g in gradients if g is not None and not isinstance(g, DTensor)])
 
     @contextmanager
     def _rows_divided(self) -> Iterator[None]:
