@@ -21,7 +21,7 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handl
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resolving.unread_parameters import never_read
 from nip_astra.safe_text import safe_text, to_json
-from nip_astra.scenario_base.text.game import TextEpisode, TextGame, Turn
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame, TurnOptions
 from nip_astra.scenarios.pure_text_base import PureTextScenario, row_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import to_yaml
@@ -171,7 +171,9 @@ def show_prompts(experiment: dict[str, Any]) -> None:
         say("")
 
 
-def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
+def first_turn(
+    game: TextGame, start: TextEpisode, agent: str
+) -> tuple[TextEpisode, TurnOptions] | None:
     """The first turn of an agent, where nobody has said anything before; None where it has none."""
     for number in range(game.protocol.max_message_rounds):
         episode = replace(start, round=number, said=((),) * number, answers=({},) * number)

@@ -302,15 +302,16 @@ def play_task(
         When another process could not run its parts.
     """
     if sample is not None:
-        openings = openings_of(task, problems, plan)
-        return rated(task, play_episodes(agent, openings, plan, sample))
+        return rated(task, play_episodes(agent, openings_of(task, problems, plan), plan, sample))
     pieces = cut_problems(agent, len(problems), num_parts)
     openings = [openings_of(task, problems[piece.start : piece.stop], plan) for piece in pieces]
     calls = [_part_call(agent, task, some, plan) for some in openings]
     executor = choose_executor(calls, team=team)
     if isinstance(executor, ForkedProcesses):
         environments = [one.environment for some in openings for one in some]
-        results = _fork_if_worth_it(executor, calls, environments, min(map(len, openings)))
+        smallest = min(map(len, openings))
+        model = agent.language_model
+        results = _fork_if_worth_it(executor, calls, environments, smallest, model)
     else:
         results = executor.map(calls)
     return rated(task, [one for result in results for part in result.parts for one in part])
@@ -345,9 +346,9 @@ def _fork_if_worth_it(
     calls: Sequence[PartCall[list[PlayedEpisode]]],
     environments: Sequence[Environment],
     smallest: int,
+    model: TokenModel,
 ) -> list[WorkerResult[list[PlayedEpisode]]]:
     """Fork if the smallest part, of so many episodes, takes long enough and can be sent back."""
-    model = calls[0].agents[0].language_model
     if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
         kinds = _unpicklable_kinds(environments)
         if not kinds:

@@ -27,7 +27,13 @@ from nip_astra.reward_terms.registry import REWARD_TERMS
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, TreeColumns, refuse_nan_of
+from nip_astra.samplers.dialogue import (
+    Speakers,
+    TreeColumns,
+    TreeExpansion,
+    TreeShape,
+    check_logprobs,
+)
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
@@ -38,9 +44,9 @@ from nip_astra.utils.seeding import SeedPart
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
-_READ_PROBES = "tell how likely it finds probes"
+_READ_PROBES = "score probes"
 MAX_PROBES = 1_000_000
-"""Most that an iteration plays: the records, scores and samples of as many take some GiB."""
+"""Limit per iteration: records, scores and samples of as many take some GiB."""
 RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
 
 
@@ -63,18 +69,18 @@ class RewardParameters(SubParameters):
 
 
 class TreeSampler:
-    """Play attacker against target and rate every node.
+    """Samples conversations of attacker and target and rates every node.
 
-    Two generation calls a level, whatever the number of episodes and branches. Randomness depends
-    on `key`, the episode and the place in its tree alone.
+    Two generation calls per level, whatever the number of episodes and branches. Randomness depends
+    on `key`, the episode and the place in its tree only.
 
     Parameters
     ----------
     max_cache_bytes : int, optional
-        Memory for the keys and values of both models. A rollout that would need more is played in
-        more parts; an episode is never divided.
+        Memory for the keys and values of both models. A rollout that needs more is run in more
+        parts; an episode is never divided.
     num_parts : int
-        Parts into which a rollout of small models on the CPU is cut, to be played at once.
+        Parts into which a rollout of small models on the CPU is split, to run at once.
     asks_reference : bool
         Whether the reference scores the probes; otherwise its log-probabilities and all figures
         that need them are NaN.
@@ -100,7 +106,7 @@ class TreeSampler:
         if reward.likelihood_model == "target":
             _check_likelihood(target)
         self.attacker = attacker
-        # Whose tokens and format probes are counted and read in.
+        # Defines the tokens and the format in which probes are counted and read.
         self.reader = reference if isinstance(attacker, TextAttacker) else attacker
         self.target = target
         self.reference = reference
@@ -116,7 +122,7 @@ class TreeSampler:
             self._share_tokens = self.reader.shares_tokens_with(target)
 
     def _check_abilities(self) -> None:
-        """Refuse models that lack what their role takes, before anything is played."""
+        """Refuse models that lack an ability of their role."""
         for agent in (self.attacker, self.target):
             if isinstance(agent, ConversationAgent):
                 as_sampler(agent.language_model, role=agent.role)
@@ -128,7 +134,7 @@ class TreeSampler:
     def with_attacker(
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
     ) -> TreeSampler:
-        """A sampler with another attacker, for instance the reference."""
+        """A copy with another attacker, for instance the reference."""
         sampler = TreeSampler(
             attacker,
             self.target,
@@ -145,9 +151,9 @@ class TreeSampler:
         return sampler
 
     def cache_bytes(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """Predict the most memory that the keys and values of one tree a prompt take.
+        """Largest memory of the keys and values of one tree per prompt, bytes.
 
-        The longest prompt and turns of full length are assumed.
+        Assumes the longest prompt and turns of full length.
         """
         total = 0
         both = self.reader.sampling.max_new_tokens
@@ -172,18 +178,15 @@ class TreeSampler:
         return total
 
     def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """How many trees the memory for keys and values holds together; all where it has no bound.
+        """Number of trees that fit `max_cache_bytes`; all without a limit.
 
         Raises
         ------
         ConfigurationError
-            When it does not hold one, or there is no prompt.
+            When not one fits, or there is no prompt.
         """
         if not prompts:
-            raise ConfigurationError(
-                "a rollout was to be played, but it was given no opening prompt, and each episode "
-                "begins with one. Give at least one prompt."
-            )
+            raise ConfigurationError("a rollout has no opening prompt. Give at least one.")
         limit = self.max_cache_bytes
         if limit is None:
             return len(prompts)
@@ -191,10 +194,9 @@ class TreeSampler:
         per_tree = needed // len(prompts)
         if per_tree > limit:
             raise ConfigurationError(
-                f"a tree of width {tree_width} and depth {tree_depth} was to be played, but its "
-                f"keys and values may take {per_tree / 2**30:.3g} GiB and a rollout may take "
-                f"{limit / 2**30:.3g}. Raise max_rollout_gib of the scenario, where there is the "
-                "memory (max_cache_bytes of a sampler or problem of your own), or lower "
+                f"the keys and values of a tree of width {tree_width} and depth {tree_depth} need "
+                f"{per_tree / 2**30:.3g} GiB, above the {limit / 2**30:.3g} of a rollout. Raise "
+                "max_rollout_gib of the scenario (max_cache_bytes of a sampler), or lower "
                 "tree_width, tree_depth or max_new_tokens."
             )
         return limit // max(per_tree, 1)
@@ -213,37 +215,36 @@ class TreeSampler:
         Parameters
         ----------
         prompts : Sequence[str]
-            Said by the target's side before the first probe.
+            Turns of the target's side before the first probe.
         tree_width : int
-            Probes tried at every point of a conversation.
+            Probes at every point of a conversation.
         tree_depth : int
             Probes on a path from the opening to a leaf.
         key : tuple
             Names the randomness, for instance `(seed, "train", iteration)`.
         first_episode : int
-            Number of the first prompt's episode within `key`, where episodes are played in parts.
+            Number of the first prompt's episode within `key`.
         """
-        plan = Plan(tree_width, tree_depth, key)
-        tree = self._begin(prompts, plan, first_episode)()
+        shape = TreeShape(tree_width, tree_depth, key)
+        tree = self._begin(prompts, shape, first_episode)()
         self.rate(tree)
         return tree
 
     def begin(
         self, prompts: Sequence[str], *, tree_width: int, tree_depth: int, key: tuple[SeedPart, ...]
     ) -> Callable[[], RolloutTree]:
-        """Begin to grow trees with the weights of now; what it gives waits for them.
+        """Start trees with the current weights; the returned function waits for them.
 
-        Actors play them meanwhile; where there are none they are played here, before this returns.
-        They are yet to be rated.
+        Actors run them; without actors they run here before this returns. They are not rated.
         """
-        return self._begin(prompts, Plan(tree_width, tree_depth, key), 0)
+        return self._begin(prompts, TreeShape(tree_width, tree_depth, key), 0)
 
     def _begin(
-        self, prompts: Sequence[str], plan: Plan, first_episode: int
+        self, prompts: Sequence[str], shape: TreeShape, first_episode: int
     ) -> Callable[[], RolloutTree]:
-        size = {"tree_width": plan.tree_width, "tree_depth": plan.tree_depth}
+        size = {"tree_width": shape.tree_width, "tree_depth": shape.tree_depth}
         at_once = self.num_at_once(prompts, **size)
-        num_nodes = len(prompts) * num_probes_of(plan.tree_width, plan.tree_depth)
+        num_nodes = len(prompts) * num_probes_of(shape.tree_width, shape.tree_depth)
         team = self.team if self._can_use_team() else None
         parts = cut_rollout(
             self._agents,
@@ -260,7 +261,7 @@ class TreeSampler:
             for start in range(part.start, part.stop, most)
         ]
         calls = [
-            self._part_call(prompts[piece.start : piece.stop], plan, first_episode + piece.start)
+            self._part_call(prompts[piece.start : piece.stop], shape, first_episode + piece.start)
             for piece in pieces
         ]
         executor = choose_executor(calls, team=team, max_processes=len(parts))
@@ -283,20 +284,20 @@ class TreeSampler:
         return self.attacker, self.target, self.reference
 
     def _part_call(
-        self, prompts: Sequence[str], plan: Plan, first_episode: int
+        self, prompts: Sequence[str], shape: TreeShape, first_episode: int
     ) -> PartCall[RolloutTree]:
         """A call that samples some episodes of a rollout; its tree is not rated yet."""
         sampler = copy.copy(self)
         # Neither can be sent to another process.
         del sampler.scorer, sampler.team
         return PartCall(
-            partial(sampler._play, prompts, plan, first_episode),
+            partial(sampler._play, prompts, shape, first_episode),
             self._agents,
             request={
                 "attacker": "reference" if self.attacker is self.reference else "attacker",
                 "asks_reference": self.asks_reference,
                 "prompts": [str(prompt) for prompt in prompts],
-                "plan": [plan.tree_width, plan.tree_depth, list(plan.key)],
+                "shape": [shape.tree_width, shape.tree_depth, list(shape.key)],
                 "first_episode": first_episode,
             },
             to_plain=RolloutTree.to_plain,
@@ -307,16 +308,16 @@ class TreeSampler:
         """The call that another process of the team requests."""
         attacker = self.reference if request["attacker"] == "reference" else self.attacker
         sampler = self.with_attacker(attacker, asks_reference=request["asks_reference"])
-        width, depth, key = request["plan"]
-        plan = Plan(width, depth, tuple(key))
-        return sampler._part_call(request["prompts"], plan, request["first_episode"])
+        width, depth, key = request["shape"]
+        shape = TreeShape(width, depth, tuple(key))
+        return sampler._part_call(request["prompts"], shape, request["first_episode"])
 
-    def _play(self, prompts: Sequence[str], plan: Plan, first: int) -> RolloutTree:
-        """Grow the trees of episodes from number `first` on together; they are yet to be rated."""
-        dialogue = Dialogue(
+    def _play(self, prompts: Sequence[str], shape: TreeShape, first: int) -> RolloutTree:
+        """Grow the trees of episodes from number `first` on; they are not rated."""
+        dialogue = TreeExpansion(
             Speakers(self.attacker, self.target, self.reader, self._share_tokens),
-            plan,
-            asks_likelihood=self.reward.likelihood_model == "target",
+            shape,
+            scores_likelihood=self.reward.likelihood_model == "target",
         )
         dialogue.play(prompts, first)
         columns = dialogue.columns
@@ -324,7 +325,7 @@ class TreeSampler:
         with torch.no_grad(), columns.timed("reference"):
             reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
         if self.asks_reference:
-            refuse_nan_of(self.reference, reference_NT, mask_NT, plan)
+            check_logprobs(self.reference, reference_NT, mask_NT, shape)
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
@@ -347,7 +348,7 @@ class TreeSampler:
             nodes["is_refused"] = torch.tensor(columns.are_refused)
         return RolloutTree(
             nodes,
-            plan.tree_width,
+            shape.tree_width,
             list(prompts),
             columns.probes,
             columns.responses,
@@ -383,13 +384,13 @@ class TreeSampler:
         return scorer.logprobs(*pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT).cpu()
 
     def rate(self, tree: RolloutTree) -> None:
-        """Add scores and rewards; the scorer is asked once, about all nodes."""
+        """Add scores and rewards, with one call of the scorer for all nodes."""
         started = time.perf_counter()
         response, combined = rate_nodes(self.scorer, tree)
         tree.seconds["scorer"] = time.perf_counter() - started
         nodes = tree.nodes
         likelihood_agent = getattr(self, self.reward.likelihood_model)
-        # A score without weight must not make the reward unknown.
+        # A score of weight 0 must not make the reward NaN.
         unused = self.reward.w_combined == 0
         nodes["response_score"] = response.scores_N
         nodes["combined_score"] = combined.scores_N
@@ -423,27 +424,24 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
 
 
 def _check_likelihood(target: Speaker) -> None:
-    """Refuse a target that cannot tell how likely it finds probes."""
-    asked = "the likelihood of probes under the target"
+    """Refuse a target that cannot score probes."""
     if isinstance(target, ChatAgent):
         raise ConfigurationError(
-            f"{asked} {target.chat_model.name!r} was asked for, but a chat model does not tell how "
-            "likely it finds what it reads. Set the reward's likelihood_model to reference."
+            f"the chat model {target.chat_model.name!r} gives no likelihood of probes. Set the "
+            "reward's likelihood_model to reference."
         )
     if not target.language_model.can_score_contexts:
         raise ConfigurationError(
-            f"{asked} was asked for, but target and attacker share a vLLM engine with a LoRA "
-            "adapter, which cannot tell how likely it finds what it reads. Set the reward's "
-            "likelihood_model to reference, or give the target an engine of its own: another "
-            "max_model_len, or _type huggingface."
+            "a vLLM engine with a LoRA adapter that target and attacker share gives no likelihood "
+            "of probes. Set the reward's likelihood_model to reference, or give the target another "
+            "max_model_len or _type huggingface."
         )
 
 
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     """Rate every response, and every probe and response together, in one call.
 
-    A response that failed is not rated: its score is NaN and an error, and those of what was said
-    after it are unknown.
+    The score of a failed response is NaN and an error; scores after it are NaN.
     """
     failures = tree.failures_of_nodes()
     there = [node for node, failure in enumerate(failures) if failure is None]
@@ -463,12 +461,12 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
 
 
 def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
-    """What is rated of some nodes: responses, then both together unless one is the other."""
+    """The exchanges of some nodes: responses, then both together unless they are the same."""
     if not scorer.reads_history:
         responses = [Exchange(tree.responses[node]) for node in there]
         both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
         return [*responses, *both], False
-    # Who reads the conversation has seen the probe when it rates the response.
+    # A scorer that reads the conversation sees the probe when it rates the response.
     histories: list[tuple[Message, ...]] = []
     places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
     for (parent, episode), probe in zip(places, tree.probes, strict=True):
@@ -489,7 +487,7 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
 
 
 def num_probes_of(tree_width: int, tree_depth: int) -> int:
-    """Probes of a tree; where they are more than `MAX_PROBES`, a number above that."""
+    """Probes of a tree, or a number above `MAX_PROBES` if there are more."""
     total, level = 0, 1
     for _ in range(min(tree_depth, MAX_PROBES + 1)):
         level *= tree_width

@@ -144,7 +144,7 @@ def prepared(**experiment: Any) -> Any:
             ("ast_chat.reward.likelihood_model=target",),
             r"the target was to .*likelihood_model.* a TokenScorer.*'speaks' is TokenSampler only",
         ),
-        ("attacker", "speaks", (), r"the reference was to .* how likely it finds probes"),
+        ("attacker", "speaks", (), r"the reference was to score probes"),
         ("attacker", "reads", (), r"the attacker was to speak"),
         (
             "attacker",
