@@ -127,10 +127,10 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.returns import mean_child_return as mean_child_return
     from nip_astra.rl_objectives.returns import nstep_returns as nstep_returns
     from nip_astra.rollouts.batch import Batch as Batch
-    from nip_astra.rollouts.batch import padding_data as padding_data
-    from nip_astra.rollouts.padding import (
+    from nip_astra.rollouts.batch import (
         compute_position_id_with_mask as compute_position_id_with_mask,
     )
+    from nip_astra.rollouts.batch import padding_data as padding_data
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
@@ -436,7 +436,7 @@ _HOMES = {
     "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
-    "compute_position_id_with_mask": "nip_astra.rollouts.padding",
+    "compute_position_id_with_mask": "nip_astra.rollouts.batch",
     "derive_seed": "nip_astra.utils.seeding",
     "derived_generator": "nip_astra.utils.seeding",
     "distinct_n": "nip_astra.utils.diversity",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
-from nip_astra.sweep.bar import SweepBar
+from nip_astra.progress import open_progress, read_progress
 from nip_astra.sweep.launchers import FinishedRun, Launcher, LocalProcesses, RayTasks, RunStatus
 from nip_astra.sweep.plan import RequestedFigures, SweepPlan, shard_of
 from nip_astra.sweep.report import write_sweep_report
@@ -21,6 +21,9 @@ from nip_astra.sweep.search import StudyQueue
 from nip_astra.tracking.run_directory import write_atomically
 
 TABLE, SUMMARY, PARQUET, REPORT = "table.csv", "summary.csv", "table.parquet", "report.html"
+
+FIRST_GUESS = 10
+"""Iterations assumed of a run before the first has reported its own."""
 
 PlaceName = Literal["processes", "ray"]
 
@@ -191,3 +194,72 @@ def _launcher(options: SweepOptions) -> Launcher:
         num_cpus=options.num_cpus,
         num_gpus=options.num_gpus,
     )
+
+
+class SweepBar:
+    """One progress bar over the iterations of all runs; those of runs to come are estimated.
+
+    Parameters
+    ----------
+    num_runs : int
+        Runs of the sweep, including those that had ended before.
+    progress_path : Callable
+        File with the progress of a run.
+    """
+
+    def __init__(
+        self,
+        num_runs: int,
+        progress_path: Callable[[str], Path],
+        *,
+        enabled: bool = True,
+        tqdm_func: Callable[..., Any] | None = None,
+    ) -> None:
+        self._num_runs = num_runs
+        self._path_of = progress_path
+        self._bar = open_progress(num_runs * FIRST_GUESS, enabled, tqdm_func)
+        self._known: dict[str, tuple[int, int]] = {}
+        self._ended: dict[str, RunStatus] = {}
+        self._describe(0)
+
+    def poll(self, at_work: Iterable[str]) -> None:
+        """Update the progress of the runs in progress."""
+        names = list(at_work)
+        for run_id in names:
+            progress = read_progress(self._path_of(run_id))
+            if progress is not None:
+                self._count(run_id, *progress)
+        self._describe(len(names))
+
+    def note(self, one: FinishedRun) -> None:
+        """Count a run that has ended; one that failed or had ended before counts in full."""
+        run_id = one.run.run_id
+        self._ended[run_id] = one.status
+        total = self._known.get(run_id, (0, self._mean()))[1]
+        if one.status is RunStatus.PRUNED:
+            total = self._known.get(run_id, (0, 0))[0]
+        if one.status is not RunStatus.STOPPED:
+            self._count(run_id, total, total, is_resumed=not one.seconds)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        self._bar.close()
+
+    def _mean(self) -> int:
+        totals = [total for _, total in self._known.values() if total]
+        return round(sum(totals) / len(totals)) if totals else FIRST_GUESS
+
+    def _count(self, run_id: str, num_done: int, total: int, *, is_resumed: bool = False) -> None:
+        before = self._known.get(run_id, (0, 0))[0]
+        self._known[run_id] = (num_done, total)
+        expected = max(self._num_runs - len(self._known), 0) * self._mean()
+        in_all = sum(one for _, one in self._known.values()) + expected
+        if in_all != self._bar.total:
+            self._bar.lengthen(in_all - self._bar.total)
+        if num_done > before:
+            (self._bar.skip if is_resumed else self._bar.step)(num_done - before)
+
+    def _describe(self, num_at_work: int) -> None:
+        text = f"{len(self._ended)} of {self._num_runs} runs, {num_at_work} at work"
+        failed = sum(status is RunStatus.FAILED for status in self._ended.values())
+        self._bar.set_description(f"{text}, {failed} failed" if failed else text)
