@@ -54,10 +54,10 @@ def build_reward_terms(
     A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
     """
     terms: dict[str, RewardTerm] = {}
-    for one in parameters:
-        name, number = one.type_name, 1
+    for term in parameters:
+        name, number = term.type_name, 1
         while name in terms:
             number += 1
-            name = f"{one.type_name}_{number}"
-        terms[name] = build_reward_term(one, device=device, scenario_dir=scenario_dir)
+            name = f"{term.type_name}_{number}"
+        terms[name] = build_reward_term(term, device=device, scenario_dir=scenario_dir)
     return terms
