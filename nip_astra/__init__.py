@@ -144,8 +144,8 @@ if TYPE_CHECKING:
     from nip_astra.run import resume_experiment as resume_experiment
     from nip_astra.run import run_experiment as run_experiment
     from nip_astra.samplers.episodes import EpisodeSampler as EpisodeSampler
-    from nip_astra.samplers.task_episodes import TaskPlan as TaskPlan
     from nip_astra.samplers.task_parts import play_task as play_task
+    from nip_astra.samplers.tasks import TaskPlan as TaskPlan
     from nip_astra.samplers.trees import TreeSampler as TreeSampler
     from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
     from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
@@ -407,7 +407,7 @@ _HOMES = {
     "SubParameters": "nip_astra.parameters.parameters_base",
     "Subject": "nip_astra.scenario_base.text.analysers.base",
     "Task": "nip_astra.scenario_base.tasks.base",
-    "TaskPlan": "nip_astra.samplers.task_episodes",
+    "TaskPlan": "nip_astra.samplers.tasks",
     "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
