@@ -37,7 +37,7 @@ from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.tracking.figures import plain_numbers
+from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.processes import distribute
 from nip_astra.trainers.language_model.state import LanguageModelState

@@ -36,9 +36,8 @@ from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
-from nip_astra.tracking.figures import plain_numbers
-from nip_astra.tracking.groups import summary_of
-from nip_astra.tracking.run_directory import RESULTS, write_atomically
+from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.protocol.statistics import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
@@ -554,7 +553,7 @@ class PureTextRlTrainer(Trainer):
     def _write_results(self) -> None:
         self._note_groups()
         state = self.state
-        self.results |= {
+        results = {
             "kind": "interaction_proof",
             "protocol": self.hyper_params.interaction_protocol,
             "agents": list(self.agent_names),
@@ -569,14 +568,11 @@ class PureTextRlTrainer(Trainer):
                 **state.costs(),
             },
         }
-        self.results |= self._services_used
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
             run_id, folder = self.run_directory.run_id, self.run_directory.rollouts_dir
             self.tracker.log_artifact(folder, name=f"rollouts-{run_id}", type="rollouts")
             log_analyses_artifact(self.tracker, self.run_directory)
-            self.run_directory.write_json(RESULTS, self.results)
+        self.store_results(results | self._services_used)
 
     def services(self) -> dict[str, PatientChatModel]:
         """The models that are asked at present, by group, and the judge; those that are open."""

@@ -43,7 +43,6 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -488,22 +487,20 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return parts | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.results |= {
-            "kind": "interaction_proof",
-            "protocol": self.hyper_params.interaction_protocol,
-            "agents": list(self.agents.names),
-            "before": self.state.before,
-            "training": {
-                "num_iterations": self.state.iteration,
-                "num_frames": self.state.iteration * self.frames_per_iteration,
-                "num_optimizer_steps": self.state.num_optimizer_steps,
-                "last": self.state.last,
-            },
-        }
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(
+            {
+                "kind": "interaction_proof",
+                "protocol": self.hyper_params.interaction_protocol,
+                "agents": list(self.agents.names),
+                "before": self.state.before,
+                "training": {
+                    "num_iterations": self.state.iteration,
+                    "num_frames": self.state.iteration * self.frames_per_iteration,
+                    "num_optimizer_steps": self.state.num_optimizer_steps,
+                    "last": self.state.last,
+                },
+            }
+        )
 
     def components_to_time(self) -> Components:
         return components_of_protocol(self)
