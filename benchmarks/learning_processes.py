@@ -62,7 +62,7 @@ def seconds_by_rows(trainer: Any, batch: Any) -> float:
         def take_part(rank: int) -> float:
             with team_on_this_machine(store, rank, NUM_PROCESSES) as team:
                 # All begin together.
-                team.of_all(0)
+                team.all_gather(0)
                 return seconds_of_update(trainer, batch, team, 1)
 
         return max(call_at_once([partial(take_part, rank) for rank in range(NUM_PROCESSES)]))

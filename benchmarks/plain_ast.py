@@ -30,7 +30,7 @@ from nip_astra.language_models.adapters import add_adapter
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.rl_objectives.rewards import ast_reward
-from nip_astra.samplers.node_scores import RewardParameters
+from nip_astra.samplers.trees import RewardParameters
 from nip_astra.scenario_base.agents import ConversationAgentParameters
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 from nip_astra.scorers.base import Scorer

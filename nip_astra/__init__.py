@@ -155,10 +155,10 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.registry import register_policy_loss as register_policy_loss
     from nip_astra.rl_objectives.values import value_loss as value_loss
     from nip_astra.rollouts.batch import Batch as Batch
-    from nip_astra.rollouts.batch import padding_data as padding_data
-    from nip_astra.rollouts.padding import (
+    from nip_astra.rollouts.batch import (
         compute_position_id_with_mask as compute_position_id_with_mask,
     )
+    from nip_astra.rollouts.batch import padding_data as padding_data
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
@@ -172,8 +172,8 @@ if TYPE_CHECKING:
     from nip_astra.run import resume_experiment as resume_experiment
     from nip_astra.run import run_experiment as run_experiment
     from nip_astra.samplers.episodes import EpisodeSampler as EpisodeSampler
-    from nip_astra.samplers.task_episodes import TaskPlan as TaskPlan
-    from nip_astra.samplers.task_parts import play_task as play_task
+    from nip_astra.samplers.tasks import TaskPlan as TaskPlan
+    from nip_astra.samplers.tasks import play_task as play_task
     from nip_astra.samplers.trees import TreeSampler as TreeSampler
     from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
     from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
@@ -438,7 +438,7 @@ _HOMES = {
     "SubParameters": "nip_astra.parameters.parameters_base",
     "Subject": "nip_astra.scenario_base.text.analysers.base",
     "Task": "nip_astra.scenario_base.tasks.base",
-    "TaskPlan": "nip_astra.samplers.task_episodes",
+    "TaskPlan": "nip_astra.samplers.tasks",
     "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
@@ -486,7 +486,7 @@ _HOMES = {
     "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
-    "compute_position_id_with_mask": "nip_astra.rollouts.padding",
+    "compute_position_id_with_mask": "nip_astra.rollouts.batch",
     "derive_seed": "nip_astra.utils.seeding",
     "derived_generator": "nip_astra.utils.seeding",
     "distinct_n": "nip_astra.utils.diversity",
@@ -503,7 +503,7 @@ _HOMES = {
     "module_of": "nip_astra.plugins",
     "nstep_returns": "nip_astra.rl_objectives.advantages",
     "padding_data": "nip_astra.rollouts.batch",
-    "play_task": "nip_astra.samplers.task_parts",
+    "play_task": "nip_astra.samplers.tasks",
     "policy_loss": "nip_astra.trainers.self_hosted_base",
     "open_chat_model": "nip_astra.language_models.services.retrying",
     "polymorphic": "nip_astra.parameters.parameters_base",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from nip_astra.resolving.resolution import ResolvedExperiment
-    from nip_astra.scenario_base.text.game import TextEpisode, TextGame, Turn
+    from nip_astra.scenario_base.text.game import TextEpisode, TextGame, TurnOptions
 
 REGISTRY_MODULES = (
     "evaluation.comparison",
@@ -309,7 +309,9 @@ def prompts_of(**experiment: Any) -> str:
     return "\n".join(lines)
 
 
-def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
+def first_turn(
+    game: TextGame, start: TextEpisode, agent: str
+) -> tuple[TextEpisode, TurnOptions] | None:
     """The first turn of an agent, without earlier messages; None if it has none."""
     for number in range(game.protocol.max_message_rounds):
         episode = replace(start, round=number, said=((),) * number, answers=({},) * number)

@@ -306,7 +306,7 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
 
 def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
     """Train as one of several processes of which another leads; write, track and show nothing."""
-    told = settings.team.from_leader({"run": "", "checkpoint": ""})
+    told = settings.team.broadcast({"run": "", "checkpoint": ""})
     silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
     prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
     trainer = prepared.trainer
@@ -371,7 +371,7 @@ def _run(
         try:
             if settings.team is not None:
                 found = "" if checkpoint is None else str(checkpoint.absolute())
-                settings.team.from_leader(
+                settings.team.broadcast(
                     {"run": str(directory.path.absolute()), "checkpoint": found}
                 )
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}

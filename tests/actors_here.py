@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nip_astra.utils import actors as actors_module
-from nip_astra.utils.actors import ActorOptions, _Actor
-from nip_astra.utils.sending import Sender
+from nip_astra.utils.actors import ActorOptions, CallWriter, _Actor
 
 
 class Reference:
@@ -28,7 +27,7 @@ class ActorsHere:
 
     def __init__(self, num_actors: int) -> None:
         self.sent: list[int] = []
-        self.sender = Sender(self._put)
+        self.sender = CallWriter(self._put)
         threads = torch.get_num_threads()
         self.actors = [_Actor(threads, []) for _ in range(num_actors)]
         self.turn = 0
@@ -46,7 +45,7 @@ class ActorsHere:
         weights, references = self.sender.weights(), list(self.sender.references)
         # As the object store would, they are kept as they are now.
         weights = copy.deepcopy(weights)
-        written = [self.sender.written(call) for call in calls]
+        written = [self.sender.dumps(call) for call in calls]
         has_grad = torch.is_grad_enabled()
 
         def make() -> list[Any]:
@@ -54,7 +53,7 @@ class ActorsHere:
             for call in written:
                 actor = self.actors[self.turn % len(self.actors)]
                 self.turn += 1
-                results.append(actor.make(references, weights, call, has_grad))
+                results.append(actor.run(references, weights, call, has_grad))
             return results
 
         return make

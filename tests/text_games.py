@@ -28,7 +28,6 @@ from nip_astra.language_models.services.fine_tuning import (
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
 from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
-from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
 from nip_astra.scenario_base.text.model_groups import (
     PureTextSharedModelGroup,
@@ -42,6 +41,7 @@ from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 PROMPTS = {
@@ -257,7 +257,7 @@ def build_text_parts(
         )
         for number, name in enumerate(game.protocol.agent_names)
     ]
-    loop, service = EventLoop(), service or FakeFineTuning()
+    loop, service = BackgroundLoop(), service or FakeFineTuning()
     instance = PureTextScenarioInstance(
         kind="claims",
         agents={agent.name: agent for agent in members},

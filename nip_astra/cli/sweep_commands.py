@@ -16,7 +16,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError, UntrustedRunErro
 from nip_astra.evaluation.tables import plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import safe_text
-from nip_astra.sweep.orders import FinishedRun, RunStatus
+from nip_astra.sweep.launchers import FinishedRun, RunStatus
 from nip_astra.sweep.plan import (
     PlannedRun,
     SweepPlan,

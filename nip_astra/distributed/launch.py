@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun says of the processes that it started."""
+"""Ranks and numbers of processes that a launcher such as torchrun sets."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from nip_astra.trust import read_variable
 
 
 def is_one_of_several() -> bool:
-    """Say whether a launcher has started this process as one of a run's."""
+    """Whether a launcher started this process as one of several of a run."""
     return num_processes() > 1 and read_variable("RANK") is not None
 
 
 def num_processes() -> int:
-    """How many processes train the run, as the launcher says."""
+    """Number of processes that train the run."""
     return _number("WORLD_SIZE", default=1, least=1)
 
 
 def rank_of_process() -> int:
-    """Which process of its run this is, as the launcher says; 0 where there is none.
+    """Rank of this process in its run; 0 without a launcher.
 
     Raises
     ------
     ConfigurationError
-        When it is none of those that there are.
+        When it is not below the number of processes.
     """
     if not is_one_of_several():
         return 0
@@ -36,18 +36,18 @@ def rank_of_process() -> int:
 
 
 def local_rank() -> int:
-    """Which of the run's processes on its machine this is."""
+    """Rank of this process on its machine."""
     return _number("LOCAL_RANK", default=0)
 
 
 def processes_on_this_machine() -> int:
-    """How many processes of the run share the cores of this machine."""
+    """Number of processes of the run on this machine."""
     return _number("LOCAL_WORLD_SIZE", default=1, least=1) if is_one_of_several() else 1
 
 
 def _number(name: str, *, default: int, least: int = 0) -> int:
     given = read_variable(name) or str(default)
-    # A launcher's numbers have few digits; more are none that Python reads.
+    # Python refuses numbers of thousands of digits.
     if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) >= least):
         raise ConfigurationError(
             f"the environment variable {name} is {given[:40]!r}. Give a whole number from {least}, "

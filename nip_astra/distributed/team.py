@@ -1,7 +1,7 @@
-"""The processes that train one run together, and what they tell each other.
+"""The processes that train one run together, and their communication.
 
-One of them leads: it plays, measures, and writes the run directory. The others take part in the
-updates and, while the leader is at work alone, do what it asks them for.
+The leader samples, measures and writes the run directory. The others take part in updates and,
+while the leader works alone, answer its requests.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from nip_astra.distributed.launch import (
 )
 from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
 from nip_astra.trust import read_variable
+from nip_astra.utils.processor import split_evenly
 
 T = TypeVar("T")
 Handler = Callable[[Any], Any]
-"""What a process does when the leader asks for it; takes and gives plain values and tensors."""
+"""Answers a request of the leader; takes and returns plain values and tensors."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable of the environment that names the network by which gloo meets."""
+"""Environment variable with the network interface of gloo."""
 LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
-"""What the failures of exchanges say of themselves."""
+"""Pattern of messages of failed communication."""
 _SILENCE = timedelta(days=14)
-"""How long a process waits for another once they have met: one that measures says nothing
-meanwhile. That one has ended is seen at once, by its connections."""
+"""Timeout between connected processes: a measuring leader is silent. An ended process is noticed at
+once, by its closed connections."""
 _MEETING = timedelta(minutes=30)
-"""How long a process that a launcher started waits for the others to come."""
+"""How long a process of a launcher waits for the others."""
 _CONNECTING = timedelta(seconds=30)
-"""How long forked processes that have all come take at most to connect."""
+"""How long forked processes that are all running take at most to connect."""
 
 
 class Team:
-    """The processes of a run: one, unless a `ProcessTeam` says otherwise.
+    """The processes of a run: one, or several of a `ProcessTeam`.
 
     Attributes
     ----------
@@ -61,86 +62,86 @@ class Team:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process plays, measures, tracks and saves."""
+        """Whether this process samples, measures, tracks and saves."""
         return self.rank == 0
 
     @property
-    def may_ask(self) -> bool:
-        """Whether the others wait to be asked for something."""
+    def can_request(self) -> bool:
+        """Whether the others wait for requests."""
         return False
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
-        """Have the leader do something, and the others what it asks for meanwhile.
+        """Run `work` in the leader while the others answer its requests.
 
         Parameters
         ----------
         handlers : Mapping
-            What may be asked for, by name; equal in all processes.
+            Handlers by name; equal in all processes.
 
         Returns
         -------
         T or None
-            What the work gave, in the leader; None in the others.
+            The result in the leader; None in the others.
 
         Raises
         ------
         StopRequested
-            In all processes, where the leader's work was stopped.
+            In all processes if the leader was stopped.
         LostProcessError
-            When another process has ended; in the others as well where the leader failed.
+            When another process has ended; in the others also if the leader failed.
         """
         return work()
 
-    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        """Have each process run a handler, the leader too, and give what came of it.
+    def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+        """Results of a handler in all processes, the leader included, of one argument each.
 
-        Only while `may_ask`. One argument a process.
+        Only while `can_request`.
 
         Raises
         ------
         NotImplementedError
             When this process trains the run alone.
         """
-        raise NotImplementedError("a process that trains alone has no others to ask")
+        raise NotImplementedError("a process that trains alone has no others")
 
-    def from_leader(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The leader's value, in all processes."""
         return value
 
-    def of_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The values of all processes, in all of them."""
         return [value]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors, of equal shapes in all processes, by their sums over the processes."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, of equal shapes in all processes, by their sums over processes."""
 
-    def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """All processes in a row, along which weights are divided; there are several.
+        """A one-dimensional mesh of all processes, for sharding.
 
         Raises
         ------
         NotImplementedError
             When this process trains the run alone.
         """
-        raise NotImplementedError("a process that trains alone has none to divide weights with")
+        raise NotImplementedError("a process that trains alone cannot shard")
 
     def shard_of(self, count: int) -> range:
-        """Which of so many things are this process' to do: a shard of neighbours."""
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        """The shard of so many neighbouring items for this process."""
+        return split_evenly(range(count), self.size)[self.rank]
 
 
 class ProcessTeam(Team):
-    """Processes that have met by torch.distributed.
+    """Processes that are connected by torch.distributed.
 
-    What is told is JSON and safetensors; nothing is unpickled.
+    Values are sent as JSON and safetensors; nothing is unpickled.
 
     Parameters
     ----------
     tensors : ProcessGroup, optional
-        Group that adds up tensors on a GPU; those on the CPU, and whatever is told, go by gloo.
+        Group for tensors on a GPU; tensors on the CPU and plain values go by gloo.
     """
 
     def __init__(self, tensors: dist.ProcessGroup | None = None) -> None:
@@ -150,7 +151,7 @@ class ProcessTeam(Team):
         self._may_ask = False
 
     @property
-    def may_ask(self) -> bool:
+    def can_request(self) -> bool:
         return self._may_ask
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
@@ -172,7 +173,7 @@ class ProcessTeam(Team):
         return result
 
     def _serve(self, handlers: Mapping[str, Handler]) -> None:
-        """Do what the leader asks for, until its work is done."""
+        """Answer the leader's requests until its work is done."""
         while True:
             said = self._tell(None)
             if "done" in said:
@@ -180,41 +181,41 @@ class ProcessTeam(Team):
             if "stopped" in said:
                 raise StopRequested(said["stopped"])
             if "failed" in said:
-                raise LostProcessError(f"the process that leads has failed: {said['failed']}")
+                raise LostProcessError(f"the leading process has failed: {said['failed']}")
             self._gather(handlers[said["do"]](said["with"][self.rank]))
 
-    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+    def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
         self._tell({"do": name, "with": list(arguments)})
         return self._gather(self._handlers[name](arguments[0]))
 
-    def from_leader(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         told: T = self._tell(value)
         return told
 
-    def of_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         packed = _as_tensor(pack_state(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        with told_as_lost(self):
+        with lost_process_errors(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
             found = [packed.new_zeros(int(max(sizes))) for _ in sizes]
             dist.all_gather(found, _padded(packed, len(found[0])))
         return [_read(one, int(size)) for one, size in zip(found, sizes, strict=True)]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
             if len(some) == 1 and some[0].is_contiguous():
-                with told_as_lost(self):
+                with lost_process_errors(self):
                     dist.all_reduce(some[0], group=self._group_of(some[0]))
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
-            with told_as_lost(self):
+            with lost_process_errors(self):
                 dist.all_reduce(flat, group=self._group_of(flat))
             _copy_back(flat, some)
 
-    def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
-            with told_as_lost(self):
+            with lost_process_errors(self):
                 dist.broadcast(flat, src=0, group=self._group_of(flat))
             _copy_back(flat, some)
 
@@ -227,10 +228,10 @@ class ProcessTeam(Team):
         return None if tensor.device.type == "cpu" else self._tensors
 
     def _tell(self, value: Any) -> Any:
-        """Hand the leader's value to all others."""
+        """Send the leader's value to all others."""
         packed = _as_tensor(pack_state(value)) if self.is_leader else None
         size = torch.tensor([0 if packed is None else len(packed)])
-        with told_as_lost(self):
+        with lost_process_errors(self):
             dist.broadcast(size, src=0)
             if packed is None:
                 packed = torch.empty(int(size), dtype=torch.uint8)
@@ -238,10 +239,10 @@ class ProcessTeam(Team):
         return value if self.is_leader else _read(packed, int(size))
 
     def _gather(self, value: Any) -> list[Any]:
-        """Hand the values of all to the leader; the others get nothing."""
+        """Send the values of all to the leader; the others get an empty list."""
         packed = _as_tensor(pack_state(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        with told_as_lost(self):
+        with lost_process_errors(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
             most = int(max(sizes))
             found = [packed.new_zeros(most) for _ in sizes] if self.is_leader else None
@@ -254,16 +255,15 @@ class ProcessTeam(Team):
 
 @contextmanager
 def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
-    """Meet the other processes that a launcher has started, within the block.
+    """Connect to the other processes of a launcher within the block.
 
     Parameters
     ----------
     device : device
-        Where models are; on a GPU each process takes the one of its number on its machine, and
-        tensors are added up by NCCL.
+        Where models are; on a GPU each process takes the one of its local rank and uses NCCL.
     store : str, optional
-        File, on a disk that all see, by which the processes find each other; without it they ask
-        the address and port that the launcher gave.
+        File on a shared disk by which the processes find each other; by default they use the
+        launcher's address and port.
 
     Raises
     ------
@@ -282,9 +282,9 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
             stack.enter_context(_group(rank, size, timeout=_MEETING, init_method=method))
         except (RuntimeError, ValueError, OSError) as error:
             raise ConfigurationError(
-                f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
-                "all of them by `torchrun --nproc-per-node N run.py ...`, or give each RANK and "
-                "WORLD_SIZE and all the same new file with --settings process_store=FILE."
+                f"process {rank} of {size} could not connect by {method}: {error}. Start all by "
+                "`torchrun --nproc-per-node N run.py ...`, or give each RANK, WORLD_SIZE and the "
+                "same new file with --settings process_store=FILE."
             ) from error
         yield ProcessTeam(dist.new_group(backend="nccl") if device.type == "cuda" else None)
 
@@ -293,20 +293,20 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
 def team_on_this_machine(
     store: str, rank: int, size: int, watch: Callable[[], None] = lambda: None
 ) -> Iterator[ProcessTeam]:
-    """Meet processes that this one has forked, or was forked with, within the block.
+    """Connect forked processes, this one among them, within the block.
 
     Parameters
     ----------
     store : str
         A new file by which they find each other.
     watch : Callable
-        Called again and again until all are there; raises an error where one has ended.
+        Called repeatedly until all are connected; raises if one has ended.
     """
     before = read_variable(_INTERFACE)
     os.environ[_INTERFACE] = "lo"
     try:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
-        # The library would wait for one that has ended as long as for one that is busy.
+        # The library would wait for an ended process as long as for a busy one.
         file.set(f"here/{rank}", "")
         while not all(file.check([f"here/{one}"]) for one in range(size)):
             watch()
@@ -314,7 +314,7 @@ def team_on_this_machine(
         with ExitStack() as stack:
             forked = Team()
             forked.rank, forked.size = rank, size
-            with told_as_lost(forked):
+            with lost_process_errors(forked):
                 stack.enter_context(_group(rank, size, timeout=_CONNECTING, store=file))
             yield ProcessTeam()
     finally:
@@ -326,7 +326,7 @@ def team_on_this_machine(
 
 @contextmanager
 def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
-    """Be one of the processes that exchange tensors within the block."""
+    """Join the process group within the block."""
     dist.init_process_group("gloo", rank=rank, world_size=size, **how)
     try:
         dist.distributed_c10d._set_pg_timeout(_SILENCE)
@@ -336,18 +336,18 @@ def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
 
 
 @contextmanager
-def told_as_lost(team: Team, *, only_if: str = "") -> Iterator[None]:
-    """Have what fails within the block told as the end of another process.
+def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
+    """Raise failed communication within the block as the end of another process.
 
     Parameters
     ----------
     only_if : str
-        Regular expression that the message of such a failure matches.
+        Regular expression of the messages of such failures.
 
     Raises
     ------
     LostProcessError
-        In place of a RuntimeError of an exchange.
+        In place of a RuntimeError of torch.distributed.
     """
     try:
         yield
@@ -357,8 +357,7 @@ def told_as_lost(team: Team, *, only_if: str = "") -> Iterator[None]:
         # "[place in gloo's source] What happened. Some advice."
         reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         raise LostProcessError(
-            f"the run was trained by {team.size} processes, but one of them has ended or cannot "
-            f"be reached ({reason})."
+            f"one of the {team.size} processes has ended or cannot be reached ({reason})."
         ) from error
 
 
@@ -375,7 +374,7 @@ def _padded(packed: Tensor, size: int) -> Tensor:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors that can be laid side by side: of one type, on one device."""
+    """Tensors by dtype and device, which can be concatenated."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -19,12 +19,6 @@ from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import DataError
-from nip_astra.rollouts.columns import columns_of
-from nip_astra.rollouts.padding import (
-    compute_position_id_with_mask,
-    used_columns,
-    widened,
-)
 from nip_astra.rollouts.trajectory import Trajectory, readable
 
 SAME_FIELDS = {
@@ -126,7 +120,7 @@ class Batch:
         **facts
             Metadata of the whole batch.
         """
-        data, rows = columns_of(trajectories)
+        data, rows = _columns_of(trajectories)
         return cls(data, rows=rows, facts=dict(facts))
 
     def to_trajectories(self) -> list[Trajectory]:
@@ -451,3 +445,112 @@ def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch
     batch = batch.strip(pad_token_id=pad_token_id)
     batch.values["position_ids"] = compute_position_id_with_mask(batch.data[TOKEN_FIELD])
     return batch.pad_to_multiple(multiple)
+
+
+def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[str, list[Any]]]:
+    """Tensors with a row a trajectory, padded on the right, and lists of what is no tensor."""
+    rows: dict[str, list[Any]] = {
+        "group_ids": _ids(trajectories, "group_id"),
+        "run_ids": _ids(trajectories, "run_id"),
+    }
+    lengths_B = torch.tensor([len(one) for one in trajectories], dtype=torch.int64)
+    mask_BT = length_mask(lengths_B)
+    nan = float("nan")
+    columns = {
+        "input_ids": pad_rows([one.tokens for one in trajectories], mask_BT).to(torch.int64),
+        "attention_mask": mask_BT,
+        # Padding is on the right, so that nothing need be counted.
+        "position_ids": torch.minimum(
+            torch.arange(mask_BT.shape[1]), (lengths_B - 1).clamp(min=0).unsqueeze(1)
+        ),
+        "loss_mask": pad_rows([one.loss_mask for one in trajectories], mask_BT).to(torch.bool),
+        "rewards": torch.tensor([nan if o.reward is None else o.reward for o in trajectories]),
+        "row_weights": torch.ones(len(trajectories)),
+    }
+    logprobs = [one.logprobs for one in trajectories]
+    if all(one is not None for one in logprobs):
+        columns["logprobs"] = pad_rows([x for x in logprobs if x is not None], mask_BT).float()
+    if trajectories and all(one.advantage is not None for one in trajectories):
+        columns["advantages"] = _advantages(trajectories, mask_BT)
+    names = dict.fromkeys(name for one in trajectories for name in one.extras)
+    for name in names:
+        values = [one.extras.get(name) for one in trajectories]
+        column = _column(values, trajectories, mask_BT)
+        if isinstance(column, Tensor):
+            columns[name] = column
+        else:
+            rows[name] = column
+    return TensorDict(columns, batch_size=[len(trajectories)]), rows
+
+
+def _ids(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
+    """The ids, with one of its own for each trajectory that has none."""
+    found = [one[name] for one in trajectories]
+    return [f"own-{index}" if one is None else one for index, one in enumerate(found)]
+
+
+def _advantages(trajectories: Sequence[Trajectory], mask_BT: Tensor) -> Tensor:
+    """`[B]`, or `[B, T]` where any trajectory has one a token."""
+    values = [one.advantage for one in trajectories]
+    tensors = [torch.as_tensor(value, dtype=torch.float32) for value in values]
+    if all(one.ndim == 0 for one in tensors):
+        return torch.stack(tensors)
+    rows = [x.expand(len(o)) for x, o in zip(tensors, trajectories, strict=True)]
+    return pad_rows(rows, mask_BT)
+
+
+def _column(
+    values: list[Any], trajectories: Sequence[Trajectory], mask_BT: Tensor
+) -> Tensor | list[Any]:
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return torch.tensor(values)
+    if all(
+        isinstance(value, Tensor) and value.shape == one.tokens.shape
+        for value, one in zip(values, trajectories, strict=True)
+    ):
+        return pad_rows(values, mask_BT)
+    if all(isinstance(value, Tensor) and value.ndim == 0 for value in values):
+        return torch.stack(values)
+    return values
+
+
+# ---- padding, found by mask and never by comparing ids
+
+
+def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Tensor:
+    """Bool `[B, T]`, True on the first `lengths[b]` places of row b."""
+    lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
+    if width is None:
+        width = int(lengths_B.max()) if len(lengths_B) else 0
+    return torch.arange(width, device=lengths_B.device) < lengths_B.unsqueeze(1)
+
+
+def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor, fill: float = 0) -> Tensor:
+    """Rows of different lengths as one tensor, padded on the right; one copy, no loop over rows.
+
+    Parameters
+    ----------
+    mask_BT : Tensor
+        `length_mask` of the rows' lengths.
+    """
+    flat = torch.cat(list(rows)) if rows else torch.zeros(0)
+    return flat.new_full(mask_BT.shape, fill).masked_scatter_(mask_BT, flat)
+
+
+def compute_position_id_with_mask(attention_mask_BT: Tensor) -> Tensor:
+    """The place of each token in its row, int64 `[B, T]` from 0; padding on the left stays at 0."""
+    return (attention_mask_BT.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
+
+
+def used_columns(mask_BT: Tensor) -> tuple[int, int]:
+    """First column where any row has a token, and the one after the last; (0, 0) where none has."""
+    used = mask_BT.any(dim=0).nonzero().squeeze(1)
+    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+
+
+def widened(values: Tensor, width: int) -> Tensor:
+    """Values `[B, T, ...]` with zeros on the right up to a width."""
+    missing = width - values.shape[1]
+    if missing <= 0:
+        return values
+    return torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)

@@ -15,7 +15,7 @@ from nip_astra.safe_text import valid_text
 
 
 @dataclass(frozen=True)
-class KeptAnswers:
+class StoredResponses:
     """What came of one request.
 
     Attributes
@@ -61,7 +61,7 @@ class AnswerJournal:
     path: Path | None = None
     run_key: str | None = None
     is_replayed: bool = False
-    _by_id: dict[str, KeptAnswers] = field(default_factory=dict)
+    _by_id: dict[str, StoredResponses] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.exists():
@@ -70,7 +70,7 @@ class AnswerJournal:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, request_id: str) -> KeptAnswers | None:
+    def get(self, request_id: str) -> StoredResponses | None:
         """What came of a request; None where it has not been answered.
 
         Raises
@@ -86,7 +86,7 @@ class AnswerJournal:
             )
         return found
 
-    def put(self, request_id: str, answers: KeptAnswers) -> None:
+    def put(self, request_id: str, answers: StoredResponses) -> None:
         """Keep what came of a request; it is in the file when this returns.
 
         Raises
@@ -112,7 +112,7 @@ class AnswerJournal:
         paid = [one for one in self._by_id.values() if not one.is_cached]
         return sum(one.prompt_tokens for one in paid), sum(one.completion_tokens for one in paid)
 
-    def _read(self, path: Path) -> Iterator[tuple[str, KeptAnswers]]:
+    def _read(self, path: Path) -> Iterator[tuple[str, StoredResponses]]:
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -126,7 +126,7 @@ class AnswerJournal:
                 lists = {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
                 for name in ("texts", "failures"):
                     lists[name] = tuple(map(valid_text, lists[name]))
-                yield request_id, KeptAnswers(**(values | lists))
+                yield request_id, StoredResponses(**(values | lists))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"line {number} of {path} was to hold answers of a model, but cannot be read: "

@@ -1,4 +1,4 @@
-"""Let attacker and target talk: a level of all trees at a time, two generation calls each.
+"""Grow trees of conversation level by level: two generation calls for all trees together.
 
 Shape suffixes: `B` row, `N` node, `T` token, `C` context.
 """
@@ -6,7 +6,10 @@ Shape suffixes: `B` row, `N` node, `T` token, `C` context.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,7 +18,6 @@ from torch import Tensor
 from nip_astra.language_models.base import Generation, GenerationSession, pad_right
 from nip_astra.language_models.scoring import require_finite
 from nip_astra.rl_objectives.rewards import mean_nll
-from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply
 from nip_astra.scenario_base.conversation.tokens import Turn
@@ -24,14 +26,14 @@ from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 
 class Speakers(NamedTuple):
-    """Who talks.
+    """The agents of a conversation.
 
     Attributes
     ----------
     reader : ConversationAgent
-        Whose tokens and format probes are counted and read in.
+        Defines the tokens and the format in which probes are counted and read.
     share_tokens : bool
-        Whether the tokens of reader and target mean the same to both.
+        Whether reader and target have one tokenizer.
     """
 
     attacker: ConversationAgent | TextAttacker
@@ -40,34 +42,108 @@ class Speakers(NamedTuple):
     share_tokens: bool
 
 
-class Plan(NamedTuple):
-    """What is grown: the shape of a tree, and what names its randomness."""
+class TreeShape(NamedTuple):
+    """Size of a tree, and the key of its randomness."""
 
     tree_width: int
     tree_depth: int
     key: tuple[SeedPart, ...]
 
 
-class Dialogue:
-    """The conversations of some trees, which grow together.
+@dataclass
+class OpenConversation:
+    """A path of the tree, as each model reads it.
+
+    Attributes
+    ----------
+    target_turns : list[Turn]
+        Empty if the target reads texts.
+    texts : list[str]
+        All turns, the opening first.
+    failure : str or None
+        Why the conversation ended early: a probe or response failed.
+    is_refused : bool
+        Whether the service marks the last response as a refusal.
+    """
+
+    path: str
+    episode: int
+    node: int
+    attacker_turns: list[Turn]
+    target_turns: list[Turn]
+    texts: list[str]
+    failure: str | None = None
+    is_refused: bool = False
+
+
+@dataclass
+class TreeColumns:
+    """Columns of a tree's nodes while it grows."""
+
+    parent: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    episode: list[int] = field(default_factory=list)
+    contexts: list[list[int]] = field(default_factory=list)
+    probes: list[str] = field(default_factory=list)
+    responses: list[str] = field(default_factory=list)
+    failures: list[str | None] = field(default_factory=list)
+    are_refused: list[bool] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    target_nll: list[Tensor] = field(default_factory=list)
+    read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the duration of the block to a part's seconds."""
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+    def add_level(
+        self, parents: Sequence[OpenConversation], children: Sequence[OpenConversation], depth: int
+    ) -> None:
+        """Add a node for each child; every parent has as many."""
+        width = len(children) // len(parents)
+        self.parent += [parent.node for parent in parents for _ in range(width)]
+        self.depth += [depth] * len(children)
+        self.episode += [child.episode for child in children]
+        self.responses += [child.texts[-1] for child in children]
+        self.failures += [child.failure for child in children]
+        self.are_refused += [child.is_refused for child in children]
+
+    def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
+        """Record the tokens that a model read: contexts, and turns but for their last token."""
+        rows_per_context = len(said.ids_BT) // len(contexts)
+        lengths = said.mask_BT.sum(dim=1).tolist()
+        self.read[role] += [
+            [*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]]
+            for row, (ids, length) in enumerate(zip(said.ids_BT.tolist(), lengths, strict=True))
+        ]
+
+
+class TreeExpansion:
+    """Grows the conversations of some trees together.
 
     Parameters
     ----------
-    asks_likelihood : bool
-        Whether the target tells how likely it finds each probe.
+    scores_likelihood : bool
+        Whether the target scores each probe.
 
     Attributes
     ----------
     columns : TreeColumns
-        What was said so far.
+        The nodes so far.
     """
 
-    def __init__(self, speakers: Speakers, plan: Plan, *, asks_likelihood: bool) -> None:
+    def __init__(self, speakers: Speakers, shape: TreeShape, *, scores_likelihood: bool) -> None:
         self.attacker, self.target, self.reader, self._share_tokens = speakers
-        self.plan = plan
-        self.asks_likelihood = asks_likelihood
+        self.shape = shape
+        self.scores_likelihood = scores_likelihood
         self.columns = TreeColumns()
-        # Both models are in the middle of a rollout; who reads texts has no session.
+        # Agents that read texts have no session.
         self._attacker_session: GenerationSession | None = None
         if not isinstance(self.attacker, TextAttacker):
             self._attacker_session = self.attacker.token_sampler.open_session()
@@ -80,7 +156,7 @@ class Dialogue:
         parents = [
             self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
         ]
-        for depth in range(self.plan.tree_depth):
+        for depth in range(self.shape.tree_depth):
             parents = self._grow(parents, depth)
 
     def _open(self, episode: int, number: int, prompt: str) -> OpenConversation:
@@ -97,7 +173,7 @@ class Dialogue:
         )
 
     def _grow(self, parents: list[OpenConversation], depth: int) -> list[OpenConversation]:
-        """Add one probe and one response below every open conversation, all in one batch each."""
+        """Add probes and responses below every open conversation, in one batch each."""
         contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
         children = self._children(parents)
         probes, texts = self._probe(contexts, children, depth)
@@ -106,10 +182,10 @@ class Dialogue:
             child.texts = [*child.texts, text]
         if isinstance(self.target, ChatAgent):
             with self.columns.timed("target"):
-                ask_target(self.target, self.reader, children, self.plan.key)
+                generate_responses(self.target, self.reader, children, self.shape.key)
         else:
             assert self._target_session is not None
-            self._let_target_speak(self.target, self._target_session, children)
+            self._generate_target_turns(self.target, self._target_session, children)
         self.columns.add_level(parents, children, depth)
         self.columns.contexts += contexts
         self.columns.probes += texts
@@ -117,8 +193,8 @@ class Dialogue:
         return children
 
     def _children(self, parents: list[OpenConversation]) -> list[OpenConversation]:
-        """A copy of every conversation for each probe that is to be tried."""
-        width, start = self.plan.tree_width, len(self.columns.probes)
+        """A copy of every conversation for each of its probes."""
+        width, start = self.shape.tree_width, len(self.columns.probes)
         return [
             OpenConversation(
                 f"{parent.path}.{branch}",
@@ -141,31 +217,31 @@ class Dialogue:
         """The probes of a level, as tokens and as texts."""
         if isinstance(self.attacker, TextAttacker):
             with self.columns.timed("attacker"):
-                texts = ask_attacker(self.attacker, children, self.plan.key)
-            return in_tokens_of(self.reader, texts), texts
+                texts = generate_probes(self.attacker, children, self.shape.key)
+            return tokenize_turns(self.reader, texts), texts
         session = self._attacker_session
         assert session is not None
         uniforms = self._uniforms(self.attacker, children)
         with self.columns.timed("attacker"):
             probes = self.attacker.speak(
-                session, contexts, self.plan.tree_width, uniforms
+                session, contexts, self.shape.tree_width, uniforms
             ).generation
-        self._refuse_nan(self.attacker, probes.logprobs_BT, probes.mask_BT)
+        self._check_logprobs(self.attacker, probes.logprobs_BT, probes.mask_BT)
         self.columns.note("attacker", contexts, probes)
-        if depth + 1 == self.plan.tree_depth:
-            # Its keys and values make room for those of the last responses.
+        if depth + 1 == self.shape.tree_depth:
+            # Free its keys and values for those of the last responses.
             session.close()
         return probes, self.attacker.decode(self.attacker.content_ids(probes))
 
     # ---- the target's turns
 
-    def _let_target_speak(
+    def _generate_target_turns(
         self,
         target: ConversationAgent,
         session: GenerationSession,
         children: list[OpenConversation],
     ) -> None:
-        """Let a language model answer, token by token."""
+        """Responses of a language model, in tokens."""
         for child in children:
             ids, text = child.attacker_turns[-1].ids, child.texts[-1]
             heard = ids if self._share_tokens else target.conversation_format.encode(text)
@@ -186,11 +262,11 @@ class Dialogue:
         session: GenerationSession,
         children: list[OpenConversation],
     ) -> Generation:
-        """Let the target answer; what it thinks of the probes comes from the same pass."""
+        """Responses, and from the same forward pass the likelihood of the probes."""
         conversations = [child.target_turns for child in children]
         contexts = target.contexts(conversations)
         spans = None
-        if self.asks_likelihood:
+        if self.scores_likelihood:
             spans = [
                 target.conversation_format.last_turn_span(turns, context)
                 for turns, context in zip(conversations, contexts, strict=True)
@@ -198,41 +274,43 @@ class Dialogue:
         uniforms = self._uniforms(target, children)
         with self.columns.timed("target"):
             answered = target.speak(
-                session, contexts, 1, uniforms, branching=self.plan.tree_width, spans=spans
+                session, contexts, 1, uniforms, branching=self.shape.tree_width, spans=spans
             )
         if spans is not None and answered.span_logprobs_CT is not None:
             lengths_C = torch.tensor([stop - start for start, stop in spans])
             mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
-            self._refuse_nan(target, answered.span_logprobs_CT, mask_CT)
+            self._check_logprobs(target, answered.span_logprobs_CT, mask_CT)
             self.columns.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
         said = answered.generation
-        self._refuse_nan(target, said.logprobs_BT, said.mask_BT)
+        self._check_logprobs(target, said.logprobs_BT, said.mask_BT)
         self.columns.note("target", contexts, said)
         return said
 
     # ---- of both
 
-    def _refuse_nan(self, agent: ConversationAgent, logprobs_BT: Tensor, mask_BT: Tensor) -> None:
-        refuse_nan_of(agent, logprobs_BT, mask_BT, self.plan)
+    def _check_logprobs(
+        self, agent: ConversationAgent, logprobs_BT: Tensor, mask_BT: Tensor
+    ) -> None:
+        check_logprobs(agent, logprobs_BT, mask_BT, self.shape)
 
     def _uniforms(self, agent: ConversationAgent, children: list[OpenConversation]) -> Tensor:
-        """Each child's random numbers, which depend on its place in the tree alone."""
-        keys = [(*self.plan.key, agent.role, child.path) for child in children]
+        """Random numbers of each child, which depend on its place in the tree only."""
+        keys = [(*self.shape.key, agent.role, child.path) for child in children]
         return uniform_rows(keys, agent.sampling.max_new_tokens)
 
 
-def refuse_nan_of(
-    agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, plan: Plan
+def check_logprobs(
+    agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, shape: TreeShape
 ) -> None:
-    """Refuse what an agent whose logits overflowed said, or thinks of what was said."""
-    during = f"the rollout {' '.join(map(str, plan.key))}"
+    """Refuse log-probabilities of an agent whose logits overflowed."""
+    during = f"the rollout {' '.join(map(str, shape.key))}"
     require_finite(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
 
 
-def ask_attacker(
+def generate_probes(
     attacker: TextAttacker, children: Sequence[OpenConversation], key: tuple[SeedPart, ...]
 ) -> list[str]:
-    """Ask for all probes of a level at once; where one fails its conversation has ended."""
+    """Probes of a level from a text attacker; a failure ends its conversation."""
     asked = [child for child in children if child.failure is None]
     seeds = [derive_seed(*key, attacker.role, child.path) for child in asked]
     seen = [TextConversation(int(child.path.partition(".")[0]), child.texts) for child in asked]
@@ -243,21 +321,21 @@ def ask_attacker(
     return [replies[id(child)].text if id(child) in replies else "" for child in children]
 
 
-def ask_target(
+def generate_responses(
     target: ChatAgent,
     reader: ConversationAgent,
     children: Sequence[OpenConversation],
     key: tuple[SeedPart, ...],
 ) -> None:
-    """Ask a chat model for all responses of a level at once, and add them to the conversations.
+    """Add the responses of a chat model to the conversations of a level.
 
-    Where a response failed the conversation has ended: what is said after it has no response and
-    no score, so that nothing is learnt from it.
+    A failure ends its conversation: later probes have no response and no score, and nothing is
+    learned from them.
 
     Parameters
     ----------
     reader : ConversationAgent
-        In whose tokens the attacker's side reads.
+        Defines the tokens in which the attacker reads.
     """
     asked = [child for child in children if child.failure is None]
     seeds = [derive_seed(*key, target.role, child.path) for child in asked]
@@ -271,10 +349,10 @@ def ask_target(
         child.texts = [*child.texts, reply.text]
 
 
-def in_tokens_of(reader: ConversationAgent, texts: Sequence[str]) -> Generation:
-    """Turns as a model would have had to say them; the probabilities of who did are NaN.
+def tokenize_turns(reader: ConversationAgent, texts: Sequence[str]) -> Generation:
+    """Turns in a model's tokens, with log-probabilities of NaN.
 
-    A turn is cut where it would fill half of the model's window.
+    A turn is cut at half of the model's context window.
     """
     longest = reader.language_model.context_window // 2
     rows = [reader.say(text)[:longest] for text in texts]

@@ -22,8 +22,8 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
 )
-from nip_astra.samplers.answer_journal import AnswerJournal, KeptAnswers
-from nip_astra.scenario_base.text.game import RoundOutcome, TextEpisode, TextGame, Turn
+from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
+from nip_astra.scenario_base.text.game import RoundOutcome, TextEpisode, TextGame, TurnOptions
 from nip_astra.scenario_base.text.parsing import ParsedAnswer
 from nip_astra.utils.seeding import derive_seed
 
@@ -210,7 +210,7 @@ class TextRolloutSampler:
     async def _moves(
         self,
         node: TextNode,
-        turn: Turn,
+        turn: TurnOptions,
         num_branches: int,
         key: tuple[str | int, ...],
         journal: AnswerJournal,
@@ -264,7 +264,7 @@ class TextRolloutSampler:
         prompt: tuple[ChatMessage, ...],
         num_samples: int,
         journal: AnswerJournal,
-    ) -> KeptAnswers:
+    ) -> StoredResponses:
         request_id = "/".join(map(str, key))
         known = journal.get(request_id)
         if known is not None:
@@ -313,7 +313,7 @@ def _kept(
     completion_tokens: int,
     *,
     is_cached: bool,
-) -> KeptAnswers:
+) -> StoredResponses:
     texts, cuts, failures = [], [], []
     for sample in samples:
         if isinstance(sample, ChatFailure):
@@ -327,7 +327,7 @@ def _kept(
         cuts.append(is_cut)
         failures.append(failure)
     are_final = [isinstance(one, ChatFailure) and one.reason.may_pass for one in samples]
-    return KeptAnswers(
+    return StoredResponses(
         *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
         are_final=tuple(are_final) if any(are_final) else (),
     )

@@ -20,9 +20,7 @@ from nip_astra.parameters.parameters_base import PlainText, SubParameters, polym
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.samplers.node_scores import RewardParameters
-from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
-from nip_astra.samplers.trees import TreeSampler
+from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, num_probes_of
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     TargetParameters,

@@ -21,7 +21,6 @@ from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
 from nip_astra.scenario_base.text.analysers.base import Cast
 from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters
-from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.game import TextGame
 from nip_astra.scenario_base.text.model_groups import (
     PureTextSharedModelGroup,
@@ -33,6 +32,7 @@ from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.scenario_base.text.templates import PROMPTS_DIR, load_prompts
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import Scenario
+from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 PURE_TEXT = "pure_text"
@@ -66,7 +66,7 @@ class PureTextScenarioInstance(ScenarioInstance):
         Datapoints.
     shared_model_groups : Mapping of PureTextSharedModelGroup
         By name; each agent is in one.
-    loop : EventLoop
+    loop : BackgroundLoop
         In which services are spoken to.
     groupings : tuple of str
         Columns of the data by which accuracy is told apart.
@@ -81,7 +81,7 @@ class PureTextScenarioInstance(ScenarioInstance):
     train_data: NestedArrayDict
     test_data: NestedArrayDict
     shared_model_groups: Mapping[str, PureTextSharedModelGroup]
-    loop: EventLoop
+    loop: BackgroundLoop
     groupings: tuple[str, ...] = ()
     analysis: AnalysisParameters | None = None
     hidden_columns: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class PureTextScenario(Scenario):
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
         for split, data in zip(TextDatasets._fields, datasets, strict=True):
             _check_data(data, split)
-        loop = EventLoop()
+        loop = BackgroundLoop()
         groups = {}
         for name, members in group_agents(list(agents.values())).items():
             models = open_text_models(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
 from nip_astra.scorers.registry import register_scorer
+from nip_astra.utils.background_loop import BackgroundLoop
 
 COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     "completions": lambda exchange: exchange.text,
@@ -60,7 +59,8 @@ class PythonScorer(Scorer):
         self._module, self._function = _find_function(parameters.function, scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = self._columns != ["completions"]
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Clients that the function keeps belong to the loop of their first use.
+        self._loop = BackgroundLoop()
 
     @property
     def modules(self) -> set[str]:
@@ -85,19 +85,9 @@ class PythonScorer(Scorer):
     def _call(self, columns: dict[str, list[Any]]) -> Sequence[Verdict]:
         result = self._function(**columns)
         if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(_wait(result), self._event_loop()).result()
+            result = self._loop.run(_wait(result))
         values: Sequence[Verdict] = result
         return values
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The scorer's event loop, in a separate thread, because a notebook's loop is running.
-
-        There is one per scorer: a client that the function keeps is bound to its first loop.
-        """
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return self._loop
 
 
 async def _wait(result: Awaitable[Any]) -> Any:

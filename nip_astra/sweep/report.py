@@ -12,7 +12,7 @@ from nip_astra.report.curves import RunGroup, charts_of, parameter_differences
 from nip_astra.report.page import render_sections
 from nip_astra.report.records import RunRecord, read_run
 from nip_astra.report.sections import Context, Spec
-from nip_astra.sweep.orders import RunStatus, status_of
+from nip_astra.sweep.launchers import RunStatus, status_of
 from nip_astra.sweep.plan import Arm
 from nip_astra.sweep.results import HEADLINES, Difference, SweepResults
 from nip_astra.sweep.runner import read_failures

@@ -1,4 +1,4 @@
-"""Keep the runs of a sweep going: some at once, each a process of its own, none done twice."""
+"""Executes the runs of a sweep, several at once, each in its own process and never twice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nip_astra.errors import RunDirectoryError, StopRequested
-from nip_astra.sweep.orders import POLL_SECONDS, FinishedRun, RunOrder, RunStatus, status_of
-from nip_astra.sweep.places import Job, LocalProcesses, Place
+from nip_astra.sweep.launchers import (
+    POLL_SECONDS,
+    FinishedRun,
+    Job,
+    Launcher,
+    LocalProcesses,
+    RunSpec,
+    RunStatus,
+    status_of,
+)
 from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
@@ -23,30 +31,30 @@ from nip_astra.utils.processor import num_cores
 
 PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
 SIGNATURE_FILE = "sweep.signature"
-"""Says whose sweep it is; see `nip_astra.trust`."""
+"""Whose sweep it is; see `nip_astra.trust`."""
 
-Told = Callable[[FinishedRun], object]
+OnEnd = Callable[[FinishedRun], object]
 
 
 class RunQueue(Protocol):
     """Where the runs of a sweep come from."""
 
     def take(self) -> PlannedRun | None:
-        """The next run to be done; None where there is none now."""
+        """The next run to start; None if there is none now."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no run will come any more, once those that were taken have ended."""
+        """Whether no run follows once those that were taken have ended."""
 
     def goes_on(self, run: PlannedRun) -> bool:
-        """Say whether a run that is being done is worth to be gone on with."""
+        """Whether a run in progress should continue."""
 
     def note(self, one: FinishedRun) -> None:
-        """Learn what became of a run."""
+        """Record the outcome of a run."""
 
 
-class GivenRuns:
-    """Runs that are known from the beginning."""
+class StaticQueue:
+    """Runs that are known from the start."""
 
     def __init__(self, runs: Sequence[PlannedRun]) -> None:
         self._runs = list(runs)
@@ -69,26 +77,26 @@ class GivenRuns:
 class _Working:
     run: PlannedRun
     job: Job
-    order: RunOrder
+    spec: RunSpec
     started: float = field(default_factory=time.monotonic)
     is_pruned: bool = False
 
 
 class SweepRunner:
-    """Runs what a plan asks for in a folder, and knows from the folder what is done.
+    """Executes the runs of a plan in a folder, whose files say which have ended.
 
     Parameters
     ----------
     directory : Path
-        Holds a folder a run, `sweep.json`, and the logs of all runs.
+        Has a folder per run, `sweep.json` and the logs of all runs.
     num_processes : int, optional
-        Runs at once; without it one.
+        Runs at once; 1 by default.
     settings : Mapping[str, Any]
         Settings of all runs.
     is_trusted : bool
-        Whether code that the runs name is loaded.
-    place : Place, optional
-        What does the runs; without it processes of this machine.
+        Whether to load code that the runs name.
+    launcher : Launcher, optional
+        By default processes of this machine.
     """
 
     def __init__(
@@ -99,13 +107,13 @@ class SweepRunner:
         num_processes: int = 1,
         settings: Mapping[str, Any] | None = None,
         is_trusted: bool = False,
-        place: Place | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.plan = plan
         self.directory = directory
-        self.place = place or LocalProcesses(num_processes)
+        self.launcher = launcher or LocalProcesses(num_processes)
         self.settings = dict(settings or {})
-        self.settings.setdefault("num_threads", max(1, num_cores() // self.place.num_at_once))
+        self.settings.setdefault("num_threads", max(1, num_cores() // self.launcher.num_at_once))
         self.settings.setdefault("wandb_group", directory.name)
         self.is_trusted = is_trusted
         self._stopped_by: str | None = None
@@ -113,54 +121,54 @@ class SweepRunner:
         self._working: list[_Working] = []
 
     def status(self, run: PlannedRun) -> RunStatus:
-        """How far a run is, by what stands in its folder."""
+        """State of a run, from its folder."""
         return status_of(self.directory / run.run_id)
 
     @property
     def at_work(self) -> list[str]:
-        """Ids of the runs that are being done."""
+        """Ids of the runs in progress."""
         return [one.run.run_id for one in self._working]
 
     def progress_path(self, run_id: str) -> Path:
-        """File in which a run tells how far it is."""
+        """File with the progress of a run."""
         return self.directory / LOGS_DIR / f"{run_id}.progress"
 
     def run(
         self,
         runs: Sequence[PlannedRun],
         *,
-        on_end: Told = lambda _: None,
+        on_end: OnEnd = lambda _: None,
         on_poll: Callable[[], object] = lambda: None,
     ) -> list[FinishedRun]:
-        """Do the runs that have not ended. One that fails does not stop the others.
+        """Execute the runs that have not ended. One that fails does not stop the others.
 
         Parameters
         ----------
         on_end : Callable
-            Told of each run as it ends, those included that had ended before.
+            Called with each run as it ends, and with those that had ended before.
         on_poll : Callable
             Called several times a second.
 
         Raises
         ------
         RunDirectoryError
-            When another process is at work on the sweep, or its folder cannot be written.
+            When another process executes the sweep, or its folder cannot be written.
         StopRequested
-            By a signal, after all runs at work have saved what they did.
+            By a signal, after all runs in progress have saved their work.
         """
         with self.opened():
-            return self.work(GivenRuns(runs), on_end=on_end, on_poll=on_poll)
+            return self.work(StaticQueue(runs), on_end=on_end, on_poll=on_poll)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The sweep's folder, made and kept from other processes within the block.
+        """Create the sweep's folder and lock it within the block.
 
         Raises
         ------
         RunDirectoryError
-            When another process is at work on the sweep, or its folder cannot be written.
+            When another process executes the sweep, or its folder cannot be written.
         StopRequested
-            When a signal came within the block, whose work is saved.
+            When a signal came within the block; the work is saved.
         """
         self._prepare_folder()
         with run_lock(self.directory), self._listening():
@@ -172,10 +180,10 @@ class SweepRunner:
         self,
         queue: RunQueue,
         *,
-        on_end: Told = lambda _: None,
+        on_end: OnEnd = lambda _: None,
         on_poll: Callable[[], object] = lambda: None,
     ) -> list[FinishedRun]:
-        """Do the runs of a queue that have not ended, in a folder that is `opened`."""
+        """Execute the runs of a queue that have not ended, in a folder that is `opened`."""
         finished: list[FinishedRun] = []
 
         def note(one: FinishedRun) -> None:
@@ -195,7 +203,7 @@ class SweepRunner:
                 on_poll()
                 time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
         finally:
-            # After an error, what is at work saves what it did.
+            # After an error, runs in progress save their work.
             for one in self._working:
                 one.job.stop()
         self._write_failures(finished)
@@ -204,8 +212,8 @@ class SweepRunner:
     def _has_more(self, queue: RunQueue) -> bool:
         return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
-    def _take(self, queue: RunQueue, note: Told) -> None:
-        while len(self._working) + len(self._ready) < self.place.num_at_once:
+    def _take(self, queue: RunQueue, note: OnEnd) -> None:
+        while len(self._working) + len(self._ready) < self.launcher.num_at_once:
             run = queue.take()
             if run is None:
                 return
@@ -214,8 +222,8 @@ class SweepRunner:
             else:
                 self._ready.append(run)
 
-    def _start(self, note: Told) -> None:
-        """Begin the runs that there is room for, but those that a process is still at."""
+    def _start(self, note: OnEnd) -> None:
+        """Start ready runs, except those that another process still executes."""
         for run in list(self._ready):
             if run.run_id in self.at_work or not is_abandoned(self.directory / run.run_id):
                 # A process of a sweep that was killed is saving its work.
@@ -224,8 +232,8 @@ class SweepRunner:
             if self.status(run) is RunStatus.ENDED:
                 note(FinishedRun(run, RunStatus.ENDED, 0.0))
                 continue
-            order = self._order(run)
-            self._working.append(_Working(run, self.place.start(order), order))
+            spec = self._spec(run)
+            self._working.append(_Working(run, self.launcher.start(spec), spec))
 
     def _prune(self, queue: RunQueue) -> None:
         for one in self._working:
@@ -243,11 +251,11 @@ class SweepRunner:
             write_atomically(self.directory / SIGNATURE_FILE, sign(plan.encode()) or "")
         except OSError as error:
             raise RunDirectoryError(
-                f"the sweep was to be kept in {self.directory}, but that cannot be written: "
-                f"{error.strerror or error}. Give another --sweep-dir."
+                f"{self.directory} cannot be written: {error.strerror or error}. Give another "
+                "--sweep-dir."
             ) from error
 
-    def _order(self, run: PlannedRun) -> RunOrder:
+    def _spec(self, run: PlannedRun) -> RunSpec:
         logs = self.directory.absolute() / LOGS_DIR
         folder = self.directory.absolute() / run.run_id
         begin = ["run", "--trainer", run.arm.trainer, "--seed", str(run.seed)]
@@ -257,18 +265,18 @@ class SweepRunner:
         for override in self.plan.overrides_of(run.arm):
             begin += ["--set", override]
         common = self._common_words(run.arm, self.progress_path(run.run_id).absolute())
-        return RunOrder(
+        return RunSpec(
             folder=str(folder),
             log=str(logs / f"{run.run_id}.txt"),
             progress=str(self.progress_path(run.run_id).absolute()),
             stop=str(logs / f"{run.run_id}.stop"),
             working_directory=str(Path.cwd()),
             begin=(*begin, *common),
-            go_on=("resume", str(folder), *common),
+            resume=("resume", str(folder), *common),
         )
 
     def _common_words(self, arm: Arm, progress_path: Path) -> list[str]:
-        """Words of the command line that begin a run and go on with it."""
+        """Command-line arguments that start and resume a run."""
         words: list[str] = []
         for plugin in self.plan.plugins:
             words += ["--plugin", plugin]
@@ -280,7 +288,7 @@ class SweepRunner:
             "runs_dir": str(self.directory.absolute()),
         }
         if not settings.get("num_actors"):
-            # It says where the sweep's own tasks are.
+            # The address is that of the sweep's own tasks.
             settings.pop("ray_address", None)
         for name, value in settings.items():
             words += ["--settings", f"{name}={json.dumps(value)}"]
@@ -295,11 +303,11 @@ class SweepRunner:
             return FinishedRun(one.run, RunStatus.PRUNED, seconds)
         if self._stopped_by is not None:
             return FinishedRun(one.run, RunStatus.STOPPED, seconds)
-        message = one.job.fault() or one.order.last_line()
+        message = one.job.fault() or one.spec.last_line()
         return FinishedRun(one.run, RunStatus.FAILED, seconds, message)
 
     def _write_failures(self, finished: Sequence[FinishedRun]) -> None:
-        """Keep what failed runs said last, for the report."""
+        """Store the last log lines of failed runs, for the report."""
         path = self.directory / FAILURES_FILE
         known = read_failures(self.directory)
         for one in finished:
@@ -310,7 +318,7 @@ class SweepRunner:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Have signals end the sweep when what it works on has been saved."""
+        """Have signals stop the runs, which save their work, and then the sweep."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -339,7 +347,7 @@ def is_own_sweep(directory: Path) -> bool:
 
 
 def read_failures(directory: Path) -> dict[str, str]:
-    """What the failed runs of a sweep said last, by run id."""
+    """The last log lines of a sweep's failed runs, by run id."""
     try:
         stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
         return {run_id: str(message) for run_id, message in stored.items()}

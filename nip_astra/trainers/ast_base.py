@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
-from nip_astra.distributed.team import Handler, Team
+from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.failures import FailureReport
 from nip_astra.evaluation.measured import Known, Replies, known_turns
@@ -38,20 +38,21 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.sizes import num_probes_of
-from nip_astra.samplers.together import PLAY, play_shard, playing_together
+from nip_astra.samplers.async_rollouts import AsyncRollouts
+from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.trees import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
-from nip_astra.trainers.ast.ahead import (
-    CorrectedAheadParameters,
-    correct_for_staleness,
-    playing_ahead_of,
-)
 from nip_astra.trainers.ast.behaviour import Behaviour
 from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
 from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
 from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.ast.staleness import (
+    CorrectedStalenessParameters,
+    check_staleness,
+    correct_for_staleness,
+)
 from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer, check_samples
 from nip_astra.trainers.service_use import (
@@ -63,6 +64,8 @@ from nip_astra.trainers.service_use import (
 from nip_astra.trainers.timing import Components, components_of_stress_test
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
+CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
+"""A tree, and by role the tokens that it took."""
 ROLES = ("attacker", "target", "reference")
 DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distinct_share")
 """Figures of a dev evaluation that are logged as `dev/<name>`."""
@@ -133,6 +136,8 @@ class AstTrainer(LanguageModelTrainer):
             raise ConfigurationError("an AST trainer needs a scenario that builds a tree sampler")
         self.scenario = getattr(self.hyper_params, self.scenario_instance.kind)
         self.sampler = sampler
+        # Only the leader has all of sharded weights.
+        sampler.team = self.team if self.settings.sharding == "none" else None
         check_size(self.training, self.scenario.tree_width, self.scenario.tree_depth)
         self.behaviour = self._behaviour()
         self.shaping = RewardShaping(self.scenario_instance.reward_terms)
@@ -146,7 +151,7 @@ class AstTrainer(LanguageModelTrainer):
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
         self._models = {role: getattr(sampler, role).language_model for role in ROLES}
-        self._ahead = playing_ahead_of(self)
+        self._async = self._async_rollouts()
 
     # ---- hooks
 
@@ -205,16 +210,10 @@ class AstTrainer(LanguageModelTrainer):
 
     # ---- several processes
 
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        # Of sharded weights the leader alone has all.
-        team = self.team if self.settings.sharding == "none" else Team()
-        with super()._threads(), playing_together(team, self.sampler):
-            yield
-
     def handlers(self) -> dict[str, Handler]:
-        """Besides what the base does: playing a share of a rollout."""
-        return super().handlers() | {PLAY: partial(play_shard, self.sampler)}
+        """Besides those of the base: running parts of a rollout."""
+        run = partial(run_requested, self.sampler.requested_part)
+        return super().handlers() | {RUN_PARTS: run}
 
     # ---- from episodes to samples
 
@@ -243,7 +242,7 @@ class AstTrainer(LanguageModelTrainer):
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
-        if self._ahead is not None:
+        if self._async is not None:
             metrics["rollout/staleness"] = float(tree.staleness)
         if iteration % self.settings.rollout_sample_period == 0:
             self.tracker.log_table(
@@ -256,21 +255,63 @@ class AstTrainer(LanguageModelTrainer):
     def _played_and_digested(
         self, iteration: int
     ) -> tuple[RolloutTree, Experience, dict[str, TokenCount]]:
-        """A rollout, played now or ahead, what it teaches, and by role what both have taken."""
-        played: dict[str, TokenCount] = {}
-        ahead = self._ahead.take(iteration) if self._ahead is not None else None
+        """A rollout, its training samples, and by role the tokens of both."""
+        if self._async is None:
+            with self._counting() as counts:
+                tree = self.rollouts.play(iteration)
+                return tree, self.digest(tree), counts
+        (tree, counts), tree.staleness = self._async.take(iteration)
+        # Actors would rate it only after the next rollout.
+        self.sampler.rate(tree)
+        self._async.begin_next(iteration)
+        with self._counting() as more:
+            found = self.digest(tree)
+        return tree, found, _add_counts(counts, more)
+
+    @contextmanager
+    def _counting(self) -> Iterator[dict[str, TokenCount]]:
         with ExitStack() as stack:
-            counts = {
+            yield {
                 role: stack.enter_context(model.counting()) for role, model in self._models.items()
             }
-            if ahead is None:
-                tree = self.rollouts.play(iteration)
-            else:
-                tree, played = ahead
-            found = self.digest(tree)
-        for role, spent in played.items():
-            counts[role].add(spent)
-        return tree, found, counts
+
+    def _async_rollouts(self) -> AsyncRollouts[CountedTree] | None:
+        """The buffer of asynchronous rollouts, where the parameters have one."""
+        max_staleness = getattr(self.parameters, "max_staleness", 0)
+        if not max_staleness:
+            return None
+        check_staleness(
+            {"attacker": self.sampler.attacker, "target": self.sampler.target},
+            self.behaviour,
+            self.hyper_params.trainer,
+            has_actors=self.settings.num_actors > 0,
+        )
+        return AsyncRollouts(
+            lambda iterations: [self._begin_rollout(one) for one in iterations],
+            lambda one: {
+                "tree": one[0].to_plain(),
+                "counts": {role: asdict(count) for role, count in one[1].items()},
+            },
+            self._rollout_from_plain,
+            max_staleness=max_staleness,
+            num_iterations=self.training.num_iterations,
+        )
+
+    def _begin_rollout(self, iteration: int) -> Callable[[], CountedTree]:
+        with self._counting() as counts:
+            finish = self.rollouts.begin(iteration)
+
+        def wait() -> CountedTree:
+            with self._counting() as more:
+                tree = finish()
+            return tree, _add_counts(counts, more)
+
+        return wait
+
+    def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
+        # Data set columns of a prompt are no plain values.
+        tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
+        return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
     def digest(self, tree: RolloutTree) -> Experience:
         """What a rollout teaches; its nodes are completed on the way."""
@@ -282,7 +323,7 @@ class AstTrainer(LanguageModelTrainer):
         """Add reward terms and credit to a training rollout, and give what to log."""
         gap = SamplerGap()
         corrected: dict[str, float] = {}
-        if tree.staleness and isinstance(self.parameters, CorrectedAheadParameters):
+        if tree.staleness and isinstance(self.parameters, CorrectedStalenessParameters):
             with self.policy.rescoring():
                 scored_NT = self.probe_logprobs(tree)
             corrected = correct_for_staleness(tree, scored_NT, self.parameters)
@@ -371,8 +412,8 @@ class AstTrainer(LanguageModelTrainer):
         """What reward terms and the scorer remember."""
         parts = {}
         # First: it waits for what is being played and rated.
-        if self._ahead is not None:
-            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
+        if self._async is not None:
+            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
         parts["terms"] = Part(self.shaping.state, self.shaping.load_state)
         # A sampler of one's own need not say who rates.
         scorer = getattr(self.sampler, "scorer", None)
@@ -420,6 +461,14 @@ class AstTrainer(LanguageModelTrainer):
             per_episode = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
             num_episodes = self.evaluation.num_queries_of_run() / per_episode
             return estimate | estimate_services(self.scenario_instance.services, num_episodes)
+
+
+def _add_counts(
+    counts: dict[str, TokenCount], more: Mapping[str, TokenCount]
+) -> dict[str, TokenCount]:
+    for role, spent in more.items():
+        counts[role].add(spent)
+    return counts
 
 
 def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:

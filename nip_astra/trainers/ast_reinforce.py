@@ -18,10 +18,10 @@ from nip_astra.rl_objectives.policy_losses import policy_loss
 from nip_astra.rl_objectives.reductions import mean_over_rows, reduce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.ast.node_samples import node_samples
 from nip_astra.trainers.ast.rewards import CreditParameters
+from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -43,7 +43,7 @@ class AstReinforceTrainer(AstTrainer):
     unbiased, since the deviation depends on the probe. The preset trades that for less variance.
     """
 
-    class Parameters(CorrectedAheadParameters):
+    class Parameters(CorrectedStalenessParameters):
         """Baseline, and what holds the attacker near ordinary conversation."""
 
         kl_mix: float = Field(default=0.3, ge=0, lt=1)

@@ -16,8 +16,8 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
 from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.trainers.ast.ahead import PlayedAheadParameters
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
@@ -37,7 +37,7 @@ class AstSftTrainer(AstTrainer):
     contexts, and imitates these: best-of-n distilled again and again.
     """
 
-    class Parameters(PlayedAheadParameters):
+    class Parameters(AsyncRolloutParameters):
         """What is imitated; played ahead, whoever said it."""
 
         probes: str | None = None

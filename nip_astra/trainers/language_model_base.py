@@ -13,12 +13,12 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -33,17 +33,13 @@ from nip_astra.errors import (
     StopRequested,
 )
 from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
-from nip_astra.trainers.language_model.processes import (
-    divided,
-    lead,
-    save_together,
-    save_without_others,
-)
+from nip_astra.trainers.language_model.processes import distribute
 from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.language_model.steps import (
     non_finite_error,
@@ -60,6 +56,7 @@ from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,14 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.optimizer = build_optimizer(
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
-        self.service = divided(self, self.build_service())
+        agents = self.scenario_instance.agents.values()
+        self.service = distribute(
+            self.build_service(),
+            self.policy,
+            [getattr(agent, "language_model", None) for agent in agents],
+            self.team,
+            self.settings,
+        )
         if isinstance(self.service, LocalTrainingService):
             # Of weights that were divided, nobody may keep the whole.
             self.learned = self.service.learned
@@ -226,10 +230,6 @@ class LanguageModelTrainer(TensorDictTrainer):
         """What the bar shows of an iteration beside loss and speed; hook."""
         return {}
 
-    def handlers(self) -> dict[str, Handler]:
-        """What the leader may ask other processes for while it plays or measures; hook."""
-        return {}
-
     def after_backward(self, metrics: Mapping[str, float]) -> None:
         """Look at the gradients of a step before it is taken; hook."""
 
@@ -279,6 +279,26 @@ class LanguageModelTrainer(TensorDictTrainer):
         """
         return num_tokens_in_step(batch, self.trained_tokens)
 
+    # ---- several processes
+
+    def run_on_leader(
+        self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}
+    ) -> T | None:
+        try:
+            if isinstance(self.service, ShardedService):
+                self.service.gather()
+                handlers = {**handlers, **self.service.handlers()}
+            return super().run_on_leader(work, handlers)
+        except LostProcessError:
+            # Nothing was learned since the last step.
+            self._save_without_others()
+            raise
+
+    def _save_without_others(self) -> None:
+        """Save after another process ended, unless it held a part of the weights."""
+        if not isinstance(self.service, ShardedService):
+            self._save_checkpoint()
+
     # ---- the job
 
     @contextmanager
@@ -298,7 +318,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         with self._open_progress_bar(), using_actors(actors):
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                lead(self, self._run_before_loop)
+                self.run_on_leader(self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
                 self._run_train_loop()
@@ -306,7 +326,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 self._build_test_context(stack)
                 if self.state.best_dev_value is not None:
                     self._take_best()
-                lead(self, self._measure_after)
+                self.run_on_leader(self._measure_after)
         if self.team.is_leader:
             self._publish_models(self.service.save_weights_for_sampler, role=self.policy_role)
             self._write_results()
@@ -336,20 +356,22 @@ class LanguageModelTrainer(TensorDictTrainer):
             seconds: Mapping[str, float] = {}
             if self.state.samples is None:
                 is_last = iteration + 1 == iteration_context.num_iterations
-                seconds = lead(self, partial(self._collect, iteration, is_last=is_last)) or {}
+                seconds = (
+                    self.run_on_leader(partial(self._collect, iteration, is_last=is_last)) or {}
+                )
             collected = time.perf_counter()
             try:
                 self._update(iteration)
             except LostProcessError:
                 # No step was taken on a part of the gradients.
-                save_without_others(self)
+                self._save_without_others()
                 raise
             timings = {
                 "time/collect_seconds": collected - started,
                 "time/update_seconds": time.perf_counter() - collected,
             }
             timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            lead(self, partial(self._finish_iteration, iteration_context, timings))
+            self.run_on_leader(partial(self._finish_iteration, iteration_context, timings))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -417,8 +439,8 @@ class LanguageModelTrainer(TensorDictTrainer):
                 metrics = self._optimizer_step(group)
             self.state.count_step(metrics | token_metrics(spent))
             asked = self.settings.stop_flag() if self.settings.stop_flag else None
-            if asked := self.team.from_leader(asked):
-                save_together(self)
+            if asked := self.team.broadcast(asked):
+                self.run_on_leader(self._save_checkpoint)
                 raise StopRequested(asked)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
@@ -448,7 +470,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         write_step_totals(batches, self.trained_tokens)
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
-        save_together(self)
+        self.run_on_leader(self._save_checkpoint)
         raise non_finite_error(self.state, loss, norm)
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
@@ -506,7 +528,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             When their checkpoint is lost or corrupt.
         """
         store = self._checkpoint_store()
-        best = self.team.from_leader("" if store is None else str(store.open_best()))
+        best = self.team.broadcast("" if store is None else str(store.open_best()))
         if best:
             self.service.load_state(Path(best))
             logger.info("restored the best checkpoint %s", Path(best).name)

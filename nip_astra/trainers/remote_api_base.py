@@ -84,7 +84,7 @@ class RemoteApiTrainer(ServiceTrainer):
                 one.advantage = 1.0
         metrics["rollout/dropped_share"] = 1 - len(learnt) / max(len(prepared), 1)
         batch = Batch.from_trajectories(learnt)
-        if learnt and self._ahead is not None:
+        if learnt and self._async is not None:
             scored_BT = score_batch(batch, self.service.compute_logprobs)
             values = batch.values
             metrics |= mismatch_metrics(values["logprobs"], scored_BT, values["loss_mask"])

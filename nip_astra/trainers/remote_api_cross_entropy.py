@@ -12,8 +12,8 @@ from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
-from nip_astra.trainers.service.ahead import Played
 from nip_astra.trainers.service.parameters import RolloutParameters
+from nip_astra.trainers.service.playing import CollectedRollout
 
 
 class CrossEntropyParameters(RemoteLossParameters):
@@ -50,11 +50,11 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
     ) -> list[Trajectory]:
         return trajectories
 
-    def _rollout_of(self, iteration: int) -> Played:
+    def _rollout_of(self, iteration: int) -> CollectedRollout:
         """The openings of an iteration's problems, each followed by its solution."""
         count = self.training.num_episodes_per_experience
         numbers = range(iteration * count, (iteration + 1) * count)
-        return Played([self._solved(self.problem(number)) for number in numbers], {})
+        return CollectedRollout([self._solved(self.problem(number)) for number in numbers], {})
 
     def _trajectories_of(self, problem: int) -> list[Trajectory]:
         return [self._solved(problem)]

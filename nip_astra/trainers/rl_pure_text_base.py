@@ -38,7 +38,7 @@ from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import plain_numbers
-from nip_astra.trainers.protocol.results import as_of_test
+from nip_astra.trainers.protocol.statistics import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,

@@ -24,8 +24,15 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import LossModule
 
-from nip_astra.checkpoints.run_state import Part, RunState
-from nip_astra.errors import ConfigurationError
+from nip_astra.checkpoints.run_state import (
+    Part,
+    RunState,
+    global_generators,
+    set_global_generators,
+)
+from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.distributed.team import Handler
+from nip_astra.errors import ConfigurationError, LostProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -53,18 +60,11 @@ from nip_astra.trainers.protocol.minibatches import (
     episode_numbers,
 )
 from nip_astra.trainers.protocol.optimizers import AgentOptimizers
-from nip_astra.trainers.protocol.processes import (
-    collect_together,
-    divide_agents,
-    lead,
-    learn_together,
-    prepare_together,
-    saved_if_one_ends,
-)
-from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, results_of
+from nip_astra.trainers.protocol.sharded_agents import ShardedAgents
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     PlayStatistics,
+    as_of_test,
     iteration_statistics,
     read,
     timings_of,
@@ -196,6 +196,74 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """More to log of an iteration, from its batch [E, T]; nothing here."""
         return {}
 
+    # ---- several processes
+
+    def handlers(self) -> dict[str, Handler]:
+        sharded = self.learner.sharded
+        return super().handlers() | ({} if sharded is None else sharded.optimizers.handlers())
+
+    def _prepare_in_all(self) -> None:
+        """Prepare the agents in the leader; all take its weights and statistics."""
+        self.run_on_leader(self._prepare)
+        self.team.broadcast_tensors([*self.agents.parameters(), *self.agents.buffers()])
+
+    def _shard_agents(self) -> None:
+        """Leave each process a part of agents and optimizers, if the settings say so."""
+        if self.team.size > 1 and self.settings.sharding != "none":
+            sharded = ShardedAgents(self.agents, self.optimizers, self.team)
+            self.learner.take_parts(sharded)
+            self.optimizers = sharded.optimizers
+
+    def _collect_in_all(self) -> TensorDict:
+        """The leader's batch [E, T]; in the others, the entries that the loss reads."""
+        batch = self.run_on_leader(self.collect)
+        if self.team.size == 1:
+            assert batch is not None
+            return batch
+        plain: dict[str, Any] | None = None
+        if batch is not None:
+            read = batch.exclude(*getattr(self.loss_module, "unread_keys", ()))
+            plain = {
+                "batch_size": list(read.batch_size),
+                "entries": dict(read.items(include_nested=True, leaves_only=True)),
+            }
+        plain = self.team.broadcast(plain)
+        if batch is None:
+            assert plain is not None
+            batch = TensorDict({}, batch_size=plain["batch_size"])
+            for key, value in plain["entries"].items():
+                batch[key] = value.to(self.train_environment.device)
+        return batch
+
+    @contextmanager
+    def _rolled_back_if_lost(self) -> Iterator[None]:
+        """If another process ends within the block, return to its beginning and save.
+
+        An iteration counts as a whole or not at all, so that the run can be resumed exactly. If
+        weights were sharded, a part is lost and the last checkpoint stands.
+        """
+        if self.team.size == 1 or not self.team.is_leader or self.learner.sharded is not None:
+            yield
+            return
+        weights = [*self.agents.parameters(), *self.agents.buffers()]
+        copies = [weight.detach().clone() for weight in weights]
+        parts = pack_state({name: part.save() for name, part in self.kept_parts().items()})
+        generators, state = global_generators(), self.state.to_dict()
+        try:
+            yield
+        except LostProcessError:
+            if self.state.iteration == state["iteration"]:
+                with torch.no_grad():
+                    for weight, copy in zip(weights, copies, strict=True):
+                        weight.copy_(copy)
+                kept = unpack_state(parts)
+                for name, part in self.kept_parts().items():
+                    part.load(kept[name])
+                self.state = self.State.from_dict(state)
+                set_global_generators(generators)
+            self._save_checkpoint()
+            raise
+
     # ---- the job
 
     def train(self) -> None:
@@ -205,17 +273,17 @@ class TensorDictRlTrainer(TensorDictTrainer):
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_train_context(stack)
-                prepare_together(self, self._prepare)
+                self._prepare_in_all()
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                lead(self, self._run_before_loop)
+                self.run_on_leader(self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
-                divide_agents(self)
+                self._shard_agents()
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                lead(self, self._run_test_loop)
+                self.run_on_leader(self._run_test_loop)
         if self.team.is_leader:
             agents = [self.agents[name] for name in self.agents.names]
             self._publish_models(partial(save_agents, agents), role="agents")
@@ -266,16 +334,16 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
-            with saved_if_one_ends(self):
+            with self._rolled_back_if_lost():
                 self._iterate(iteration_context, iteration)
 
     def _iterate(self, iteration_context: IterationContext, iteration: int) -> None:
         """Play, learn, and write down what came of it."""
         started = time.perf_counter()
-        batch = collect_together(self)
+        batch = self._collect_in_all()
         collected = time.perf_counter()
         self.agents.train()
-        metrics, num_steps = learn_together(self, batch, iteration)
+        metrics, num_steps = self.learner.learn(batch, iteration)
         self.agents.eval()
         self.state.num_optimizer_steps += num_steps
         timings = timings_of(batch.numel(), started, collected)
@@ -289,7 +357,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 self._log_episodes(batch, "train", iteration + 1)
             self._finish_iteration(iteration_context, statistics, timings)
 
-        lead(self, finish)
+        self.run_on_leader(finish)
 
     @attach_progress_bar(lambda self: self.rl.num_test_iterations)
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -436,7 +504,20 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return parts | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.store_results(results_of(self))
+        self.store_results(
+            {
+                "kind": "interaction_proof",
+                "protocol": self.hyper_params.interaction_protocol,
+                "agents": list(self.agents.names),
+                "before": self.state.before,
+                "training": {
+                    "num_iterations": self.state.iteration,
+                    "num_frames": self.state.iteration * self.frames_per_iteration,
+                    "num_optimizer_steps": self.state.num_optimizer_steps,
+                    "last": self.state.last,
+                },
+            }
+        )
 
     def components_to_time(self) -> Components:
         return components_of_protocol(self)
@@ -445,7 +526,20 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """Play and learn from one batch, and estimate the time of a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            return estimate_cost(self)
+            started = time.perf_counter()
+            batch = self.collect()
+            collected = time.perf_counter()
+            self.learner.learn(batch, 0)
+            seconds = time.perf_counter() - started
+        num_iterations = self.rl.num_iterations
+        tests = 2 * self.rl.num_test_iterations * (collected - started)
+        return {
+            "num_parameters": sum(weights.numel() for weights in self.agents.parameters()),
+            "num_iterations": num_iterations,
+            "num_frames": num_iterations * batch.numel(),
+            "seconds_per_iteration": seconds,
+            "estimated_hours": (num_iterations * seconds + tests) / 3600,
+        }
 
 
 def normalize_observations(

@@ -174,26 +174,27 @@ class SelfHostedTrainer(ServiceTrainer):
         return score_batch(batch, self.service.compute_logprobs)
 
     def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
-        """Score trajectories again, and measure how sampler and trainer differ.
+        """Score the samples again and measure how much sampler and trainer differ.
 
-        Without `rescore` (with `max_staleness` alone) ratios stay those to the policy that sampled.
+        Samples of older weights are corrected for that: by default truncated, see `correction`.
         """
         if "logprobs" not in batch.values:
             raise ConfigurationError(
-                "policy_loss.rescore compares with the sampler's log-probabilities, but the "
-                "trajectories have none. Set it to false."
+                "rescore and max_staleness need trajectories with log-probabilities. Set "
+                "policy_loss.rescore to false and max_staleness to 0."
             )
         sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
         scored_BT = self._compute_old_log_probs(batch)
-        if options.rescore:
+        if options.rescore or self._staleness:
             batch.values["old_logprobs"] = scored_BT
-        if options.correction is not None:
+        correction = options.correction or ("truncate" if self._staleness else None)
+        if correction is not None:
             batch.values["correction_weights"] = mismatch_weights(
                 scored_BT,
                 sampled_BT,
                 mask_BT,
                 level=options.correction_level,
-                mode=options.correction,
+                mode=correction,
                 max_ratio=options.max_mismatch,
             )
         return mismatch_metrics(sampled_BT, scored_BT, mask_BT, level=options.correction_level)

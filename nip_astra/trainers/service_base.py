@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
-from nip_astra.distributed.parts import whole_of
+from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.measured import Known
@@ -36,14 +36,14 @@ from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
-from nip_astra.samplers.task_parts import PLAY_TASK, play_task, play_task_shard
+from nip_astra.samplers.async_rollouts import AsyncRollouts
+from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service.ahead import Played, PlayingAhead
 from nip_astra.trainers.service.configuration import (
     TrainerConfig,
     built_of_parts,
@@ -58,6 +58,8 @@ from nip_astra.trainers.service.measuring import (
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.playing import (
+    CollectedRollout,
+    SamplingThread,
     check_who_plays,
     informative_groups,
     sample_of_service,
@@ -124,7 +126,8 @@ class ServiceTrainer(LanguageModelTrainer):
         self._is_checked = False
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
-        self._ahead: PlayingAhead | None = None
+        self._async: AsyncRollouts[CollectedRollout] | None = None
+        self._staleness = 0
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             own = type(self).Parameters.model_fields.keys() - {"train_service"}
@@ -148,14 +151,14 @@ class ServiceTrainer(LanguageModelTrainer):
             None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
         )
         self._sampler, self._sampling_agent = self.policy, self.agent
-        # What is played ahead the leader of a team plays alone.
+        # The leader of a team samples asynchronous rollouts alone.
         if self.parameters.max_staleness and self.samples_in_training and self.team.is_leader:
             self._sampler = self.policy.sampler_copy()
             self._sampling_agent = replace(self.agent, language_model=self._sampler)
-            self._ahead = PlayingAhead(
-                self._play_iteration,
-                policy=self.policy,
-                sampler=self._sampler,
+            self._async = AsyncRollouts(
+                SamplingThread(self._play_iteration, self.policy, self._sampler).begin,
+                CollectedRollout.to_plain,
+                CollectedRollout.from_plain,
                 max_staleness=self.parameters.max_staleness,
                 num_iterations=self.training.num_iterations,
             )
@@ -204,7 +207,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Dump tensors that may be divided among processes, which put them together."""
         if not self._dumps.period or self.state.iteration % self._dumps.period:
             return
-        whole = ((str(i), whole_of(one.detach())) for i, one in enumerate(tensors))
+        whole = ((str(i), full_tensor(one.detach())) for i, one in enumerate(tensors))
         # One at a time: nobody but the leader keeps them.
         self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 
@@ -226,25 +229,23 @@ class ServiceTrainer(LanguageModelTrainer):
         asked = service_metrics(self.scenario_instance.services)
         return Experience(samples, metrics | asked | self._noted | more)
 
-    def _rollout_of(self, iteration: int) -> Played:
-        """What an iteration learns from, played now or ahead."""
-        if self._ahead is None:
+    def _rollout_of(self, iteration: int) -> CollectedRollout:
+        """The rollout that an iteration learns from, sampled now or before."""
+        if self._async is None:
             return self._play_iteration(iteration)
-        played = self._ahead.take(iteration)
-        played.metrics["rollout/staleness"] = float(iteration - played.version)
+        played, self._staleness = self._async.take(iteration)
+        self._async.begin_next(iteration)
+        played.metrics["rollout/staleness"] = float(self._staleness)
         return played
 
-    def _play_iteration(self, iteration: int) -> Played:
-        """Play problems, in place of those that tell nothing further ones.
-
-        Ahead it is another thread that does so, with the weights that sample.
-        """
+    def _play_iteration(self, iteration: int) -> CollectedRollout:
+        """Run problems, and further ones in place of uninformative ones."""
         with self._sampler.counting() as spent:
             played = self._play_rounds(iteration)
         played.metrics["tokens/generated"] = float(spent.generated)
         return played
 
-    def _play_rounds(self, iteration: int) -> Played:
+    def _play_rounds(self, iteration: int) -> CollectedRollout:
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
@@ -287,7 +288,7 @@ class ServiceTrainer(LanguageModelTrainer):
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
         }
-        return Played(told, metrics, records)
+        return CollectedRollout(told, metrics, records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
         """Take DAPO's penalty on long answers off rewards."""
@@ -341,22 +342,20 @@ class ServiceTrainer(LanguageModelTrainer):
         )
 
     def handlers(self) -> dict[str, Handler]:
-        """Besides what the base does: playing parts of a rollout."""
-        play = partial(play_task_shard, self.agent, self.task)
-        return super().handlers() | {PLAY_TASK: play}
-
-    # ---- playing ahead
+        """Besides those of the base: running parts of a rollout."""
+        run = partial(run_requested, partial(requested_part, self.agent, self.task))
+        return super().handlers() | {RUN_PARTS: run}
 
     def _wait_for_playing(self) -> None:
         """Tokenizers and tasks serve one thread at a time."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if self._async is not None:
+            self._async.wait()
 
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
         # First: it waits for what is being played and rated.
-        if self._ahead is not None:
-            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
+        if self._async is not None:
+            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)

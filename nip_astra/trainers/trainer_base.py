@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from nip_astra.checkpoints.run_state import (
 )
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.distributed.team import Team
+from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
@@ -60,6 +60,7 @@ from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
 
@@ -285,6 +286,36 @@ class Trainer(ABC):
         self._generators = load_generators(checkpoint)
         # At once as well, for a trainer whose `train` seeds nothing.
         set_global_generators(self._generators)
+
+    # ---- several processes
+
+    def handlers(self) -> dict[str, Handler]:
+        """Requests by name that other processes answer during `run_on_leader`; hook."""
+        return {}
+
+    def run_on_leader(
+        self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}
+    ) -> T | None:
+        """Sample or measure in the leading process; then all take its counters and trainer state.
+
+        Parameters
+        ----------
+        handlers : Mapping
+            Requests beside those of `handlers()`.
+
+        Returns
+        -------
+        T or None
+            The result of `work` in the leader; None in the others.
+        """
+        result = self.team.lead(work, {**self.handlers(), **handlers})
+        if self.team.size > 1:
+            state = {"run": self.state.to_dict(), "trainer": self.trainer_state()}
+            state = self.team.broadcast(state)
+            if not self.team.is_leader:
+                self.state = self.State.from_dict(state["run"])
+                self.load_trainer_state(state["trainer"])
+        return result
 
     # ---- what a checkpoint holds
 

@@ -1,11 +1,11 @@
-"""Work that is divided among actors of Ray, on this machine or others.
+"""Ray actors, on this machine or others, that run calls with copies of models.
 
-An actor keeps copies of models. What they learn reaches it once a rollout through Ray's object
-store; calls name what it keeps, and bring the rest with them.
+An actor gets a model once, and updated weights at most once a rollout, through Ray's object store.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -27,30 +27,132 @@ from nip_astra.utils.processor import (
     keep_freed_memory,
 )
 from nip_astra.utils.ray_cluster import check_ray_lives, open_ray
-from nip_astra.utils.sending import Reader, Sender, Weights, learnt_of
 
 MAX_RESTARTS = 3
-"""How often an actor that died is replaced; what it was doing is done again."""
+"""How often an actor that died is replaced; its call is repeated."""
 SECONDS_BETWEEN_CHECKS = 2.0
-"""How often it is seen whether Ray still runs while results are waited for."""
+"""Period of the check that Ray still runs."""
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+class KeptName(NamedTuple):
+    """Names an object that actors keep, or a part of it."""
+
+    place: int
+    kind: str = ""
+    path: str = ""
+
+
+class WeightVersion(NamedTuple):
+    """Trained weights of a kept module."""
+
+    version: int
+    reference: Any
+
+
+class CallWriter:
+    """Pickles calls; objects that actors keep are replaced by their names."""
+
+    def __init__(self, put: Callable[[object], Any]) -> None:
+        self._put = put
+        self.references: list[Any] = []
+        self._kept: list[object] = []
+        self._names: dict[int, KeptName] = {}
+        self._marks: dict[int, tuple[Any, ...]] = {}
+        self._weights: dict[int, WeightVersion] = {}
+
+    def keep(self, parts: Sequence[object]) -> None:
+        """Send objects for actors to keep; later ones may refer to earlier ones.
+
+        An object with a method `to_send` is replaced by its result.
+        """
+        for part in parts:
+            if id(part) in self._names:
+                continue
+            index = len(self._kept)
+            to_send = getattr(part, "to_send", lambda part=part: part)
+            self.references.append(self._put(self.dumps(to_send())))
+            # A reference, so that no other object gets its id.
+            self._kept.append(part)
+            if isinstance(part, torch.nn.Module):
+                for path, module in part.named_modules():
+                    self._names.setdefault(id(module), KeptName(index, "module", path))
+                for path, parameter in part.named_parameters(remove_duplicate=False):
+                    self._names.setdefault(id(parameter), KeptName(index, "parameter", path))
+                for path, buffer in part.named_buffers(remove_duplicate=False):
+                    self._names.setdefault(id(buffer), KeptName(index, "buffer", path))
+            else:
+                self._names[id(part)] = KeptName(index)
+
+    def weights(self) -> dict[int, WeightVersion]:
+        """The trained weights of kept modules; sent again if they changed."""
+        for index, module in enumerate(self._kept):
+            trained = trainable_parameters(module)
+            if not trained:
+                continue
+            # Writes through `.data` do not raise the version, but change the sum.
+            mark = tuple((one._version, float(one.detach().double().sum())) for one in trained)
+            if self._marks.get(index) != mark:
+                version = self._weights[index].version + 1 if index in self._weights else 0
+                values = [one.detach().cpu() for one in trained]
+                self._weights[index] = WeightVersion(version, self._put(values))
+                self._marks[index] = mark
+        return dict(self._weights)
+
+    def dumps(self, value: object) -> bytes:
+        """Pickle a value for an actor."""
+        # Needed with Ray only, and installed with tensordict too.
+        import cloudpickle
+
+        names = self._names
+
+        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+            def persistent_id(self, one: object) -> KeptName | None:
+                return names.get(id(one))
+
+        stream = io.BytesIO()
+        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return stream.getvalue()
+
+
+class CallReader(pickle.Unpickler):
+    """Unpickles calls of a `CallWriter` of the same run."""
+
+    def __init__(self, pickled: bytes, kept: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._kept = kept
+
+    def persistent_load(self, name: KeptName) -> Any:
+        one = self._kept[name.place]
+        if name.kind == "module":
+            return one.get_submodule(name.path)
+        if name.kind == "parameter":
+            return one.get_parameter(name.path)
+        return one.get_buffer(name.path) if name.kind == "buffer" else one
+
+
+def trainable_parameters(module: object) -> list[torch.nn.Parameter]:
+    """The parameters of a kept object that training may change."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [one for one in module.parameters() if one.requires_grad]
+
+
 class ActorOptions(NamedTuple):
-    """What actors are asked of Ray.
+    """Number and resources of actors.
 
     Attributes
     ----------
     num_actors : int
-        How many; 0 for none.
+        0 for none.
     address : str or None
         Of the cluster; see `open_ray`.
     num_cpus, num_gpus : float
-        What each takes of a machine.
+        Resources of an actor.
     num_threads : int
-        Threads of torch of each.
+        Torch threads of an actor.
     """
 
     num_actors: int
@@ -63,7 +165,7 @@ class ActorOptions(NamedTuple):
 def actor_options(
     settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
 ) -> ActorOptions:
-    """What the settings ask for, for models with so many parameters; small ones take a thread.
+    """The actors of the settings for models of a size; small models take one thread.
 
     Raises
     ------
@@ -81,29 +183,28 @@ def actor_options(
 
 
 def refuse_actors_without_device(settings: ExperimentSettings) -> None:
-    """Refuse actors that would get copies of models on a GPU, and have none.
+    """Refuse actors without a GPU if models are on one.
 
     Raises
     ------
     ConfigurationError
-        When they are asked for.
+        When `num_actors` is above 0 and `actor_gpus` is 0.
     """
     if not settings.num_actors or settings.actor_gpus or settings.device == "cpu":
         return
     device = resolve_device(settings.device)
     if device.type != "cpu":
         raise ConfigurationError(
-            f"{settings.num_actors} actors were to hold copies of models on the device "
-            f"{str(device)!r}, but they are given no GPU (actor_gpus 0). Set actor_gpus to 1, or "
-            "to a part of one that several share, or run with --device cpu."
+            f"{settings.num_actors} actors need a GPU for models on {str(device)!r}, but "
+            "actor_gpus is 0. Set it to 1, or to a fraction that actors share, or --device cpu."
         )
 
 
 class _Actor:
-    """Runs in a process of Ray's: keeps copies of models, and makes calls."""
+    """Runs in a Ray process: keeps copies of models and runs calls."""
 
     def __init__(self, num_threads: int, plugins: Sequence[str]) -> None:
-        # Tokenizers would take threads that belong to the other actors.
+        # Tokenizers would take threads of the other actors.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         keep_freed_memory()
         torch.set_num_threads(num_threads)
@@ -112,33 +213,33 @@ class _Actor:
         self._kept: list[Any] = []
         self._versions: dict[int, int] = {}
 
-    def make(
-        self, references: list[Any], weights: dict[int, Weights], call: bytes, has_grad: bool
+    def run(
+        self, references: list[Any], weights: dict[int, WeightVersion], call: bytes, has_grad: bool
     ) -> Any:
-        """Make a call with the weights of now."""
+        """Run a call with the given versions of weights."""
         import ray
 
         for reference in references[len(self._kept) :]:
-            self._kept.append(Reader(ray.get(reference), self._kept).load())
-        for index, learnt in weights.items():
-            if self._versions.get(index) == learnt.version:
+            self._kept.append(CallReader(ray.get(reference), self._kept).load())
+        for index, trained in weights.items():
+            if self._versions.get(index) == trained.version:
                 continue
             with torch.no_grad():
                 for one, value in zip(
-                    learnt_of(self._kept[index]), ray.get(learnt.reference), strict=True
+                    trainable_parameters(self._kept[index]), ray.get(trained.reference), strict=True
                 ):
                     one.copy_(value)
-            self._versions[index] = learnt.version
+            self._versions[index] = trained.version
         with torch.set_grad_enabled(has_grad):
-            return Reader(call, self._kept).load()()
+            return CallReader(call, self._kept).load()()
 
     def process_id(self) -> int:
-        """The number of its process."""
+        """Id of its process."""
         return os.getpid()
 
 
 class Actors:
-    """Actors that keep copies of models and make calls with them.
+    """Actors that keep copies of models and run calls with them.
 
     Raises
     ------
@@ -151,12 +252,12 @@ class Actors:
     def __init__(self, options: ActorOptions) -> None:
         cores = options.num_actors * options.num_cpus
         self._ray = open_ray(options.address, num_cpus=cores)
-        self._sender = Sender(self._ray.put)
+        self._writer = CallWriter(self._ray.put)
         there = self._ray.cluster_resources().get("CPU", 0)
         if there < cores:
             logger.warning(
-                "%d actors of %g cores each were asked for, and the cluster has %g cores: some "
-                "wait until it grows",
+                "%d actors of %g cores each do not fit the cluster's %g cores: some wait until it "
+                "grows",
                 options.num_actors,
                 options.num_cpus,
                 there,
@@ -173,67 +274,63 @@ class Actors:
         ]
 
     def call(self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]) -> list[Result]:
-        """Make calls, each by the next actor that is free, and give their results in order.
+        """Run each call in the next free actor and return the results in order.
 
-        An actor that dies is replaced, and its call made again.
+        An actor that dies is replaced, and its call repeated.
 
         Parameters
         ----------
         parts : Sequence[object]
-            What the calls hold that actors are to keep, such as modules.
+            Objects in the calls that actors keep, such as modules.
 
         Raises
         ------
         WorkerProcessError
-            When an actor dies again and again, or something cannot be sent.
+            When an actor died too often, or a call cannot be pickled.
         """
         return self._prepared(calls, parts)()
 
     def begin(
         self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
     ) -> Callable[[], list[Result]]:
-        """Begin calls as `call` would make them now; what it gives waits for their results.
-
-        Whatever this process changes meanwhile, the calls are made with what holds now.
-        """
-        make = self._prepared(calls, parts)
+        """Start calls with the current weights; the returned function waits for their results."""
+        run = self._prepared(calls, parts)
         made: Future[list[Result]] = Future()
 
         def work() -> None:
             try:
-                made.set_result(make())
+                made.set_result(run())
             except BaseException as error:
                 made.set_exception(error)
 
-        # It only hands calls out. Where a run ends in between, nobody waits for it.
+        # The thread only submits calls. If a run ends meanwhile, nothing waits for it.
         threading.Thread(target=work, name="calls-of-actors", daemon=True).start()
         return made.result
 
     def _prepared(
         self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
     ) -> Callable[[], list[Result]]:
-        """All that calls need is written and put; what is left is to hand them out."""
+        """Pickle calls and store weights; the returned function submits the calls."""
         from ray.util import ActorPool
 
         check_ray_lives(self._ray)
         try:
-            self._sender.keep(parts)
-            written = [self._sender.written(call) for call in calls]
+            self._writer.keep(parts)
+            pickled = [self._writer.dumps(call) for call in calls]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise WorkerProcessError(
-                f"work was to be sent to actors, but it cannot be: {error}. Run with --settings "
-                "num_actors=0."
+                f"work for actors cannot be pickled: {error}. Run with --settings num_actors=0."
             ) from error
-        weights, references = self._sender.weights(), list(self._sender.references)
+        weights, references = self._writer.weights(), list(self._writer.references)
         has_grad = torch.is_grad_enabled()
         pool = ActorPool(self._actors)
 
-        def make() -> list[Result]:
+        def run() -> list[Result]:
             results: list[Result] = []
             with _typed_errors(self._ray):
-                for one in written:
+                for one in pickled:
                     pool.submit(
-                        lambda actor, call: actor.make.remote(references, weights, call, has_grad),
+                        lambda actor, call: actor.run.remote(references, weights, call, has_grad),
                         one,
                     )
                 while pool.has_next():
@@ -246,10 +343,10 @@ class Actors:
                             raise
             return results
 
-        return make
+        return run
 
     def process_ids(self) -> list[int]:
-        """The numbers of the actors' processes."""
+        """Ids of the actors' processes."""
         return results_of(self._ray, [actor.process_id.remote() for actor in self._actors])
 
     def close(self) -> None:
@@ -259,12 +356,12 @@ class Actors:
 
 
 def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
-    """The results of calls of actors, in order.
+    """The results of calls to actors, in order.
 
     Raises
     ------
     WorkerProcessError
-        When an actor failed, or died again and again, or Ray itself has ended.
+        When an actor failed or died too often, or Ray has ended.
     """
     with _typed_errors(ray):
         while True:
@@ -275,58 +372,55 @@ def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _typed_errors(ray: Any) -> Iterator[None]:
-    """Raise an error of ours that an actor raised as what it is, and others typed."""
+    """Raise this package's errors of actors as they are, and others typed."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, NipAstraError):
             error.cause.add_note(f"raised in an actor:\n{error}")
             raise error.cause from None
-        # Ray may give the error the class of its cause, which has no attributes of Ray's.
+        # Ray may raise an error of the cause's class, without Ray's attributes.
         raise WorkerProcessError(f"an actor failed:\n{error}") from error
     except ray.exceptions.RayError as error:
         raise WorkerProcessError(
-            f"an actor died, and those that took its place too: {error}. Look for what ends "
-            "them, for instance memory, or use fewer actors."
+            f"an actor died {MAX_RESTARTS + 1} times: {error}. Check the memory, or use fewer "
+            "actors."
         ) from error
 
 
-_asked: ActorOptions | None = None
+_options: ActorOptions | None = None
 _open: Actors | None = None
 
 
 @contextmanager
 def using_actors(options: ActorOptions) -> Iterator[None]:
-    """Let what can be divided use actors within the block; they begin when first needed."""
-    global _asked, _open
-    before = _asked, _open
-    _asked, _open = (options if options.num_actors else None), None
+    """Allow actors within the block; they start when first needed."""
+    global _options, _open
+    before = _options, _open
+    _options, _open = (options if options.num_actors else None), None
     try:
         yield
     finally:
         if _open is not None:
             _open.close()
-        _asked, _open = before
+        _options, _open = before
 
 
 def are_actors_used() -> bool:
-    """Say whether work is divided among actors."""
-    return _asked is not None
+    """Whether actors are allowed now."""
+    return _options is not None
 
 
 def get_actors() -> Actors | None:
-    """The actors that work is divided among; None where there are none."""
+    """The actors of the current block; None if there are none."""
     global _open
-    if _open is None and _asked is not None:
-        _open = Actors(_asked)
+    if _open is None and _options is not None:
+        _open = Actors(_options)
     return _open
 
 
 def forget_kept_models() -> None:
-    """End the actors that are open, and with them the models that they keep.
-
-    Others begin when they are next needed.
-    """
+    """End the actors with the models that they keep; others start when next needed."""
     global _open
     if _open is not None:
         _open.close()
@@ -334,7 +428,7 @@ def forget_kept_models() -> None:
 
 
 def actors_for(device: torch.device) -> Actors | None:
-    """The actors that have such a device; None where there are none."""
-    if _asked is None or (device.type != "cpu" and not _asked.num_gpus):
+    """The actors with such a device; None if there are none."""
+    if _options is None or (device.type != "cpu" and not _options.num_gpus):
         return None
     return get_actors()

@@ -9,8 +9,14 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from nip_astra.errors import DataError
-from nip_astra.utils.array_kinds import TEXT, Array, zeros
-from nip_astra.utils.nested_array_dict import Key, NestedArrayDict, names_of
+from nip_astra.utils.nested_array_dict import (
+    TEXT,
+    Array,
+    Key,
+    NestedArrayDict,
+    names_of,
+    zeros,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Processes that this one starts, forked or as programs: how they end, and what ends them."""
+"""Child processes, forked or started as programs: how they start and end."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nip_astra.errors import WorkerProcessError
+from nip_astra.trust import read_variable
 
 PERIOD = 0.05
 """Most seconds between looks at a process that is waited for."""
 SECONDS_TO_END = 5.0
 """How long a process may take to end whose connections are closed already."""
-_SIGNAL_OF_PARENTS_DEATH = 1
-"""PR_SET_PDEATHSIG of Linux."""
+_PR_SET_PDEATHSIG = 1
+_PACKAGE_HOME = Path(__file__).resolve().parents[2]
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Have Linux send a signal to this process when its parent has ended, however that ended."""
+    """Have Linux send this process a signal when its parent ends in any way."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Child:
@@ -33,9 +36,9 @@ class Child:
     Parameters
     ----------
     name : str
-        What it does, for errors.
+        Its task, for errors.
     program : Popen, optional
-        The process, where it was not forked.
+        The process, if it was not forked.
     """
 
     def __init__(self, name: str, pid: int, program: subprocess.Popen[bytes] | None = None) -> None:
@@ -72,7 +75,7 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, and say whether it has."""
+        """Wait until it has ended; returns whether it has."""
         until = None if seconds is None else time.monotonic() + seconds
         pause = PERIOD / 100
         while self.code is None:
@@ -83,14 +86,14 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill it, where it runs, and wait for its end."""
+        """Kill it if it runs, and wait for its end."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
     def stop(self, seconds: float) -> bool:
-        """Ask it to end, kill it if it takes longer, and say whether it ended by itself."""
+        """Ask it to stop, kill it after the timeout; whether it stopped by itself."""
         self.request_stop()
         has_ended = self.wait(seconds)
         self.kill()
@@ -145,13 +148,38 @@ def is_running(pid: int | None, started: str | None) -> bool:
     return started is not None and process_start(pid) == started
 
 
+def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: Any) -> Child:
+    """Start Python with this package; its output is appended to a file.
+
+    A signal of the terminal does not reach it: its starter decides when it ends.
+
+    Parameters
+    ----------
+    name : str
+        Its task, for errors.
+    options
+        Further arguments of `subprocess.Popen`.
+    """
+    path = [str(_PACKAGE_HOME), read_variable("PYTHONPATH") or ""]
+    with log.open("ab") as output:
+        program = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            start_new_session=True,
+            **options,
+        )
+    return Child(name, program.pid, program)
+
+
 def check_alive(children: Iterable[Child]) -> None:
-    """Refuse to wait for processes of which one has ended.
+    """Raise if a process has ended.
 
     Raises
     ------
     WorkerProcessError
-        With its name, and how it ended.
+        With its name and how it ended.
     """
     for child in children:
         if child.code is not None:
@@ -159,8 +187,8 @@ def check_alive(children: Iterable[Child]) -> None:
 
 
 def ended_early(child: Child) -> WorkerProcessError:
-    """The error that a process has ended before its work was done, or is made to."""
-    # What it held open is closed a moment before it has ended.
+    """The error of a process that ended before its work was done; it is killed if it still runs."""
+    # Its pipes close a moment before it ends.
     child.wait(SECONDS_TO_END)
     child.kill()
     return WorkerProcessError(

@@ -1,4 +1,4 @@
-"""Work that is divided among forked processes, which begin with all that this one has."""
+"""Forked processes, which start with a copy of everything in this one."""
 
 from __future__ import annotations
 
@@ -29,25 +29,18 @@ Result = TypeVar("Result")
 
 
 def can_fork() -> bool:
-    """Say whether a process that has computed may be forked.
-
-    Libraries of other systems than Linux forbid it, and so does torch where there is a GPU, whether
-    used or not.
-    """
+    """Whether a process that has run torch may be forked: on Linux without a GPU."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def get_num_processes() -> int:
-    """How many processes, this one included, what can be divided may use."""
+    """Limit on processes, this one included."""
     return _num_processes
 
 
 @contextmanager
 def using_processes(count: int) -> Iterator[None]:
-    """Let what can be divided use up to `count` processes within the block.
-
-    Where none can be forked, there is one.
-    """
+    """Allow up to `count` processes within the block, or one where forking is impossible."""
     global _num_processes
     before = _num_processes
     _num_processes = count if can_fork() else 1
@@ -58,8 +51,8 @@ def using_processes(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Hold the signals that stop a run back, so that none comes between a fork and its note."""
+def blocked_signals() -> Iterator[None]:
+    """Block the signals that stop a run, so that none arrives between a fork and its record."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -69,25 +62,25 @@ def signals_held_back() -> Iterator[None]:
 
 
 def fork(name: str) -> Child | None:
-    """Fork, and give the new process, or None in it; signals are held back.
+    """Fork while signals are blocked; returns the child, or None in it.
 
     Parameters
     ----------
     name : str
-        What the new process does, for errors.
+        Task of the child, for errors.
 
     Raises
     ------
     WorkerProcessError
-        When the system has no room for another process.
+        When the system cannot start another process.
     """
-    # What is still to be written is written once. A stream that was closed may be None.
+    # Buffered output must be written once. A closed stream may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):
             stream.flush()
     first = os.getpid()
     parallelism = read_variable(_TOKENIZERS)
-    # Tokenizers have threads too, which a forked process would wait for.
+    # A forked process would wait for the threads of tokenizers.
     os.environ[_TOKENIZERS] = "false"
     worker = -1
     try:
@@ -98,8 +91,7 @@ def fork(name: str) -> Child | None:
             worker = os.fork()
     except OSError as error:
         raise WorkerProcessError(
-            f"work was to be divided among processes, but one could not be started: {error}. Run "
-            "with --num-threads 1."
+            f"a process could not be forked: {error}. Run with --num-threads 1."
         ) from error
     finally:
         if worker != 0 and parallelism is None:
@@ -116,30 +108,30 @@ def fork(name: str) -> Child | None:
 
 
 def _become_worker(first: int) -> None:
-    """Leave signals, threads and the terminal to the process that has the number `first`."""
+    """Leave signals, threads and the terminal to the process with the id `first`."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    # However that ends, this one ends too, and with it what both hold, as the lock of a run.
+    # This process must not outlive the first: both hold the lock of the run.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
-    # It has none of the threads that torch began in the first, and would wait for them.
+    # Torch would wait for threads that only the first process has.
     torch.set_num_threads(1)
-    # Who draws a progress bar may have held its lock, for which this process would wait for ever.
+    # A progress bar's lock may have been held at the fork and is never released here.
     logging.disable()
     if sys.stdout is not None:
-        sys.stdout = _past_the_bar(1)
+        sys.stdout = _own_stream(1)
     if sys.stderr is not None:
-        sys.stderr = _past_the_bar(2)
+        sys.stderr = _own_stream(2)
 
 
-def _past_the_bar(number: int) -> TextIO:
-    """A stream of this process' own that writes where the system's stream goes."""
+def _own_stream(number: int) -> TextIO:
+    """A new stream to the system's stream of that number."""
     return os.fdopen(os.dup(number), "w", buffering=1)
 
 
-class _Answer(NamedTuple):
-    """What a call gave: a result, or what it raised and where."""
+class _Outcome(NamedTuple):
+    """A result, or an error with its traceback."""
 
     result: Any = None
     error: BaseException | None = None
@@ -147,31 +139,30 @@ class _Answer(NamedTuple):
 
 
 def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Make calls at the same time: the first here, each other in a forked process.
+    """Run calls at the same time: the first here, the others in forked processes.
 
-    Each has one of torch's threads. Of a forked process nothing is kept but what its call gives,
-    which must be picklable.
+    Each has one torch thread. Results of forked processes must be picklable; all else is lost.
 
     Raises
     ------
     WorkerProcessError
-        When another process cannot be started, or ends before its time.
+        When another process cannot be started or ends early.
     """
     workers: list[Child] = []
     pipes: list[Connection] = []
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with signals_held_back():
+        with blocked_signals():
             for number, call in enumerate(calls[1:], 2):
                 here, there = multiprocessing.Pipe(duplex=False)
                 pipes.append(here)
-                worker = fork(f"process {number} of {len(calls)} that divide work")
+                worker = fork(f"process {number} of {len(calls)} of a rollout")
                 if worker is None:
-                    _answer(call, there)
+                    _run_and_send(call, there)
                 workers.append(worker)
                 there.close()
-        return [calls[0](), *map(_heard, workers, pipes)]
+        return [calls[0](), *map(_receive, workers, pipes)]
     except BaseException:
         for worker in workers:
             worker.kill()
@@ -184,39 +175,39 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
             worker.wait()
 
 
-def _answer(call: Callable[[], object], pipe: Connection) -> NoReturn:
-    """Make a call, tell what it gave, and end this process."""
+def _run_and_send(call: Callable[[], object], pipe: Connection) -> NoReturn:
+    """Run a call, send its result, and end this process."""
     try:
         try:
-            answer = _Answer(call())
+            answer = _Outcome(call())
         except BaseException as error:
-            answer = _Answer(None, error, traceback.format_exc())
+            answer = _Outcome(None, error, traceback.format_exc())
         pipe.send_bytes(_pickled(answer))
     finally:
         os._exit(0)
 
 
-def _pickled(answer: _Answer) -> bytes:
+def _pickled(answer: _Outcome) -> bytes:
     try:
         pickled = pickle.dumps(answer)
-        # Not all that can be written can be read.
+        # Some objects can be pickled but not unpickled.
         pickle.loads(pickled)
         return pickled
     except Exception:
         trace = answer.trace or traceback.format_exc()
-        return pickle.dumps(_Answer(None, WorkerProcessError(f"a process failed:\n{trace}")))
+        return pickle.dumps(_Outcome(None, WorkerProcessError(f"a process failed:\n{trace}")))
 
 
-def _heard(worker: Child, pipe: Connection) -> Any:
-    # A process that the worker started may hold the other end open after the worker has ended.
+def _receive(worker: Child, pipe: Connection) -> Any:
+    # A grandchild may hold the pipe open after the worker has ended.
     while not pipe.poll(PERIOD):
         if worker.code is not None and not pipe.poll():
             raise ended_early(worker)
     try:
-        answer: _Answer = pickle.loads(pipe.recv_bytes())
+        answer: _Outcome = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError) as error:
         raise ended_early(worker) from error
     if answer.error is not None:
-        answer.error.add_note(f"raised in a process that did a part of the work:\n{answer.trace}")
+        answer.error.add_note(f"raised in a forked process:\n{answer.trace}")
         raise answer.error
     return answer.result

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from nip_astra.distributed.launch import processes_on_this_machine
@@ -44,6 +45,12 @@ def num_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     return max(count // processes_on_this_machine(), 1)
+
+
+def split_evenly(indices: range, count: int) -> list[range]:
+    """Split neighbouring indices into `count` runs whose lengths differ by at most one."""
+    ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def peak_memory_bytes() -> int:

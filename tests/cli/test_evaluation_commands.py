@@ -16,7 +16,7 @@ from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.storage import PARTS
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.samplers import parts, trees
+from nip_astra.samplers import executor, trees
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
@@ -91,7 +91,7 @@ def test_an_evaluation_by_actors_finds_the_same(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attacker's conversations, the mixture's for the probability, and what a scorer rates."""
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     opened = actors_here.install(monkeypatch)
     found = {}
     for count in ("0", "1", "2"):

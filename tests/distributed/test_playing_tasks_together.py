@@ -13,7 +13,7 @@ from nip_astra.errors import LostProcessError, NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import task_parts
+from nip_astra.samplers import tasks
 from tests.distributed.processes import together
 
 CPU = torch.device("cpu")
@@ -38,14 +38,14 @@ def resolved() -> ResolvedExperiment:
 def trained(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
     """What a run logs and finds, and how many problems this process had to play each time."""
     own: list[int] = []
-    play = task_parts.play_episodes
+    play = tasks.play_episodes
 
     def noted(agent: Any, openings: Any, *how: Any) -> Any:
         own.append(len({opening.problem for opening in openings}))
         return play(agent, openings, *how)
 
     with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task_parts, "play_episodes", noted)
+        patch.setattr(tasks, "play_episodes", noted)
         settings = ExperimentSettings(progress=False, team=team, num_threads=1)
         trainer: Any = prepare_experiment(resolved, settings).trainer
         written: list[dict[str, float]] = []
@@ -75,7 +75,7 @@ def test_two_processes_play_what_one_does_each_a_part(
 def test_a_part_that_cannot_be_played_ends_the_run_in_all(
     resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
-    play = task_parts.play_episodes
+    play = tasks.play_episodes
 
     def fails(store: str) -> str:
         with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
                     raise NipAstraError("no voice")
                 return play(*asked)
 
-            patch.setattr(task_parts, "play_episodes", broken)
+            patch.setattr(tasks, "play_episodes", broken)
             settings = ExperimentSettings(progress=False, team=team, num_threads=1)
             trainer = prepare_experiment(resolved, settings).trainer
             with pytest.raises((WorkerProcessError, LostProcessError)) as caught:
@@ -93,5 +93,5 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
             return str(caught.value)
 
     leader, other = together(fails, tmp_path)
-    assert "process 1 of 2 could not play its part of a rollout: no voice" in leader
-    assert "the process that leads has failed" in other
+    assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
+    assert "the leading process has failed" in other

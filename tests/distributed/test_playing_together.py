@@ -14,9 +14,8 @@ from nip_astra.errors import LostProcessError, NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import parts, trees
+from nip_astra.samplers import executor, trees
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.trainers.language_model.processes import lead
 from tests.distributed.processes import together
 from tests.resuming import short_experiment
 
@@ -30,7 +29,7 @@ MORE = (
 
 @pytest.fixture
 def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResolvedExperiment:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     return short_experiment("ast_dpo", tmp_path / "scenario", *MORE, num_iterations=2)
 
 
@@ -60,7 +59,7 @@ def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
             )
 
         with trainer._threads(), torch.no_grad():
-            found = lead(trainer, work)
+            found = trainer.run_on_leader(work)
     return {"found": found, "own": own}
 
 
@@ -100,8 +99,8 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
 
     monkeypatch.setattr(trees.TreeSampler, "_play", failing)
     leader, other = together(fails, tmp_path)
-    assert "process 1 of 2 could not play its part of a rollout: no voice" in leader
-    assert "the process that leads has failed" in other
+    assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
+    assert "the leading process has failed" in other
 
 
 def test_a_run_that_is_played_together_writes_the_same_first_metrics(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.checkpoints.dumps import compare_dumps
-from nip_astra.distributed.parts import held_of
+from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -70,8 +70,8 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
             "weights": {name: one.detach().clone() for name, one in module.named_parameters()}
             if team.is_leader
             else {},
-            "sizes": [one.numel() for one in map(held_of, trainer.learned)],
-            "read": sum(one.numel() for one in map(held_of, read.parameters())),
+            "sizes": [one.numel() for one in map(local_tensor, trainer.learned)],
+            "read": sum(one.numel() for one in map(local_tensor, read.parameters())),
             "keeps_whole": [one() is not None for one in whole],
             "logged": logged,
             "num_steps": trainer.state.num_optimizer_steps,
@@ -147,8 +147,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     # What one process holds whole, several could not divide.
     prepared.policy = object()
     with pytest.raises(ConfigurationError) as caught:
-        check_can_be_sharded(prepared)
-    assert says(caught.value, "(sharding=fsdp)", "backend is object", "Set sharding to none")
+        check_can_be_sharded(prepared.policy)
+    assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
 
 
 def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:

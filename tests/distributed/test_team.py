@@ -15,7 +15,7 @@ from nip_astra.distributed.launch import (
     processes_on_this_machine,
     rank_of_process,
 )
-from nip_astra.distributed.rows import RowDivision
+from nip_astra.distributed.sharding import RowDivision
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
 from nip_astra.utils.processor import num_cores
@@ -29,8 +29,8 @@ def test_one_process_is_a_team_of_its_own() -> None:
     with open_team(CPU) as team:
         assert (team.size, team.rank, team.is_leader) == (1, 0, True)
         assert team.lead(lambda: 5) == 5
-        assert team.from_leader("x") == "x"
-        assert team.of_all(3) == [3]
+        assert team.broadcast("x") == "x"
+        assert team.all_gather(3) == [3]
         assert list(team.shard_of(7)) == list(range(7))
 
 
@@ -82,21 +82,23 @@ def everything(store: str) -> dict[str, Any]:
     """Use all that a team can do."""
     with open_team(CPU, store) as team:
         two = [torch.full((2,), team.rank + 1.0), torch.full((1,), 2**40 + team.rank)]
-        team.add_up(two)
+        team.all_reduce(two)
         copied = [torch.full((3,), float(team.rank))]
-        team.copy_from_leader(copied)
+        team.broadcast_tensors(copied)
         asked = team.lead(
-            lambda: team.ask("double", [{"x": torch.tensor([1.5])}, {"x": torch.tensor([4.0])}]),
+            lambda: team.request(
+                "double", [{"x": torch.tensor([1.5])}, {"x": torch.tensor([4.0])}]
+            ),
             {"double": lambda given: given["x"] * 2},
         )
         rows = torch.arange(5.0, requires_grad=True)
         (joined,) = RowDivision(team)(lambda some: [rows[some] ** 2], 5)
         (joined.sum() ** 2).backward()
         assert rows.grad is not None
-        team.add_up([rows.grad])
+        team.all_reduce([rows.grad])
         (few,) = RowDivision(team)(lambda some: [rows[:1][some] * 3], 1)
         few_grad = torch.autograd.grad(few.sum(), rows)[0]
-        team.add_up([few_grad])
+        team.all_reduce([few_grad])
         stopped = ""
         try:
             team.lead(lambda: _stop())
@@ -105,8 +107,8 @@ def everything(store: str) -> dict[str, Any]:
         return {
             "sums": [one.tolist() for one in two],
             "copied": copied[0].tolist(),
-            "told": team.from_leader({"rank": team.rank, 1: (2, None)}),
-            "all": team.of_all("ab" * team.rank),
+            "told": team.broadcast({"rank": team.rank, 1: (2, None)}),
+            "all": team.all_gather("ab" * team.rank),
             "asked": None if asked is None else [one.tolist() for one in asked],
             "joined": joined.tolist(),
             "gradient": rows.grad.tolist(),
@@ -139,11 +141,11 @@ def test_processes_share_what_they_compute(tmp_path: Path) -> None:
 def lose_one(store: str) -> str:
     """Wait for a process that is killed."""
     with open_team(CPU, store) as team:
-        team.of_all(0)
+        team.all_gather(0)
         if team.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            team.of_all(0)
+            team.all_gather(0)
         except LostProcessError as error:
             return str(error)
     return ""
@@ -151,7 +153,7 @@ def lose_one(store: str) -> str:
 
 def test_that_a_process_has_ended_is_said_in_plain_words(tmp_path: Path) -> None:
     message, _ = together(lose_one, tmp_path, killed=[1])
-    assert says(message, "trained by 2 processes", "one of them has ended")
+    assert says(message, "2 processes", "has ended")
     assert "third_party" not in message
 
 
@@ -167,7 +169,7 @@ def fail_in_leader(store: str) -> str:
 def test_others_end_with_a_leader_that_fails(tmp_path: Path) -> None:
     leader, other = together(fail_in_leader, tmp_path)
     assert leader.startswith("ZeroDivisionError")
-    assert says(other, "LostProcessError", "leads has failed", "division by zero")
+    assert says(other, "LostProcessError", "leading process has failed", "division by zero")
 
 
 def test_a_meeting_that_cannot_be_is_explained(

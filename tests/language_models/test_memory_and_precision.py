@@ -17,7 +17,7 @@ from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import layers_of
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.language_model.processes import divided
+from nip_astra.trainers.language_model.processes import distribute
 from tests.messages import says
 from tests.resuming import short_experiment
 from tests.tiny import make_language_model, make_tokenizer
@@ -129,8 +129,8 @@ def test_the_setting_reaches_what_learns(tmp_path: Path, monkeypatch: pytest.Mon
     trainer: Any = prepare_experiment(resolved, settings).trainer
     assert trainer.policy.recomputes_layers
     with pytest.raises(ConfigurationError) as caught:
-        divided(trainer, object())  # type: ignore[arg-type]
-    assert says(caught.value, "(gradient_checkpointing)", "learns by object", "to false")
+        distribute(object(), trainer.policy, [], trainer.team, trainer.settings)  # type: ignore[arg-type]
+    assert says(caught.value, "gradient_checkpointing", "object", "to false")
     resolved = short_experiment("vanilla_ppo", tmp_path / "agents")
     with pytest.raises(ConfigurationError) as caught:
         prepare_experiment(resolved, progress=False, gradient_checkpointing=True)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nip_astra.errors import DataError
-from nip_astra.rollouts.batch import Batch, padding_data
-from nip_astra.rollouts.padding import compute_position_id_with_mask
+from nip_astra.rollouts.batch import Batch, compute_position_id_with_mask, padding_data
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.trainers.service.metrics import log_grpo_metrics
 

@@ -15,14 +15,14 @@ from nip_astra.language_models import huggingface
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.samplers import parts
+from nip_astra.samplers import executor
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests import actors_here
 from tests.actors_here import ActorsHere
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
-from tests.samplers.test_parts import counted
+from tests.samplers.test_executor import counted
 from tests.samplers.test_trees import build
 
 PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
@@ -30,7 +30,7 @@ PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
 
 @pytest.fixture
 def instance(tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch) -> ScenarioInstance:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     return build(tiny_scenario)
 
 
@@ -94,7 +94,7 @@ def test_what_was_learnt_reaches_actors_once_a_rollout(
 def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
     tiny_scenario: Path, here: list[ActorsHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 1)
     sampler = build(tiny_scenario).sampler
     assert sampler.target.language_model._snapshot.is_released
@@ -126,7 +126,7 @@ def test_actors_without_a_gpu_are_refused_for_models_that_are_on_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     resolved = resolve_experiment(trainer="ast_dpo")
-    with pytest.raises(ConfigurationError, match=r"given no GPU \(actor_gpus 0\)"):
+    with pytest.raises(ConfigurationError, match=r"actor_gpus is 0"):
         prepare_experiment(resolved, num_actors=2, device="cuda")
 
 
@@ -152,7 +152,7 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
     more: tuple[str, ...],
 ) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     overrides = [
         "training.num_iterations=2",
         "training.eval_period=1",

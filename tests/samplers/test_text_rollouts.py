@@ -16,7 +16,7 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
 )
-from nip_astra.samplers.answer_journal import AnswerJournal, KeptAnswers
+from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
 from nip_astra.samplers.text_arrays import (
     active_turns,
     read_prompt,
@@ -197,9 +197,9 @@ def test_a_stop_between_rounds_leaves_the_rounds_before_in_the_journal(
 def test_a_journal_keeps_what_json_finds_hard_and_counts_what_was_paid(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "answers.jsonl"
     journal = AnswerJournal(path)
-    hard = KeptAnswers(("a\u2028b\n\"'\x00é",), (False,), ("",), 3, 2)
+    hard = StoredResponses(("a\u2028b\n\"'\x00é",), (False,), ("",), 3, 2)
     journal.put("one/0", hard)
-    journal.put("two", KeptAnswers(("x", ""), (True, False), ("", "no"), 5, 7, is_cached=True))
+    journal.put("two", StoredResponses(("x", ""), (True, False), ("", "no"), 5, 7, is_cached=True))
     again = AnswerJournal(path)
     assert again.get("one/0") == hard
     assert again.get("two") == journal.get("two")

@@ -15,11 +15,10 @@ pytest.importorskip("optuna")
 
 from nip_astra.cli import sweep_commands
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.sweep.orders import FinishedRun, RunOrder, RunStatus
-from nip_astra.sweep.places import Job
+from nip_astra.sweep.launchers import FinishedRun, Job, RunSpec, RunStatus
 from nip_astra.sweep.plan import SweepPlan
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
-from nip_astra.sweep.runner import GivenRuns, SweepRunner
+from nip_astra.sweep.runner import StaticQueue, SweepRunner
 from nip_astra.sweep.search import StudyQueue, read_trials
 from nip_astra.sweep.search_space import space_of
 from nip_astra.sweep.sweeping import write_findings
@@ -30,10 +29,10 @@ DEV = "dev/mean_reward"
 class PlayedRun:
     """A run of five dev evaluations, one each time that it is looked at."""
 
-    def __init__(self, order: RunOrder, course: Callable[[float, int], float]) -> None:
-        self.folder = Path(order.folder)
+    def __init__(self, spec: RunSpec, course: Callable[[float, int], float]) -> None:
+        self.folder = Path(spec.folder)
         self.folder.mkdir(exist_ok=True)
-        words = [word for word in order.begin if word.startswith("training.lr=")]
+        words = [word for word in spec.begin if word.startswith("training.lr=")]
         self.lr = float(words[-1].partition("=")[2])
         self.course = course
         (self.folder / "hyper_parameters.yaml").write_text(f"training: {{lr: {self.lr}}}\n")
@@ -70,11 +69,11 @@ class Stage:
         self.course, self.kill_at = course, kill_at
         self.begun: list[str] = []
 
-    def start(self, order: RunOrder) -> Job:
+    def start(self, spec: RunSpec) -> Job:
         if len(self.begun) == self.kill_at:
             raise KeyboardInterrupt
-        self.begun.append(Path(order.folder).name)
-        return PlayedRun(order, self.course)
+        self.begun.append(Path(spec.folder).name)
+        return PlayedRun(spec, self.course)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def plan_of(**search: Any) -> SweepPlan:
 
 
 def search(plan: SweepPlan, folder: Path, stage: Stage) -> list[FinishedRun]:
-    runner = SweepRunner(plan, folder, place=stage)
+    runner = SweepRunner(plan, folder, launcher=stage)
     with runner.opened():
         return runner.work(StudyQueue(plan, folder))
 
@@ -245,20 +244,20 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> Non
     )
 
     class Failing(Stage):
-        def start(self, order: RunOrder) -> Job:
-            if "training.lr=1e-1" not in order.begin:
-                return super().start(order)
-            Path(order.log).write_text("Traceback\nit broke <here>\n")
-            job = PlayedRun(order, self.course)
+        def start(self, spec: RunSpec) -> Job:
+            if "training.lr=1e-1" not in spec.begin:
+                return super().start(spec)
+            Path(spec.log).write_text("Traceback\nit broke <here>\n")
+            job = PlayedRun(spec, self.course)
             job.stop()
             return job
 
     noise = iter(range(100))
     runner = SweepRunner(
-        plan, tmp_path, place=Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
+        plan, tmp_path, launcher=Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
     )
     with runner.opened():
-        finished = runner.work(GivenRuns(plan.runs))
+        finished = runner.work(StaticQueue(plan.runs))
     assert sum(one.status is RunStatus.FAILED for one in finished) == 3
     found = read_sweep(tmp_path)
     write_findings(found)
@@ -283,22 +282,22 @@ def test_runs_are_grouped_and_tagged_by_what_sets_them_apart(tmp_path: Path) -> 
         seeds=[0],
         grid={"training.lr": ["1e-3", "1e-2"], "training.num_epochs": ["2"]},
     )
-    orders: list[RunOrder] = []
+    specs: list[RunSpec] = []
 
     class Noting(Stage):
-        def start(self, order: RunOrder) -> Job:
-            orders.append(order)
-            return super().start(order)
+        def start(self, spec: RunSpec) -> Job:
+            specs.append(spec)
+            return super().start(spec)
 
     runner = SweepRunner(
-        plan, tmp_path / "rates", settings={"wandb_tags": ["mine"]}, place=Noting(peak)
+        plan, tmp_path / "rates", settings={"wandb_tags": ["mine"]}, launcher=Noting(peak)
     )
     runner.run(plan.runs)
-    for order, rate in zip(orders, ("1e-3", "1e-2"), strict=True):
-        for words in (order.begin, order.go_on):
+    for spec, rate in zip(specs, ("1e-3", "1e-2"), strict=True):
+        for words in (spec.begin, spec.resume):
             assert f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]' in words
             assert 'wandb_group="rates"' in words
-        assert "training.num_epochs=2" in order.begin
+        assert "training.num_epochs=2" in spec.begin
 
 
 def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,8 +164,11 @@ def test_weights_that_sample_are_behind_by_as_many_iterations_as_said(
     assert told == [float(min(i, staleness)) for i in range(5)]
     assert gaps[0] < 1e-6 < min(gaps[1:])
     assert trainer.state.num_optimizer_steps > 0
-    # What the last rollout was sampled by are the weights of that many iterations before.
+    # The sampling weights of the last rollout are those of that many iterations before.
     batch = trainer.collate_fn([behind[-1]])
+    is_corrected = name == "self_hosted_grpo"
+    assert [("correction_weights" in one) for one in behind] == [False] + 4 * [is_corrected]
+    assert torch.equal(batch["old_logprobs"], batch["logprobs"]) is not is_corrected
     given = (batch[n] for n in ("context", "context_mask", "response", "response_mask"))
     scored = trainer._sampler.logprobs(*given)[batch["trained_mask"]]
     torch.testing.assert_close(
@@ -372,7 +375,7 @@ def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) ->
 
 
 def test_rollouts_ahead_of_weights_that_are_elsewhere_are_refused() -> None:
-    with pytest.raises(ParameterError, match="which the backend http holds elsewhere"):
+    with pytest.raises(ParameterError, match=r"max_staleness 1 .*backend http"):
         trainer_of(
             "self_hosted_grpo",
             "self_hosted_grpo.max_staleness=1",

@@ -18,11 +18,11 @@ import torch
 
 from nip_astra.errors import ConfigurationError, WorkerProcessError
 from nip_astra.utils.forked import (
+    blocked_signals,
     call_at_once,
     can_fork,
     fork,
     get_num_processes,
-    signals_held_back,
     using_processes,
 )
 
@@ -184,7 +184,7 @@ def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
     try:
         values = torch.linspace(0, 1, 400_000)
         expected = values.exp().sum()
-        with signals_held_back():
+        with blocked_signals():
             worker = fork("a process that adds up")
             if worker is None:
                 signal.alarm(60)

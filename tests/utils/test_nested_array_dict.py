@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import DataError
-from nip_astra.utils.array_kinds import TEXT
 from nip_astra.utils.array_specs import (
     BoolArraySpec,
     CompositeSpec,
@@ -25,6 +24,7 @@ from nip_astra.utils.array_specs import (
     StringArraySpec,
 )
 from nip_astra.utils.nested_array_dict import (
+    TEXT,
     NestedArrayDict,
     concatenate_nested_array_dicts,
     stack_nested_array_dicts,

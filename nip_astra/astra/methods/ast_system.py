@@ -20,8 +20,7 @@ from nip_astra.astra.methods.text_rollouts import TextRollouts, rate_turns
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.node_scores import RewardParameters
-from nip_astra.samplers.trees import TreeSampler
+from nip_astra.samplers.trees import RewardParameters, TreeSampler
 from nip_astra.utils.seeding import SeedPart, derived_generator
 
 __all__ = ["ASTEnvironment", "ASTEvaluator", "ASTNode", "ASTProblem", "ASTSampler", "ASTSystem"]

@@ -42,7 +42,7 @@ class DataParallelService(LocalTrainingService):
             role=local.role,
         )
         self.team = team
-        team.copy_from_leader([*self.learned, *self.modules.buffers()])
+        team.broadcast_tensors([*self.learned, *self.modules.buffers()])
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples = sum(len(batch) for batch in batches)
@@ -62,7 +62,7 @@ class DataParallelService(LocalTrainingService):
             "has_gradient": [weight.grad is not None for weight in self.learned],
             "tokens": asdict(spent),
         }
-        told = self.team.of_all(part)
+        told = self.team.all_gather(part)
         if failure is not None:
             raise failure
         for rank, one in enumerate(told):
@@ -94,7 +94,7 @@ class DataParallelService(LocalTrainingService):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 gradients.append(weight.grad)
-        self.team.add_up(gradients)
+        self.team.all_reduce(gradients)
 
 
 def parts_of(batches: Sequence[TensorDict], team: Team) -> list[TensorDict]:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from nip_astra.language_models.services.chat import ChatModel, ChatOutcome, ChatRequest
+from nip_astra.utils.background_loop import BackgroundLoop
 
 T = TypeVar("T")
 
 
-class _ServiceLoop:
-    """An event loop in its own thread, so that connections outlive a call."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self.loop.run_forever, name="services", daemon=True)
-        thread.start()
-
-
-_lock = threading.Lock()
-_running: list[_ServiceLoop] = []
+_LOOP = BackgroundLoop()
 
 
 def complete_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutcome]:
@@ -47,17 +35,7 @@ def close_all(models: Iterable[ChatModel]) -> None:
 
 def run_sync(task: Coroutine[Any, Any, T]) -> T:
     """The result of an asynchronous task; a signal that ends the wait cancels the task."""
-    with _lock:
-        if not _running or _running[0].process != os.getpid():
-            # A forked process has no thread of its parent.
-            _running[:] = [_ServiceLoop()]
-        loop = _running[0].loop
-    future = asyncio.run_coroutine_threadsafe(task, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    return _LOOP.run(task)
 
 
 async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nip_astra.errors import ConfigurationError, ServiceError
-from nip_astra.utils.children import Child
+from nip_astra.utils.children import start_program
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +79,13 @@ class ServiceProcess:
             "protocols": list(protocols),
             "told": str(told),
         }
-        with self._log.open("wb") as log:
-            # The pipe closes when this process ends, and that ends the service.
-            program = subprocess.Popen(
-                [sys.executable, "-m", "nip_astra.serve.process", json.dumps(order)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
-        self._stdin = program.stdin
-        self._process = Child("a text service", program.pid, program)
+        # The pipe closes when this process ends, and that ends the service.
+        self._process = start_program(
+            "a text service",
+            ["-m", "nip_astra.serve.process", json.dumps(order)],
+            log=self._log,
+            stdin=subprocess.PIPE,
+        )
         try:
             self.base_url = self._wait_until_told(told, seconds_to_start)
         except BaseException:
@@ -131,8 +124,8 @@ class ServiceProcess:
         """End the service; nothing happens where it has ended already."""
         if not self._process.stop(SECONDS_TO_STOP):
             logger.warning("the text service did not end when asked to, and was killed")
-        if self._stdin is not None:
-            self._stdin.close()
+        if self._process.program is not None and self._process.program.stdin is not None:
+            self._process.program.stdin.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Self:

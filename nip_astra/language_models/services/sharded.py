@@ -15,14 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nip_astra.checkpoints.shards import SHARDS, load_shards, save_shards
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.distributed.parts import (
-    add_up_as_they_are,
-    divided,
-    held_of,
+from nip_astra.distributed.sharding import (
+    full_tensor,
+    local_tensor,
+    shard,
+    sum_gradients,
     sum_of_squares,
-    whole_of,
 )
-from nip_astra.distributed.team import LOST, Handler, Team, told_as_lost
+from nip_astra.distributed.team import LOST, Handler, Team, lost_process_errors
 from nip_astra.errors import CheckpointError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -101,7 +101,10 @@ class ShardedService(DataParallelService):
     # ---- learning
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
-        with self.learner.reading_through(self.reader), told_as_lost(self.team, only_if=LOST):
+        with (
+            self.learner.reading_through(self.reader),
+            lost_process_errors(self.team, only_if=LOST),
+        ):
             return super().forward_backward(batches, loss)
 
     def _part_of_step(
@@ -140,7 +143,7 @@ class ShardedService(DataParallelService):
         check_step(lr, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        gradients = [held_of(one.grad) for one in self.learned if one.grad is not None]
+        gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
         norm = self._norm()
         if max_grad_norm is not None and math.isfinite(norm):
             # As torch.nn.utils.clip_grad_norm_ does it.
@@ -154,9 +157,9 @@ class ShardedService(DataParallelService):
 
     def _norm(self) -> float:
         """The norm of all gradients, of which each process has a part."""
-        parts = [held_of(one.grad) for one in self._parts if one.grad is not None]
+        parts = [local_tensor(one.grad) for one in self._parts if one.grad is not None]
         square = sum_of_squares(parts)
-        self.team.add_up([square])
+        self.team.all_reduce([square])
         beside = [one.grad for one in self._beside if one.grad is not None]
         return math.sqrt(float(square + sum_of_squares(beside)))
 
@@ -168,8 +171,8 @@ class ShardedService(DataParallelService):
         if self._is_gathered:
             return
         for number, part in enumerate(self._parts):
-            with told_as_lost(self.team, only_if=LOST):
-                weight = whole_of(part)
+            with lost_process_errors(self.team, only_if=LOST):
+                weight = full_tensor(part)
             if self._whole is not None:
                 self._whole[number].copy_(weight)
         self._is_gathered = True
@@ -183,8 +186,8 @@ class ShardedService(DataParallelService):
 
     def save_state(self, directory: Path) -> None:
         """Have each process write its part; called by the leader while it may ask."""
-        assert self.team.may_ask
-        self.team.ask(_SAVE, [str(directory)] * self.team.size)
+        assert self.team.can_request
+        self.team.request(_SAVE, [str(directory)] * self.team.size)
         _, state = taken_apart(self.optimizer)
         save_state(
             directory / OPTIMIZER,
@@ -194,7 +197,7 @@ class ShardedService(DataParallelService):
 
     def _save_parts(self, directory: Path) -> None:
         tensors, _ = taken_apart(self.optimizer)
-        with told_as_lost(self.team, only_if=LOST):
+        with lost_process_errors(self.team, only_if=LOST):
             save_shards(directory / self.role / SHARDS, self._named_parts())
             save_shards(directory / OPTIMIZER_SHARDS, tensors)
 
@@ -202,7 +205,7 @@ class ShardedService(DataParallelService):
         content = load_state(directory / OPTIMIZER)
         self._load_weights(directory / self.role)
         self.modules.load_state_dict(content["modules"])
-        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, divided)
+        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, shard)
         self._is_gathered = False
 
     @torch.no_grad()
@@ -219,7 +222,7 @@ class ShardedService(DataParallelService):
                     f"the weights in {folder} were to be divided, but they are of another model: "
                     f"{name} does not fit. Resume with the parameters that wrote them."
                 )
-            held_of(part).copy_(held_of(divided(saved[name], part)))
+            local_tensor(part).copy_(local_tensor(shard(saved[name], part)))
 
     def _named_parts(self) -> dict[str, Tensor]:
         return learned_weights(self._module)
@@ -249,4 +252,4 @@ def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> No
     for layer in layers_of(reader):
         fully_shard(layer, **mixed)
     fully_shard(reader, **options)
-    add_up_as_they_are(reader)
+    sum_gradients(reader)

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from nip_astra.distributed.rows import RowDivision
+from nip_astra.distributed.sharding import RowDivision
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
 from nip_astra.rl_objectives.objective import FrameRows
 from nip_astra.scenario_base.protocol.agent_actions import (

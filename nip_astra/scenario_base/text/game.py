@@ -32,7 +32,7 @@ GO_ON = "It is your turn."
 """What an agent reads where its prompt and the others say nothing since its own last message."""
 
 
-class Said(NamedTuple):
+class ChannelMessage(NamedTuple):
     """A message of one round.
 
     Attributes
@@ -60,7 +60,7 @@ class TextEpisode:
         Of the episode; the order of play may depend on it.
     round : int
         Rounds played.
-    said : tuple of tuple of Said
+    said : tuple of tuple of ChannelMessage
         Messages by round.
     answers : tuple of dict of str
         Answers as they were given, by round and agent.
@@ -75,12 +75,12 @@ class TextEpisode:
     seed: int
     has_decided: tuple[bool, ...]
     round: int = 0
-    said: tuple[tuple[Said, ...], ...] = ()
+    said: tuple[tuple[ChannelMessage, ...], ...] = ()
     answers: tuple[Mapping[str, str], ...] = ()
     is_done: bool = False
 
 
-class Turn(NamedTuple):
+class TurnOptions(NamedTuple):
     """What an agent may do in a round.
 
     Attributes
@@ -190,7 +190,7 @@ class TextGame:
             return random_stance(datapoint)
         return self.protocol.favoured_decisions.get(agent, ACCEPT)
 
-    def turns(self, episode: TextEpisode) -> list[Turn]:
+    def turns(self, episode: TextEpisode) -> list[TurnOptions]:
         """Who may do what in the next round, in the protocol's order; nobody at the end.
 
         Nobody is asked for a decision that the parameters force.
@@ -206,10 +206,10 @@ class TextGame:
             is_forced = may_decide_A[place] and agent in self.protocol.forced_names
             if channels and not is_forced:
                 is_last = not any(any(one[place]) for one in later_active)
-                found.append(Turn(agent, channels, may_decide_A[place], is_last))
+                found.append(TurnOptions(agent, channels, may_decide_A[place], is_last))
         return found
 
-    def read(self, turn: Turn, text: str) -> ParsedAnswer:
+    def read(self, turn: TurnOptions, text: str) -> ParsedAnswer:
         """What an answer means in a turn."""
         if turn.agent not in self.protocol.verifier_names:
             return parse_messages(text, turn.channels)
@@ -242,7 +242,7 @@ class TextGame:
             Moves(torch.tensor([decisions])),
         )
         said = tuple(
-            Said(agent, channel, text)
+            ChannelMessage(agent, channel, text)
             for agent in protocol.agent_names
             if agent in moves
             for channel, text in moves[agent][1].messages.items()
@@ -282,7 +282,7 @@ class TextGame:
 
     # ---- what an agent reads
 
-    def messages(self, episode: TextEpisode, turn: Turn) -> tuple[ChatMessage, ...]:
+    def messages(self, episode: TextEpisode, turn: TurnOptions) -> tuple[ChatMessage, ...]:
         """What an agent is asked: the conversation as it sees it, ending with a user's message.
 
         Its own answers are the assistant's, as it gave them; what others said in channels that it
@@ -297,12 +297,14 @@ class TextGame:
             if agent in episode.answers[number]:
                 # The turn that it had is over: what followed it is the next thing to answer.
                 parts.append(("assistant", episode.answers[number][agent]))
-            parts += [("user", line) for line in self._heard(agent, episode.seed, number, said)]
+            parts += [("user", line) for line in self._observed(agent, episode.seed, number, said)]
         parts.append(("user", prompt.render("turn", values)))
         messages = [ChatMessage(role="system", content=system)] if system else []
         return (*messages, *_alternating(parts))
 
-    def _heard(self, agent: str, seed: int, number: int, said: Sequence[Said]) -> list[str]:
+    def _observed(
+        self, agent: str, seed: int, number: int, said: Sequence[ChannelMessage]
+    ) -> list[str]:
         """What an agent hears of a round, channels in an order that the episode's seed decides."""
         seen = [
             self.protocol.message_channel_names[place]
@@ -315,13 +317,13 @@ class TextGame:
         several = len(seen) > 1
         return [self._line(one, with_channel=several) for one in heard]
 
-    def _line(self, one: Said, *, with_channel: bool) -> str:
+    def _line(self, one: ChannelMessage, *, with_channel: bool) -> str:
         name, title = self.human_names[one.agent], channel_title(one.channel)
         is_own = title.replace(" ", "_") == one.agent
         where = f" (to {title})" if with_channel and not is_own else ""
         return f"{name}{where}: {one.text}"
 
-    def template_values(self, episode: TextEpisode, turn: Turn) -> dict[str, Any]:
+    def template_values(self, episode: TextEpisode, turn: TurnOptions) -> dict[str, Any]:
         """What prompts may use in an agent's turn; `datapoint` has the columns of the data."""
         protocol, agent = self.protocol, turn.agent
         stance = self.stance(agent, episode.datapoint)

@@ -19,9 +19,9 @@ from nip_astra.language_models.services.fine_tuning import (
     SupervisedExample,
 )
 from nip_astra.samplers.text_arrays import active_turns, read_prompt
-from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.scenario_base.text.parsing import decision_text
+from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
@@ -118,7 +118,7 @@ class PureTextSharedModelGroup:
         Opens the model of a name; that of the beginning for None.
     service : FineTuningService or None
         Trains it; None where nothing does.
-    loop : EventLoop
+    loop : BackgroundLoop
         In which services are spoken to.
 
     Attributes
@@ -144,7 +144,7 @@ class PureTextSharedModelGroup:
         *,
         open_model: Callable[[str | None], ChatModel],
         service: FineTuningService | None,
-        loop: EventLoop,
+        loop: BackgroundLoop,
     ) -> None:
         _check_alike(name, agents)
         self.name, self.agents = name, list(agents)

@@ -18,7 +18,7 @@ from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, num_probes_of
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.held_models import memory_of_models, parts_with_models

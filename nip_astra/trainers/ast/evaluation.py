@@ -17,7 +17,7 @@ from nip_astra.evaluation.failures import (
 from nip_astra.evaluation.outcomes import failure_rate, unknown_warning
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.samplers.sizes import num_probes_of
+from nip_astra.samplers.trees import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scenario_instance import ScenarioInstance
 

@@ -20,8 +20,8 @@ from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
 from nip_astra.rl_objectives.values import explained_variance, value_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.node_samples import learning_logprobs, node_samples
+from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
 
 
 class ValueHead(torch.nn.Module):
@@ -59,7 +59,7 @@ class PpoKlParameters(KlParameters):
     """Whether the divergence lowers the reward of each token, or is added to the loss."""
 
 
-class PpoParameters(LossParameters, CorrectedAheadParameters):
+class PpoParameters(LossParameters, CorrectedStalenessParameters):
     """Clipping, advantages, value head and the KL penalty."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)

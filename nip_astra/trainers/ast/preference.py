@@ -20,9 +20,9 @@ from nip_astra.rl_objectives.preference import sequence_logprobs
 from nip_astra.rollouts.preference_pairs import PairSelection, select_pairs
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.trainers.ast.ahead import PlayedAheadParameters
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.utils.seeding import derived_generator
@@ -38,7 +38,7 @@ class WeakSupervisionParameters(SubParameters):
     answer to the opening. Larger imitates more and searches less."""
 
 
-class PairParameters(PlayedAheadParameters):
+class PairParameters(AsyncRolloutParameters):
     """Strength of the preference and choice of pairs.
 
     Played ahead, pairs are of probes that an older attacker said. Their losses hold for pairs of

@@ -18,7 +18,7 @@ from torch import Tensor
 from nip_astra.distributed.team import Team, team_on_this_machine
 from nip_astra.errors import ConfigurationError, LostProcessError, WorkerProcessError
 from nip_astra.utils.children import PERIOD, SECONDS_TO_END, Child, check_alive, ended_early
-from nip_astra.utils.forked import fork, signals_held_back
+from nip_astra.utils.forked import blocked_signals, fork
 
 _FORGETTING = 1.05
 """By what a time rises in each minibatch that took longer."""
@@ -129,7 +129,7 @@ class DividedLosses:
 
     def _fork(self, count: int) -> int:
         """Start the other processes, and give this one's number among them."""
-        with signals_held_back():
+        with blocked_signals():
             while len(self._workers) < count - 1:
                 number = len(self._workers) + 1
                 worker = fork(f"process {number + 1} of {count} that compute losses")
@@ -167,7 +167,7 @@ class DividedLosses:
         """Tell all what each has done, in so many words, and how it will be told from now on."""
         tasks = [(*task, done.figures, done.seconds) for task, done in part.done.items()]
         mine: dict[str, Any] = {"fault": part.fault, "tasks": tasks}
-        told = self._team.of_all(mine | {"weights": list(part.gradients)})
+        told = self._team.all_gather(mine | {"weights": list(part.gradients)})
         for one in told:
             if one["fault"]:
                 raise _failure(one["fault"])
@@ -177,7 +177,7 @@ class DividedLosses:
             own = part.gradients.get(number)
             weight = self._weights[number]
             weight.grad = torch.zeros_like(weight) if own is None else own
-        self._team.add_up([_gradient(self._weights[number]) for number in sorted(numbers)])
+        self._team.all_reduce([_gradient(self._weights[number]) for number in sorted(numbers)])
         found: dict[Task, _Done] = {}
         for one in told:
             for agent, part_number, figures, seconds in one["tasks"]:
@@ -293,7 +293,7 @@ class _Board:
             for task, done in part.done.items():
                 self._seconds[task].fill_(done.seconds)
             self._num_told.fill_(len(part.gradients) + len(figures))
-        team.add_up([self._board])
+        team.all_reduce([self._board])
         if int(self._num_told) != len(self._gradients) + len(self._figures):
             return None
         for number, weight in self._weights.items():

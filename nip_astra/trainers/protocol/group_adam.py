@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nip_astra.distributed.parts import held_of
+from nip_astra.distributed.sharding import local_tensor
 from nip_astra.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ class _Memory(NamedTuple):
 
     def held(self, tensors: list[Tensor]) -> list[Tensor]:
         """What this process has of tensors that are divided as the weights are."""
-        return [held_of(one) for one in tensors] if self.is_divided else tensors
+        return [local_tensor(one) for one in tensors] if self.is_divided else tensors
 
 
 class GroupAdam(torch.optim.Adam):

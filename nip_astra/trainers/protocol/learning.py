@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrl.objectives import LossModule
 
-from nip_astra.distributed.rows import RowDivision
-from nip_astra.distributed.team import Team
+from nip_astra.distributed.sharding import RowDivision
+from nip_astra.distributed.team import LOST, Team, lost_process_errors
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
@@ -139,6 +139,15 @@ class Learner:
             When a gradient is not finite. On a CPU no step is taken with it; elsewhere it is seen
             when the iteration ends, so that the device does not wait.
         """
+        if self.sharded is None:
+            return self._learn(batch, iteration)
+        with lost_process_errors(self.team, only_if=LOST):
+            learned = self._learn(batch, iteration)
+            # The leader samples with whole weights.
+            self.sharded.gather()
+        return learned
+
+    def _learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
         names = self.optimizers.learning(iteration)
         self.optimizers.begin(iteration)
         frames = batch.flatten()
@@ -170,7 +179,7 @@ class Learner:
         """Complete the gradients of weights by those that other processes' rows gave."""
         gradients = [weight.grad for weight in self.optimizers.weights]
         # Those of divided weights were added up as they were scattered.
-        self.team.add_up([g for g in gradients if g is not None and not isinstance(g, DTensor)])
+        self.team.all_reduce([g for g in gradients if g is not None and not isinstance(g, DTensor)])
 
     @contextmanager
     def _rows_divided(self) -> Iterator[None]:

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nip_astra.distributed.parts import (
-    add_up_as_they_are,
-    divided,
-    held_of,
+from nip_astra.distributed.sharding import (
+    full_tensor,
+    local_tensor,
+    shard,
+    sum_gradients,
     sum_of_squares,
-    whole_of,
 )
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import ConfigurationError
@@ -58,7 +58,7 @@ def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable
     if len(small) == len(weights):
         return found
     fully_shard(found, mesh=mesh, reshard_after_forward=True, ignored_params=small)
-    add_up_as_they_are(found)
+    sum_gradients(found)
     return found
 
 
@@ -114,7 +114,7 @@ class ShardedOptimizers(AgentOptimizers):
 
     def state_dict(self) -> dict[str, Any]:
         """What all optimizers remember, whole; called by the leader while it may ask."""
-        self.team.ask(_GATHER, [None] * self.team.size)
+        self.team.request(_GATHER, [None] * self.team.size)
         found, self._found = self._found, {}
         return found
 
@@ -124,7 +124,7 @@ class ShardedOptimizers(AgentOptimizers):
         for optimizer in self._found.values():
             for values in optimizer["state"].values():
                 for key, value in values.items():
-                    whole = whole_of(value)
+                    whole = full_tensor(value)
                     values[key] = whole.cpu() if self.team.is_leader else None
         if not self.team.is_leader:
             self._found = {}
@@ -134,19 +134,19 @@ class ShardedOptimizers(AgentOptimizers):
         for name, optimizer in self.optimizers.items():
             weights = [w for group in optimizer.param_groups for w in group["params"]]
             remembered = {
-                number: {key: divided(value, weights[number]) for key, value in values.items()}
+                number: {key: shard(value, weights[number]) for key, value in values.items()}
                 for number, values in state[name]["state"].items()
             }
             optimizer.load_state_dict({**state[name], "state": remembered})
 
     def _gradients(self, name: str) -> list[Tensor]:
-        return [held_of(gradient) for gradient in super()._gradients(name)]
+        return [local_tensor(gradient) for gradient in super()._gradients(name)]
 
     def _norms(self, gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         if not gradients:
             return {}
         squares = torch.stack([sum_of_squares(self._divided_gradients(n)) for n in gradients])
-        self.team.add_up([squares])
+        self.team.all_reduce([squares])
         norms = {}
         for square, name in zip(squares, gradients, strict=True):
             beside = [g for g in super()._gradients(name) if not isinstance(g, DTensor)]
@@ -207,6 +207,6 @@ class ShardedAgents:
     def gather(self) -> None:
         """Bring the leader's agents up to date; all processes do so together."""
         for number, part in enumerate(self._parts):
-            weight = whole_of(part)
+            weight = full_tensor(part)
             if self._whole is not None:
                 self._whole[number].copy_(weight)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nip_astra.samplers.task_episodes import TaskRollout
+from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
 
 

@@ -8,16 +8,16 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import AdvantageParameters
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlParameters
 from nip_astra.rl_objectives.policy_losses import LossParameters
 from nip_astra.rl_objectives.reductions import Reduction
 from nip_astra.rl_objectives.registry import PolicyLossName
+from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
 
 
-class RolloutParameters(SubParameters):
+class RolloutParameters(AsyncRolloutParameters):
     """What every trainer on trajectories reads beside `training`, whose
     num_episodes_per_experience says how many problems an iteration has.
     """
@@ -32,24 +32,19 @@ class RolloutParameters(SubParameters):
     """How often problems whose runs all have one reward are replaced by further ones. Each round
     plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
     as much."""
-    max_staleness: int = Field(default=0, ge=0, le=16)
-    """Iterations that the weights that sample are behind those that learn. 0 samples and learns in
-    turn; with more, rollouts are played by a copy of the model while an earlier iteration is learnt
-    from, and how unlike the two have become is logged (mismatch). Larger waits less and learns from
-    older answers."""
     train_service: TrainServiceParameters = TrainServiceParameters()
     """Where the policy learns."""
     algorithm: dict[str, JsonValue] = {}
     """Values for a trainer of one's own, which reads them as `self.config.algorithm`."""
 
     @model_validator(mode="after")
-    def _can_be_played_ahead(self) -> Self:
+    def _can_be_async(self) -> Self:
         backend = self.train_service.backend
         if self.max_staleness and backend != "local":
             raise ValueError(
-                f"max_staleness {self.max_staleness} has rollouts played by a copy of the weights, "
-                f"which the backend {backend} holds elsewhere; set it to 0, or train_service."
-                "backend to local"
+                f"max_staleness {self.max_staleness} needs a copy of the weights in this process, "
+                f"but the backend {backend} holds them elsewhere; set it to 0, or "
+                "train_service.backend to local"
             )
         return self
 
@@ -77,8 +72,9 @@ class PolicyLossParameters(LossParameters):
     """Whether trajectories are scored again before they are learnt from, for old log-probabilities
     that are exact where sampler and trainer compute differently. It takes another pass."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
-    """Correction where sampler and trainer differ: ratios are clipped (truncate) or tokens left out
-    (mask), by max_mismatch; null does nothing."""
+    """How the ratio between trainer and sampler weighs the loss of a token: up to max_mismatch
+    (truncate), with tokens beyond it left out (mask), or not (null). Samples of older weights
+    (max_staleness) are rescored and truncated where this is null."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
     """Whether the ratio is of each token or of whole trajectories."""
     max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(

@@ -3,20 +3,92 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import TokenModel
+from nip_astra.language_models.base import LanguageModel, TokenModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import advantages_of
-from nip_astra.samplers.task_episodes import Sample
+from nip_astra.samplers.tasks import Sample
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CollectedRollout:
+    """The rollout of an iteration's problems.
+
+    Attributes
+    ----------
+    trajectories : list of Trajectory
+        Those to learn from.
+    metrics : dict[str, float]
+        Figures to log.
+    records : list
+        Tables of transcripts for the run's records.
+    """
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    records: list[list[list[Any]]] = field(default_factory=list)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values and tensors for a checkpoint."""
+        return {
+            "trajectories": [one.to_plain() for one in self.trajectories],
+            "metrics": self.metrics,
+            "records": self.records,
+        }
+
+    @classmethod
+    def from_plain(cls, _iteration: int, plain: Mapping[str, Any]) -> CollectedRollout:
+        """The rollout of `to_plain`."""
+        rows = [Trajectory(**fields) for fields in plain["trajectories"]]
+        return cls(rows, plain["metrics"], plain["records"])
+
+
+class SamplingThread:
+    """Collects rollouts in a thread beside the main one, with a copy of the policy's weights.
+
+    Parameters
+    ----------
+    policy, sampler : LanguageModel
+        What learns, and its `sampler_copy`, which only this thread uses.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[int], CollectedRollout],
+        policy: LanguageModel,
+        sampler: LanguageModel,
+    ) -> None:
+        self._collect, self._policy, self._sampler = collect, policy, sampler
+        self._executor: ThreadPoolExecutor | None = None
+
+    def begin(self, iterations: Sequence[int]) -> list[Callable[[], CollectedRollout]]:
+        """Start rollouts with the current weights."""
+        if self._executor is None:
+            # One thread: weights stay during a rollout, and rollouts keep their order.
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="async-rollouts")
+        weights = self._policy.weight_copy()
+        return [self._executor.submit(self._run, one, weights).result for one in iterations]
+
+    def _run(self, iteration: int, weights: Mapping[str, Tensor]) -> CollectedRollout:
+        # Grad mode belongs to a thread.
+        with torch.no_grad():
+            self._sampler.take_weights(weights)
+            return self._collect(iteration)
 
 
 def sample_of_service(service: TrainingService, agent: ConversationAgent) -> Sample | None:

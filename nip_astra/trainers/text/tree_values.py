@@ -1,72 +1,65 @@
-"""Values of the nodes of rollout trees, and pairs of answers of which one did better.
+"""Values of the nodes of text rollout trees, and pairs of answers of which one did better.
 
-A node is a round that was played: what all agents did in it, and what it paid. Siblings are other
-moves in the same round. Shape suffixes: `A` agent.
+A node is one round: the moves of all agents and their rewards. Siblings are other moves in the same
+round. Shape suffixes: `N` node, `A` agent.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from nip_astra.language_models.services.fine_tuning import PreferenceExample
+from nip_astra.rl_objectives.advantages import mean_child_return
 from nip_astra.samplers.text_arrays import read_prompt
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
-Floats = npt.NDArray[np.float64]
 
-
-@dataclass
-class ValuedNode:
-    """A round of a tree of rollouts.
+class TreeValues(NamedTuple):
+    """The nodes of trees, a row each.
 
     Attributes
     ----------
-    parent_id : str
-        The round before, or the start, which is no node.
-    place : tuple of int
-        Rollout and round of the arrays in which it is found.
-    rewards_A : ndarray
-        What it paid.
-    children : list of str
-        The rounds after it, one a branch.
-    values_A : ndarray
-        What it and all that follows pay on average.
+    node_ids, parent_ids : list of str
+        Ids of the nodes and of the rounds before; the parent of an opening round is no node.
+    places : list of tuple
+        Rollout and round of the arrays that hold each node.
+    values_NA : Tensor
+        Mean over continuations of the rewards from this round on, float64.
     """
 
-    parent_id: str
-    place: tuple[int, int]
-    rewards_A: Floats
-    children: list[str] = field(default_factory=list)
-    values_A: Floats = field(default_factory=lambda: np.zeros(0))
+    node_ids: list[str]
+    parent_ids: list[str]
+    places: list[tuple[int, int]]
+    values_NA: Tensor
 
 
-def valued_nodes(rollouts: NestedArrayDict) -> dict[str, ValuedNode]:
-    """All nodes of trees by their ids, with their values.
+def tree_values(rollouts: NestedArrayDict) -> TreeValues:
+    """All nodes of trees with their values.
 
-    `V(n) = r(n) + mean of V(c) over the children c`, for each agent: the mean, over the ways in
-    which the tree goes on, of what is earned from this round on. Each way of a node counts alike,
-    however many ends it has, so that V estimates what the agents' own play would earn.
+    `V(n) = r(n) + mean of V(c) over the children c`, for each agent. Each child counts alike,
+    however many ends it has, so that V estimates the return of the agents' own policy.
     """
-    nodes: dict[str, ValuedNode] = {}
     ids, parents = rollouts["node", "id"], rollouts["node", "parent"]
-    for place, number in np.argwhere(~rollouts["padding"]).tolist():
-        name = str(ids[place, number])
-        if name not in nodes:
-            rewards_A = rollouts["agents", "reward"][place, number]
-            nodes[name] = ValuedNode(str(parents[place, number]), (place, number), rewards_A)
-    for name, node in nodes.items():
-        if node.parent_id in nodes:
-            nodes[node.parent_id].children.append(name)
-    for node in sorted(nodes.values(), key=lambda one: -one.place[1]):
-        following = [nodes[child].values_A for child in node.children]
-        node.values_A = node.rewards_A + (np.mean(following, axis=0) if following else 0.0)
-    return nodes
+    places: dict[str, tuple[int, int]] = {}
+    for rollout, number in zip(*(~rollouts["padding"]).nonzero(), strict=True):
+        places.setdefault(str(ids[rollout, number]), (int(rollout), int(number)))
+    rows = {name: row for row, name in enumerate(places)}
+    parent_ids = [str(parents[place]) for place in places.values()]
+    parent_N = torch.tensor([rows.get(name, -1) for name in parent_ids], dtype=torch.int64)
+    depth_N = torch.tensor([number for _, number in places.values()], dtype=torch.int64)
+    rewards = rollouts["agents", "reward"]
+    rewards_NA = [rewards[place].tolist() for place in places.values()]
+    rewards_AN = torch.tensor(rewards_NA, dtype=torch.float64).t()
+    values_AN = [mean_child_return(one, parent_N, depth_N, discount=1.0) for one in rewards_AN]
+    values_NA = torch.stack(values_AN, dim=1) if values_AN else torch.zeros(0, 0)
+    return TreeValues(list(places), parent_ids, list(places.values()), values_NA)
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class AnswerPair:
     Attributes
     ----------
     preferred_value, rejected_value : float
-        Values of the agent after them.
+        The agent's values of their nodes.
     """
 
     agent: str
@@ -92,61 +85,59 @@ def preference_pairs(
     *,
     seed: int,
 ) -> list[AnswerPair]:
-    """A pair for each agent of each place of a tree where one of its answers did well and one not.
+    """One pair for each agent and parent node with an answer that did well and one that did not.
 
-    An answer did well where the agent's value of its node is at least the agent's mid-point. Of
-    several that did well, and of several that did not, one is drawn, such that the two texts
-    differ. The opening round counts as any other.
+    An answer did well if the agent's value of its node is at least the agent's mid-point. Of
+    several candidates one is drawn, such that the two texts differ.
 
     Parameters
     ----------
     mid_points : Mapping of float
         By agent; see `ProtocolHandler.reward_mid_point_estimate`.
     """
-    nodes = valued_nodes(rollouts)
-    siblings: dict[str, list[str]] = {}
-    for name, node in nodes.items():
-        siblings.setdefault(node.parent_id, []).append(name)
+    tree = tree_values(rollouts)
+    siblings: dict[str, list[int]] = {}
+    for node, parent in enumerate(tree.parent_ids):
+        siblings.setdefault(parent, []).append(node)
     pairs = []
-    for parent_id, names in siblings.items():
+    for parent, nodes in siblings.items():
         for number, agent in enumerate(agent_names):
-            generator = random.Random(derive_seed(seed, "pair", parent_id, agent))
-            pair = _pair(
-                rollouts, [nodes[name] for name in names], number, mid_points[agent], generator
-            )
-            if pair is not None:
-                pairs.append(AnswerPair(agent, *pair))
+            generator = random.Random(derive_seed(seed, "pair", parent, agent))
+            answers = [
+                _Answer(str(rollouts["agents", "raw_message"][at]), value, at)
+                for node in nodes
+                if _has_answer(rollouts, at := (*tree.places[node], number))
+                for value in [float(tree.values_NA[node, number])]
+            ]
+            drawn = _draw_pair(answers, mid_points[agent], generator)
+            if drawn is not None:
+                better, worse = drawn
+                prompt = read_prompt(rollouts["agents", "prompt"][better.at])
+                example = PreferenceExample(prompt, better.text, worse.text)
+                pairs.append(AnswerPair(agent, example, better.value, worse.value))
     return pairs
 
 
-def _pair(
-    rollouts: NestedArrayDict,
-    nodes: Sequence[ValuedNode],
-    agent: int,
-    mid_point: float,
-    generator: random.Random,
-) -> tuple[PreferenceExample, float, float] | None:
-    spoken = [one for one in nodes if _has_answer(rollouts, one, agent)]
-    good = [one for one in spoken if one.values_A[agent] >= mid_point]
-    bad = [one for one in spoken if one.values_A[agent] < mid_point]
+class _Answer(NamedTuple):
+    text: str
+    value: float
+    at: tuple[int, int, int]
+
+
+def _has_answer(rollouts: NestedArrayDict, at: tuple[int, int, int]) -> bool:
+    return bool(rollouts["agents", "is_active"][at] and not rollouts["agents", "is_filled"][at])
+
+
+def _draw_pair(
+    answers: Sequence[_Answer], mid_point: float, generator: random.Random
+) -> tuple[_Answer, _Answer] | None:
+    good = [one for one in answers if one.value >= mid_point]
+    bad = [one for one in answers if one.value < mid_point]
     if not good or not bad:
         return None
-    raw = rollouts["agents", "raw_message"]
-    texts = {one.place: str(raw[(*one.place, agent)]) for one in spoken}
     better, worse = generator.choice(good), generator.choice(bad)
-    if texts[better.place] == texts[worse.place]:
-        # What follows made the difference there; another pair may have something to prefer.
-        differing = [
-            (one, other) for one in good for other in bad if texts[one.place] != texts[other.place]
-        ]
-        if not differing:
-            return None
-        better, worse = generator.choice(differing)
-    prompt = read_prompt(rollouts["agents", "prompt"][(*better.place, agent)])
-    example = PreferenceExample(prompt, texts[better.place], texts[worse.place])
-    return example, float(better.values_A[agent]), float(worse.values_A[agent])
-
-
-def _has_answer(rollouts: NestedArrayDict, node: ValuedNode, agent: int) -> bool:
-    at = (*node.place, agent)
-    return bool(rollouts["agents", "is_active"][at] and not rollouts["agents", "is_filled"][at])
+    if better.text != worse.text:
+        return better, worse
+    # Their continuations made the difference; another pair may differ in its texts.
+    differing = [(one, other) for one in good for other in bad if one.text != other.text]
+    return generator.choice(differing) if differing else None

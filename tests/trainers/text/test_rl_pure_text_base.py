@@ -432,15 +432,15 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_
     resource = pytest.importorskip("resource")
     path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = answer_journal.AnswerJournal(path)
-    journal.put("one", answer_journal.KeptAnswers(("a",), (False,), ("",)))
+    journal.put("one", answer_journal.StoredResponses(("a",), (False,), ("",)))
     # As a full disk does, the limit lets a part of a line through.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         with pytest.raises(RunDirectoryError):
-            journal.put("two", answer_journal.KeptAnswers(("b" * 99,), (False,), ("",)))
+            journal.put("two", answer_journal.StoredResponses(("b" * 99,), (False,), ("",)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    journal.put("three", answer_journal.KeptAnswers(("c",), (False,), ("",)))
+    journal.put("three", answer_journal.StoredResponses(("c",), (False,), ("",)))
     again = answer_journal.AnswerJournal(path)
     assert [again.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 

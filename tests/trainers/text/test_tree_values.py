@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nip_astra.trainers.text.tree_values import AnswerPair, preference_pairs, valued_nodes
+from nip_astra.trainers.text.tree_values import AnswerPair, preference_pairs, tree_values
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 AGENTS = ("prover", "verifier")
@@ -87,10 +87,10 @@ def _told(pairs: Sequence[AnswerPair]) -> set[tuple[str, str, str, str]]:
 
 
 def test_values_are_those_of_the_table() -> None:
-    nodes = valued_nodes(_tree(TREE))
-    assert set(nodes) == set(TREE)
-    for name, node in nodes.items():
-        assert node.values_A == pytest.approx(VALUES[name]), name
+    found = tree_values(_tree(TREE))
+    assert set(found.node_ids) == set(TREE)
+    for name, values_A in zip(found.node_ids, found.values_NA.tolist(), strict=True):
+        assert values_A == pytest.approx(VALUES[name]), name
 
 
 def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
@@ -101,7 +101,9 @@ def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
         **{f"r.b.{n}": ("r.b", 1, (0.0, 0.0), "end") for n in range(3)},
     }
     # A mean over the four ends would be 0.25.
-    assert valued_nodes(_tree(tree))["r"].values_A == pytest.approx((0.5, 0.0))
+    found = tree_values(_tree(tree))
+    assert found.node_ids[0] == "r"
+    assert found.values_NA[0].tolist() == pytest.approx([0.5, 0.0])
 
 
 def test_pairs_are_those_of_the_table_and_the_opening_counts() -> None:
@@ -116,8 +118,9 @@ def test_pairs_are_those_of_the_table_and_the_opening_counts() -> None:
 
 
 def test_values_of_a_pair_are_those_of_its_nodes() -> None:
-    (pair,) = [one for one in _pairs(_tree(TREE)) if one.agent == "prover"]
-    assert (pair.preferred_value, pair.rejected_value) == (0.5, 0.0)
+    tree = TREE | {"0.0.1": ("0.0", 0, (0.1, 0.0), "lie")}
+    (pair,) = [one for one in _pairs(_tree(tree)) if one.agent == "prover"]
+    assert (pair.preferred_value, pair.rejected_value) == (0.5, 0.1), "to the last digit"
 
 
 def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:

@@ -37,8 +37,8 @@ from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
-from nip_astra.utils.cutting import cut_evenly
 from nip_astra.utils.devices import threads_for
+from nip_astra.utils.processor import split_evenly
 
 DEFAULT_MAX_TOKENS = 1024
 TURNS_TO_GATHER = 3
@@ -240,7 +240,7 @@ class LocalChatModel(ChatModel):
         if self.num_batches == 1 or not own:
             return [own[start : start + size] for start in range(0, count, size)]
         num_batches = max(ceil(count / size), min(self.num_batches, count))
-        return [own[part.start : part.stop] for part in cut_evenly(range(count), num_batches)]
+        return [own[part.start : part.stop] for part in split_evenly(range(count), num_batches)]
 
     def _complete(self, batches: Sequence[Sequence[_Pending]]) -> list[list[Progress]]:
         """The answers of each request; actors, if there are any, share the batches."""

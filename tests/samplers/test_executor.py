@@ -18,7 +18,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import parts
+from nip_astra.samplers import executor
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
@@ -40,14 +40,14 @@ def instance(tiny_scenario: Path) -> ScenarioInstance:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(executor, "SMALLEST_PART", 2)
 
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Into how many parts rollouts were divided."""
     counts: list[int] = []
-    found = parts.cut_rollout
+    found = executor.cut_rollout
 
     def noted(*asked: Any, **more: Any) -> list[range]:
         cut = found(*asked, **more)
@@ -184,7 +184,7 @@ def test_few_nodes_are_not_divided(
     instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for smallest in (18, 19):
-        monkeypatch.setattr(parts, "SMALLEST_PART", smallest)
+        monkeypatch.setattr(executor, "SMALLEST_PART", smallest)
         sample(instance.sampler, 2)
     assert divided == [2, 1], "36 nodes"
 
@@ -215,7 +215,7 @@ def test_a_large_model_is_not_divided(
     instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for smallest_large in (10**9, 10):
-        monkeypatch.setattr(parts, "SMALL_MODEL_PARAMETERS", smallest_large)
+        monkeypatch.setattr(executor, "SMALL_MODEL_PARAMETERS", smallest_large)
         sample(instance.sampler, 2)
     assert divided == [2, 1]
 
@@ -229,7 +229,7 @@ def test_what_is_not_divided_is_played_by_one_process_in_pieces_too(
     sampler.max_cache_bytes = (
         2 * sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
     )
-    monkeypatch.setattr("nip_astra.samplers.parts.call_at_once", None)
+    monkeypatch.setattr("nip_astra.samplers.executor.call_at_once", None)
     assert sample(sampler, 2).num_episodes == len(PROMPTS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import parts, task_parts
-from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
-from nip_astra.samplers.task_parts import play_task, play_task_shard
+from nip_astra.samplers import executor, tasks
+from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Episode, Reaction, Task
 from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment, GuessNumberTask
@@ -99,7 +99,7 @@ def test_any_number_of_forked_processes_plays_the_same(
     forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
+    monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
     model = agent.language_model
     with model.counting() as alone:
         expected = told(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
@@ -173,8 +173,8 @@ def test_parts_that_take_no_time_are_not_worth_a_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The smaller of two has two problems, of two runs each."""
-    known = task_parts._seconds_of_episode
-    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.05)
+    known = tasks._seconds_of_episode
+    monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.05)
     with using_processes(2):
         play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
         assert known[agent.language_model] == 0.0, "the first is slower than others"
@@ -190,8 +190,8 @@ def test_parts_that_take_no_time_are_not_worth_a_process(
 def test_a_large_model_is_cut_alike_and_not_forked(
     agent: ConversationAgent, trainer: Any, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
-    monkeypatch.setattr(parts, "SMALL_MODEL_PARAMETERS", 10)
+    monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
+    monkeypatch.setattr(executor, "SMALL_MODEL_PARAMETERS", 10)
     made = actors_here.install(monkeypatch)
     with using_processes(2):
         alone = told(play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2))
@@ -205,7 +205,7 @@ def test_a_large_model_is_cut_alike_and_not_forked(
 def test_what_fails_in_another_process_is_raised_as_what_it_is(
     agent: ConversationAgent, trainer: Any, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
+    monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
     environment = trainer.task.environment
 
     def broken(split: Any, problem: int) -> Any:
@@ -221,7 +221,7 @@ def test_what_fails_in_another_process_is_raised_as_what_it_is(
     with using_processes(2), pytest.raises(NipAstraError, match="the tool broke") as caught:
         play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
     assert forked
-    assert "a process that did a part of the work" in str(caught.value.__notes__)
+    assert "raised in a forked process" in str(caught.value.__notes__)
 
 
 class Holding(GuessNumberEnvironment):
@@ -266,13 +266,13 @@ def test_environments_that_cannot_be_sent_are_played_here(
     monkeypatch.setattr(task, "draw", draw)
     with using_processes(2):
         assert said(task) == expected
-        monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
+        monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
         play_task(agent, task, PROBLEMS, PLAN)
         assert not caplog.records, "what is not cut is not sent"
         assert said(task) == said(task) == expected
         assert not forked
         assert caplog.text.count("cannot be pickled") == 1
-        assert f"the class {kind.__name__} " in caplog.text
+        assert f" {kind.__name__} " in caplog.text
         said(trainer.task)
         assert forked
 
@@ -281,16 +281,17 @@ class Team:
     """Two processes of which this is both: what is told goes through a message."""
 
     size = 2
-    may_ask = True
+    can_request = True
 
     def __init__(self, agent: ConversationAgent, task: Task) -> None:
         self.agent, self.task = agent, task
         self.num_parts: list[int] = []
 
-    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        assert name == task_parts.PLAY_TASK
-        self.num_parts = [len(one["pieces"]) for one in arguments]
-        told = [play_task_shard(self.agent, self.task, one) for one in arguments]
+    def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+        assert name == executor.RUN_PARTS
+        self.num_parts = [len(requests) for requests in arguments]
+        call_of = partial(requested_part, self.agent, self.task)
+        told = [executor.run_requested(call_of, requests) for requests in arguments]
         return [told[0], *(unpack_state(pack_state(one)) for one in told[1:])]
 
 

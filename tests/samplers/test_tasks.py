@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nip_astra.errors import TaskError
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
-from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
-from nip_astra.samplers.task_parts import play_task
+from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task

@@ -1,0 +1,338 @@
+"""Executors of rollouts: this process, forked processes, Ray actors or the team of a torchrun run.
+
+A rollout is split by the experiment alone (`cut_rollout`, `cut_problems`), since the last digits of
+model outputs depend on the rows of a batch. Which executor runs the parts depends on the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from nip_astra.distributed.team import Team
+from nip_astra.errors import NipAstraError, WorkerProcessError
+from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
+from nip_astra.scenario_base.chat_agent import ChatWork
+from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.utils.actors import are_actors_used, get_actors
+from nip_astra.utils.forked import call_at_once, get_num_processes
+from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS, split_evenly
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_PART = 64
+"""Nodes of a tree rollout that are worth a forked process."""
+RUN_PARTS = "run_parts"
+"""Name of the team's handler, `run_requested` of the trainer's sampler."""
+
+Part = TypeVar("Part")
+"""Result of one part of a rollout, for instance a tree."""
+Agents = Sequence[Speaker | TextAttacker]
+
+
+@dataclass(frozen=True)
+class PartCall(Generic[Part]):
+    """Runs one part of a rollout.
+
+    Attributes
+    ----------
+    run : Callable
+        Runs the part; also in a process that has a copy of the agents.
+    agents : Sequence
+        Agents that generate; equal in all calls of a rollout.
+    request : Mapping
+        Plain values from which another process of a team makes an equal call.
+    to_plain, from_plain : Callable
+        The result as plain values and tensors, and back.
+    """
+
+    run: Callable[[], Part]
+    agents: Agents
+    request: Mapping[str, Any] = field(default_factory=dict)
+    to_plain: Callable[[Part], Any] = lambda part: part
+    from_plain: Callable[[Any], Part] = lambda plain: plain
+
+
+class WorkerResult(NamedTuple, Generic[Part]):
+    """The parts that one process ran, and what its agents counted."""
+
+    parts: list[Part]
+    counts: list[TokenCount]
+    num_truncated: list[int]
+
+
+# ---- how a rollout is split
+
+
+def cut_rollout(
+    agents: Agents,
+    num_episodes: int,
+    num_nodes: int,
+    num_parts: int,
+    *,
+    is_team: bool = False,
+) -> list[range]:
+    """Split the episodes of a tree rollout into equal parts.
+
+    Parameters
+    ----------
+    num_nodes : int
+        Nodes of all episodes.
+    num_parts : int
+        Upper limit. There are fewer where parts would be small, and one for large models, models on
+        a GPU, and agents or backends that another process cannot run. Actors take large models.
+    is_team : bool
+        Whether the processes of a team, which have the models, run parts.
+    """
+    count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
+    if count <= 1 or not (is_team or all(map(_can_be_divided, agents))):
+        return [range(num_episodes)]
+    return split_evenly(range(num_episodes), count)
+
+
+def cut_problems(agent: ConversationAgent, num_problems: int, num_parts: int) -> list[range]:
+    """Split the problems of a task into equal parts of at least one problem.
+
+    A policy that a service or an engine samples gets all problems in one request.
+    """
+    is_local = agent.language_model.is_in_this_process
+    count = max(min(num_parts, num_problems), 1) if is_local else 1
+    return split_evenly(range(num_problems), count)
+
+
+# ---- who runs the parts
+
+
+class Executor:
+    """Runs parts one after another in this process."""
+
+    def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
+        """The results of each process, in the order of the calls.
+
+        Tokens are counted as if this process had run all parts.
+
+        Raises
+        ------
+        WorkerProcessError
+            When another process cannot run its parts.
+        """
+        return [WorkerResult([call.run() for call in calls], [], [])]
+
+    def begin(self, calls: Sequence[PartCall[Part]]) -> Callable[[], list[WorkerResult[Part]]]:
+        """Start `map` with the current weights; the returned function waits for the results.
+
+        Without actors the parts are run before this returns.
+        """
+        results = self.map(calls)
+        return lambda: results
+
+
+class ForkedProcesses(Executor):
+    """Runs parts in this process and forked ones.
+
+    Parameters
+    ----------
+    count : int
+        Processes, this one included.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
+        agents = calls[0].agents
+        for model in _counted_models(agents):
+            # The forked processes share the memory layout of weights that is made here.
+            if isinstance(model, TokenSampler):
+                model.open_session().close()
+        runs = [call.run for call in calls]
+        shards = [runs[one.start : one.stop] for one in split_evenly(range(len(runs)), self.count)]
+        own, *others = call_at_once([partial(run_local, shard, agents) for shard in shards])
+        _add_counts(agents, others)
+        return [own, *others]
+
+
+class RayActors(Executor):
+    """Runs each part as a call of its own, so that faster actors run more of them."""
+
+    def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
+        return self.begin(calls)()
+
+    def begin(self, calls: Sequence[PartCall[Part]]) -> Callable[[], list[WorkerResult[Part]]]:
+        agents, actors = _distinct(calls[0].agents), get_actors()
+        assert actors is not None
+        models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
+        kept = [part for model in models for part in (*model.shared_parts(), model)]
+        wait = actors.begin([partial(run_local, [call.run], agents) for call in calls], kept)
+
+        def finish() -> list[WorkerResult[Part]]:
+            results = wait()
+            _add_counts(agents, results)
+            return results
+
+        return finish
+
+
+class TeamExecutor(Executor):
+    """Runs parts in all processes of a team, each with models of equal weights."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+
+    def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
+        shards = [
+            calls[one.start : one.stop] for one in split_evenly(range(len(calls)), self.team.size)
+        ]
+        requests = [[dict(call.request) for call in shard] for shard in shards]
+        replies = self.team.request(RUN_PARTS, requests)
+        for rank, reply in enumerate(replies):
+            if reply["failure"] is not None:
+                raise WorkerProcessError(
+                    f"process {rank} of {self.team.size} failed in its part of a rollout: "
+                    f"{reply['failure']}"
+                )
+        results = [
+            WorkerResult(
+                [call.from_plain(one) for call, one in zip(shard, reply["parts"], strict=True)],
+                [TokenCount(**count) for count in reply["counts"]],
+                reply["num_truncated"],
+            )
+            for shard, reply in zip(shards, replies, strict=True)
+        ]
+        _add_counts(calls[0].agents, results[1:])
+        return [one for one in results if one.parts]
+
+
+def choose_executor(
+    calls: Sequence[PartCall[Part]], *, team: Team | None = None, max_processes: int | None = None
+) -> Executor:
+    """The executor that this run and machine have for some parts.
+
+    Parameters
+    ----------
+    team : Team, optional
+        Processes with equal agents, whose handler `RUN_PARTS` is `run_requested`.
+    max_processes : int, optional
+        Limit on forked processes beside that of the run.
+    """
+    agents = calls[0].agents
+    if _can_use_actors(agents):
+        return RayActors()
+    if len(calls) > 1 and team is not None and team.can_request:
+        return TeamExecutor(team)
+    count = min(get_num_processes(), max_processes or len(calls), len(calls))
+    # In an asynchronous rollout the main thread computes, and a fork would inherit its locks.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if count > 1 and is_main_thread and all(map(_can_be_forked, agents)):
+        return ForkedProcesses(count)
+    return Executor()
+
+
+def run_local(runs: Sequence[Callable[[], Part]], agents: Agents) -> WorkerResult[Part]:
+    """Run parts in this process and count what its agents do meanwhile."""
+    agents = _distinct(agents)
+    before = [agent.num_truncated_contexts for agent in agents]
+    with ExitStack() as stack:
+        counts = [stack.enter_context(model.counting()) for model in _counted_models(agents)]
+        parts = [run() for run in runs]
+    after = [agent.num_truncated_contexts for agent in agents]
+    return WorkerResult(parts, counts, [new - old for new, old in zip(after, before, strict=True)])
+
+
+@torch.no_grad()
+def run_requested(
+    call_of: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Run the parts that the leader requests, and return plain values.
+
+    A failure is returned, not raised: the leader waits for a reply of every process.
+    """
+    try:
+        calls = [call_of(request) for request in requests]
+        agents = calls[0].agents if calls else []
+        result = run_local([call.run for call in calls], agents)
+        return {
+            "failure": None,
+            "parts": [call.to_plain(one) for call, one in zip(calls, result.parts, strict=True)],
+            "counts": [asdict(count) for count in result.counts],
+            "num_truncated": result.num_truncated,
+        }
+    except NipAstraError as error:
+        return {"failure": str(error)}
+    except Exception:
+        return {"failure": traceback.format_exc()}
+
+
+# ---- agents that other processes can run
+
+
+def _can_use_actors(agents: Agents) -> bool:
+    if not are_actors_used():
+        return False
+    others = [agent.role for agent in agents if not _can_be_copied(agent)]
+    if others:
+        _warn_of_idle_actors(", ".join(dict.fromkeys(others)))
+    return not others
+
+
+@cache
+def _warn_of_idle_actors(roles: str) -> None:
+    logger.warning(
+        "rollouts run in this process despite num_actors: the %s cannot be copied to another. "
+        "Requests to a local chat model are still divided",
+        roles,
+    )
+
+
+def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
+    return _can_be_forked(agent) or (are_actors_used() and _can_be_copied(agent))
+
+
+def _can_be_forked(agent: Speaker | TextAttacker) -> bool:
+    # State of an agent of another class would be lost with the forked process.
+    models = list(_models_of([agent]))
+    is_known = type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_forked", False) for model in models
+    )
+    return is_known and max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
+
+
+def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
+    return type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_copied", False) for model in _models_of([agent])
+    )
+
+
+def _add_counts(agents: Agents, results: Sequence[WorkerResult[Part]]) -> None:
+    """Count what other processes did as if this one had."""
+    agents = _distinct(agents)
+    for result in (one for one in results if one.parts):
+        for model, spent in zip(_counted_models(agents), result.counts, strict=True):
+            model.token_count.add(spent)
+        for agent, added in zip(agents, result.num_truncated, strict=True):
+            agent.num_truncated_contexts += added
+
+
+def _distinct(agents: Agents) -> list[Speaker | TextAttacker]:
+    return list({id(agent): agent for agent in agents}.values())
+
+
+def _counted_models(agents: Agents) -> list[TokenModel | ChatWork]:
+    """The agents' models, one of those that share a count."""
+    return list({id(model.token_count): model for model in _models_of(agents)}.values())
+
+
+def _models_of(agents: Agents) -> Iterator[TokenModel | ChatWork]:
+    """The agents' models, those inside a combined model first."""
+    for agent in agents:
+        yield from getattr(agent.language_model, "voices", ())
+        yield agent.language_model

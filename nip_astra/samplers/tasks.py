@@ -1,0 +1,458 @@
+"""Run a policy in the environments of a task, all episodes of a part together, turn by turn.
+
+Environments step where their episode runs; all are rated in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from nip_astra.distributed.team import Team
+from nip_astra.errors import WorkerProcessError
+from nip_astra.language_models.base import Generation, SamplingOptions, TokenModel
+from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
+from nip_astra.samplers.executor import (
+    Executor,
+    ForkedProcesses,
+    PartCall,
+    WorkerResult,
+    choose_executor,
+    cut_problems,
+)
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.conversation.tokens import Turn
+from nip_astra.scenario_base.tasks.base import (
+    Environment,
+    Episode,
+    Split,
+    Task,
+    environment_of,
+    opening_of,
+    rate_episodes,
+    reaction_of,
+)
+from nip_astra.scorers.base import Message
+from nip_astra.utils.seeding import SeedPart, uniform_rows
+
+logger = logging.getLogger(__name__)
+
+WORTH_A_FORK = 0.06
+"""Processor seconds of a part above which a forked process saves time."""
+
+_seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
+"""Processor seconds of an episode when a model last sampled in this process alone; 0 after the
+first time, which allocates memory."""
+_is_picklable: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+class Sample(Protocol):
+    """Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
+
+    def __call__(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+        /,
+    ) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """How problems are played.
+
+    Attributes
+    ----------
+    num_runs : int
+        Of each problem; a problem is a group, and each of its runs a run.
+    max_turns : int
+        Turns of the policy after which an episode is ended with reward 0.
+    key : tuple
+        Names the randomness, with the seed in it.
+    """
+
+    split: Split
+    num_runs: int
+    max_turns: int
+    key: tuple[SeedPart, ...]
+
+
+class Opening(NamedTuple):
+    """An episode that is yet to be played: the problem, which of its runs, and where."""
+
+    problem: int
+    run: int
+    environment: Environment
+
+
+def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Opening]:
+    """All runs of problems, those of a problem beside each other."""
+    return [
+        Opening(problem, run, environment_of(task, plan.split, problem))
+        for problem in problems
+        for run in range(plan.num_runs)
+    ]
+
+
+@dataclass
+class PlayedEpisode:
+    """An episode that is being played, or was and is yet to be rated.
+
+    Attributes
+    ----------
+    group_id : str
+        Name of the problem.
+    run_id : int
+        Number of the run among those of the problem, from 0.
+    spans : list of list
+        What was read and said in each trajectory: one, unless the context lost its oldest turns.
+    is_over : bool
+        Whether its environment ended it.
+    is_cut : bool
+        Whether the policy had no room to end a turn.
+    """
+
+    problem: int
+    group_id: str
+    run_id: int
+    episode: Episode
+    spans: list[list[TokenSpan]] = field(default_factory=list)
+    is_over: bool = False
+    is_cut: bool = False
+    num_turns: int = 0
+
+    def trajectories(self) -> list[Trajectory]:
+        """What is learnt from, with the reward that the episode has now."""
+        return [
+            Trajectory.from_spans(
+                spans,
+                reward=self.episode.reward,
+                group_id=self.group_id,
+                run_id=self.run_id,
+                problem=self.problem,
+                num_turns=self.num_turns,
+                is_cut=int(self.is_cut),
+            )
+            for spans in self.spans
+        ]
+
+
+@dataclass
+class _Run:
+    """One episode in progress, and what its next context is made of."""
+
+    opening: Opening
+    played: PlayedEpisode
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens of the trajectory in progress."""
+        spans = self.played.spans
+        return [token for span in spans[-1] for token in span.ids] if spans else []
+
+    def read(self, context: Sequence[int]) -> None:
+        """Go on from a context; a new trajectory begins where it does not continue the last."""
+        known, spans = self.known, self.played.spans
+        if not spans or list(context[: len(known)]) != known:
+            spans.append([])
+            known = []
+        spans[-1].append(TokenSpan(context[len(known) :]))
+
+
+@dataclass(frozen=True)
+class TaskRollout:
+    """What playing gave.
+
+    Attributes
+    ----------
+    trajectories : list of Trajectory
+        Of all episodes in order; one an episode, unless its context lost its oldest turns. Extras:
+        `problem`, `num_turns` and `is_cut` (1 where the policy had no room to end its turn).
+    episodes : list of Episode
+        What was said, a problem's runs beside each other.
+    """
+
+    trajectories: list[Trajectory]
+    episodes: list[Episode]
+
+
+def play_episodes(
+    agent: ConversationAgent,
+    openings: Sequence[Opening],
+    plan: TaskPlan,
+    sample: Sample | None = None,
+) -> list[PlayedEpisode]:
+    """Play episodes, all of them together; what is said depends on key, problem and run alone.
+
+    Parameters
+    ----------
+    openings : Sequence[Opening]
+        As `openings_of` gives them: all runs of a problem beside each other.
+    sample : Sample, optional
+        What draws; the agent's own model by default.
+    """
+    runs = [_Run(opening, _unplayed(opening, plan.split)) for opening in openings]
+    for run in runs:
+        _observe(run, agent, opening_of(run.opening.environment))
+    active = runs
+    for turn in range(plan.max_turns):
+        # At first the runs of a problem have one context, which is read once.
+        shared = plan.num_runs if turn == 0 else 1
+        contexts = agent.contexts([run.turns for run in active[::shared]])
+        rows = uniform_rows(
+            [(*plan.key, plan.split, run.opening.problem, run.opening.run, turn) for run in active],
+            agent.sampling.max_new_tokens,
+        )
+        draw = sample or agent.token_sampler.generate
+        said = draw(contexts, shared, rows, agent.sampling)
+        for index, run in enumerate(active):
+            run.read(contexts[index // shared])
+        _act(active, agent, said)
+        active = [run for run in active if not run.played.is_over]
+        if not active:
+            break
+    return [run.played for run in runs]
+
+
+def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
+    """What was played, with the rewards of the environments, or else of the task."""
+    for one in played:
+        if not one.is_over:
+            one.episode.reward = 0.0
+    rate_episodes(task, [one.episode for one in played if one.episode.reward is None])
+    return TaskRollout(
+        [trajectory for one in played for trajectory in one.trajectories()],
+        [one.episode for one in played],
+    )
+
+
+def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
+    group = f"{split}-{opening.problem}"
+    episode = Episode(opening.environment)
+    return PlayedEpisode(opening.problem, group, opening.run, episode)
+
+
+def _observe(run: _Run, agent: ConversationAgent, messages: Sequence[Message]) -> None:
+    for message in messages:
+        run.played.episode.messages.append(message)
+        is_own = message.role == "assistant"
+        run.turns.append(Turn(is_own, agent.conversation_format.encode(message.text)))
+
+
+def _act(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> None:
+    """Let each run's environment react to what the policy said."""
+    contents = agent.content_ids(said)
+    lengths = said.mask_BT.sum(dim=1).tolist()
+    ids, logprobs = said.ids_BT.tolist(), said.logprobs_BT.tolist()
+    for index, (run, text) in enumerate(zip(runs, agent.decode(contents), strict=True)):
+        played, length = run.played, lengths[index]
+        played.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
+        run.turns.append(Turn(True, contents[index]))
+        played.is_cut |= length == len(contents[index])
+        played.num_turns += 1
+        played.episode.messages.append(Message("assistant", text))
+        reaction = reaction_of(run.opening.environment, text)
+        played.is_over = reaction.is_over
+        if reaction.is_over:
+            played.episode.reward = reaction.reward
+        _observe(run, agent, reaction.messages)
+
+
+# ---- who runs the parts
+
+
+def play_task(
+    agent: ConversationAgent,
+    task: Task,
+    problems: Sequence[int],
+    plan: TaskPlan,
+    *,
+    num_parts: int = 1,
+    team: Team | None = None,
+    sample: Sample | None = None,
+) -> TaskRollout:
+    """Run several episodes of each problem and rate them in this process.
+
+    Parameters
+    ----------
+    num_parts : int
+        Parts into which the problems are split if this process holds the agent's model.
+    team : Team, optional
+        Processes with an equal agent and task, which run parts while `team.can_request`; their
+        handler `RUN_PARTS` is `run_requested` of `requested_part`.
+    sample : Sample, optional
+        Replaces the agent's own model; then all episodes are sampled together in this process.
+
+    Raises
+    ------
+    WorkerProcessError
+        When another process could not run its parts.
+    """
+    if sample is not None:
+        return rated(task, play_episodes(agent, openings_of(task, problems, plan), plan, sample))
+    pieces = cut_problems(agent, len(problems), num_parts)
+    openings = [openings_of(task, problems[piece.start : piece.stop], plan) for piece in pieces]
+    calls = [_part_call(agent, task, some, plan) for some in openings]
+    executor = choose_executor(calls, team=team)
+    if isinstance(executor, ForkedProcesses):
+        environments = [one.environment for some in openings for one in some]
+        smallest = min(map(len, openings))
+        model = agent.language_model
+        results = _fork_if_worth_it(executor, calls, environments, smallest, model)
+    else:
+        results = executor.map(calls)
+    return rated(task, [one for result in results for part in result.parts for one in part])
+
+
+def _part_call(
+    agent: ConversationAgent, task: Task, openings: Sequence[Opening], plan: TaskPlan
+) -> PartCall[list[PlayedEpisode]]:
+    return PartCall(
+        partial(play_episodes, agent, openings, plan),
+        [agent],
+        request={
+            "problems": [int(one.problem) for one in openings[:: plan.num_runs]],
+            "plan": [plan.split, plan.num_runs, plan.max_turns, list(plan.key)],
+        },
+        to_plain=_to_plain,
+        from_plain=partial(_from_plain, task, openings),
+    )
+
+
+def requested_part(
+    agent: ConversationAgent, task: Task, request: Mapping[str, Any]
+) -> PartCall[list[PlayedEpisode]]:
+    """The call that the leader of a team requests."""
+    split, num_runs, max_turns, key = request["plan"]
+    plan = TaskPlan(split, num_runs, max_turns, tuple(key))
+    return _part_call(agent, task, openings_of(task, request["problems"], plan), plan)
+
+
+def _fork_if_worth_it(
+    forks: ForkedProcesses,
+    calls: Sequence[PartCall[list[PlayedEpisode]]],
+    environments: Sequence[Environment],
+    smallest: int,
+    model: TokenModel,
+) -> list[WorkerResult[list[PlayedEpisode]]]:
+    """Fork if the smallest part, of so many episodes, takes long enough and can be sent back."""
+    if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
+        kinds = _unpicklable_kinds(environments)
+        if not kinds:
+            return forks.map(calls)
+        _warn_of_unpicklable(", ".join(kinds))
+    started = time.process_time()
+    results = Executor().map(calls)
+    spent = (time.process_time() - started) / len(environments)
+    _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
+    # An environment may hold more after its episode than before.
+    _unpicklable_kinds(environments)
+    return results
+
+
+def _unpicklable_kinds(environments: Sequence[Environment]) -> list[str]:
+    """The classes of environments that cannot be pickled; one of each is tried, once."""
+    found = []
+    for kind, one in {type(one): one for one in reversed(environments)}.items():
+        if kind not in _is_picklable:
+            try:
+                pickle.loads(pickle.dumps(one))
+                _is_picklable[kind] = True
+            except Exception:  # of the environment's own code
+                _is_picklable[kind] = False
+        if not _is_picklable[kind]:
+            found.append(kind.__qualname__)
+    return sorted(found)
+
+
+@cache
+def _warn_of_unpicklable(kinds: str) -> None:
+    logger.warning(
+        "rollouts run in this process alone, with the same numbers but more slowly: environments "
+        "of %s cannot be pickled. Keep functions, generators, open files and connections out of "
+        "them, or set task.num_rollout_parts to 1",
+        kinds,
+    )
+
+
+# ---- results of other processes
+
+
+def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
+    """All but the environments: data of other machines is never unpickled."""
+    spans = [span for one in episodes for some in one.spans for span in some]
+    known = [span.logprobs for span in spans if span.logprobs is not None]
+    return {
+        "ids": torch.tensor([token for span in spans for token in span.ids], dtype=torch.long),
+        "logprobs": torch.tensor([one for some in known for one in some], dtype=torch.float64),
+        "episodes": [
+            vars(one)
+            | {
+                "episode": None,
+                "messages": [list(message) for message in one.episode.messages],
+                "reward": None if one.episode.reward is None else float(one.episode.reward),
+                "spans": [
+                    [[len(span.ids), span.logprobs is not None] for span in some]
+                    for some in one.spans
+                ],
+            }
+            for one in episodes
+        ],
+    }
+
+
+def _from_plain(
+    task: Task, openings: Sequence[Opening], plain: Mapping[str, Any]
+) -> list[PlayedEpisode]:
+    """The episodes of `_to_plain`."""
+    ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
+
+    def span(length: int, has_logprobs: bool) -> TokenSpan:
+        tokens = list(islice(ids, length))
+        return TokenSpan(tokens, list(islice(logprobs, length)) if has_logprobs else None)
+
+    found = []
+    for opening, fields in zip(openings, plain["episodes"], strict=True):
+        messages = [Message(role, text) for role, text in fields.pop("messages")]
+        fields["episode"] = Episode(opening.environment, messages, fields.pop("reward"))
+        fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
+        one = PlayedEpisode(**fields)
+        if one.is_over and one.episode.reward is None:
+            # The task rates it and may read its environment.
+            _replay(task, one.episode)
+        found.append(one)
+    return found
+
+
+def _replay(task: Task, episode: Episode) -> None:
+    """Bring a new environment to the state of the one in another process.
+
+    Raises
+    ------
+    WorkerProcessError
+        When it reacts differently.
+    """
+    environment = episode.environment
+    messages = opening_of(environment)
+    while len(messages) < len(episode.messages):
+        own = episode.messages[len(messages)]
+        messages += [own, *reaction_of(environment, own.text).messages]
+    if messages != episode.messages:
+        raise WorkerProcessError(
+            f"an episode of the task {type(task).__name__} ran in another process, and its "
+            "environment reacted otherwise to the same messages here. Make its reactions depend on "
+            "problem and messages only, or set task.num_rollout_parts to 1."
+        )
