@@ -12,10 +12,10 @@ from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import scenario_names
-from nip_astra.parameters.file_schema import schema_of_files
+from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import flatten
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.schema import schema_of_files
 from nip_astra.plugins import load_plugin
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment

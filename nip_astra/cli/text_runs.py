@@ -20,7 +20,7 @@ from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_comparison import TextContender, compare_text_rollouts
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.loading import read_yaml_mapping
+from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.report.page import write_report
 from nip_astra.report.protocol_runs import ACCURACY, figure_text, statistics_of
 from nip_astra.resolving.resolution import resolve_experiment

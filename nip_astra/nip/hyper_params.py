@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, UnreadParameterError
-from nip_astra.parameters.faults import show
+from nip_astra.errors import ConfigurationError, UnreadParameterError, show_value
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.parameters.parameters_base import SubParameters as OurSubParameters
 from nip_astra.parameters.update_schedule import UpdateSchedule
@@ -710,7 +709,7 @@ def _remove(values: dict[str, Any], names: list[str]) -> None:
     if first not in values or (rest and not isinstance(values[first], dict)):
         raise ConfigurationError(
             f"{'.'.join(names)}: is read by nothing, and was given by no parameter of nip's: "
-            f"{show(values)}. Give the trainer a preset of its own."
+            f"{show_value(values)}. Give the trainer a preset of its own."
         )
     if rest:
         _remove(values[first], rest)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.parameters.faults import show
+from nip_astra.errors import show_value
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ReadWhere:
 
 def where(path: str, *values: str | bool | None) -> ReadWhere:
     """Read where another parameter has one of these values."""
-    names = [value if isinstance(value, str) else show(value) for value in values]
+    names = [value if isinstance(value, str) else show_value(value) for value in values]
     words = f"is {names[0]}" if len(names) == 1 else f"is one of {', '.join(names)}"
     return ReadWhere(path, lambda value: value in values, words)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from nip_astra.errors import ParameterFault, nearest_names
-from nip_astra.parameters.renamed import name_of_now
+from nip_astra.errors import ParameterFault, nearest_names, show_value
+from nip_astra.parameters.conversion import current_name
 
 TYPE_KEY = "_type"
 """Key that says, in a file, of which kind a polymorphic part is."""
@@ -49,7 +48,6 @@ _CALLED_OTHERWISE = {
     "learning_rate": "lr",
 }
 """Names that other projects have for parameters that are found by no likeness."""
-_MAX_SHOWN = 80
 
 
 def faults_of(
@@ -87,7 +85,7 @@ def faults_of(
         faults.append(
             ParameterFault(
                 path=path,
-                given="nothing" if kind == "missing" else show(given),
+                given="nothing" if kind == "missing" else show_value(given),
                 problem=_either([problem for problem, _ in told]),
                 suggestion=next((suggestion for _, suggestion in told if suggestion), ""),
                 source="" if kind == "missing" else _source_of(path, sources),
@@ -104,15 +102,6 @@ def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
     if near:
         return f"Did you mean {prefix + near[0]!r}?"
     return f"Known here: {', '.join(siblings)}." if siblings else "Remove it."
-
-
-def show(value: Any) -> str:
-    """A value as a parameter file has it, cut where it is long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def is_about_elements(values: Mapping[str, Any]) -> bool:
@@ -253,7 +242,7 @@ def _explain_type(kind: str, given: Any) -> tuple[str, str]:
     if noun.endswith("number") and isinstance(given, str) and _is_number(given):
         return problem, f"Write it without quotes: {given.strip()}."
     if noun == "text" and isinstance(given, bool | int | float):
-        return problem, f"Write it in quotes: '{show(given)}'."
+        return problem, f"Write it in quotes: '{show_value(given)}'."
     return problem, ""
 
 
@@ -275,9 +264,9 @@ def _is_number(text: str) -> bool:
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:
     group, _, name = found.path.rpartition(".")
-    now = name_of_now(found.path)
-    if now is not None:
-        return f"It is called {now!r} now."
+    current = current_name(found.path)
+    if current is not None:
+        return f"It is called {current!r} now."
     if name in _CALLED_OTHERWISE:
         return f"Here that is {_CALLED_OTHERWISE[name]}."
     # `--set lr=...` for training.lr is the commonest slip.

@@ -13,9 +13,15 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.lazy import provided
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
-from nip_astra.parameters.given import differences, merged, plain_values
+from nip_astra.parameters.files import Layer, differences, merge_layers
 from nip_astra.parameters.message_regression import MessageRegressionParameters
-from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, PlainText, SubParameters
+from nip_astra.parameters.parameters_base import (
+    MAX_WHOLE,
+    CheckedName,
+    PlainText,
+    SubParameters,
+    explicit_values,
+)
 from nip_astra.parameters.protocols import (
     BaseRunParameters,
     CommonProtocolParameters,
@@ -100,10 +106,11 @@ class HyperParameters(SubParameters):
     def given(self) -> dict[str, Any]:
         """The plain values that were set explicitly, and not taken from files or defaults."""
         if _GIVEN not in vars(self):
-            values: dict[str, Any] = plain_values(self)
+            values: dict[str, Any] = explicit_values(self)
             return values
         changed = differences(self.to_dict(), vars(self)[_WHOLE])
-        return merged(vars(self)[_GIVEN], changed)
+        layers = [Layer("given", vars(self)[_GIVEN]), Layer("changed", changed)]
+        return merge_layers(layers, resolve=False)[0]
 
     @field_validator("package_version")
     @classmethod
@@ -165,7 +172,7 @@ _GIVEN, _WHOLE = "_given", "_whole"
 
 def _completed(values: Mapping[str, Any]) -> HyperParameters:
     """Hyper-parameters with these values and, for the rest, those that a run would have."""
-    given = convert(plain_values(values), source="the parameters")
+    given = convert(explicit_values(values), source="the parameters")
     # Files are stacked on top of each other floors above this one.
     hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
     # Beside the fields, where pydantic keeps them through copies and pickles, and compares none.

@@ -33,17 +33,10 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
+from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, show_value
 from nip_astra.parameters.conditions import ReadWhere
-from nip_astra.parameters.faults import (
-    NESTED,
-    TYPE_KEY,
-    UNKNOWN_TYPE,
-    faults_of,
-    show,
-    suggest,
-)
-from nip_astra.parameters.renamed import name_of_now
+from nip_astra.parameters.conversion import current_name
+from nip_astra.parameters.faults import NESTED, TYPE_KEY, UNKNOWN_TYPE, faults_of, suggest
 from nip_astra.registry import Registry
 
 
@@ -163,7 +156,7 @@ class SubParameters(BaseModel):
         """
         known = list(type(self).model_fields)
         faults = [
-            ParameterFault(name, show(value), "unknown parameter", suggest(name, known))
+            ParameterFault(name, show_value(value), "unknown parameter", suggest(name, known))
             for name, value in (update or {}).items()
             if name not in known
         ]
@@ -177,7 +170,7 @@ class SubParameters(BaseModel):
             if self.model_config.get("frozen") and name in type(self).model_fields:
                 hint = f"Make another group by model_copy(update={{{name!r}: ...}})."
                 fault = "cannot be changed, since parameters are frozen once they are made"
-                raise ParameterError([ParameterFault(name, show(value), fault, hint)])
+                raise ParameterError([ParameterFault(name, show_value(value), fault, hint)])
             super().__setattr__(name, value)
 
     def get(self, path: str) -> Any:
@@ -196,13 +189,14 @@ class SubParameters(BaseModel):
             known = _children(value)
             if name not in known:
                 above = "".join(f"{part}." for part in parts[:number])
-                now = name_of_now(path)
+                current = current_name(path)
                 hint = (
                     suggest(name, list(known), prefix=above)
-                    if now is None
-                    else f"It is called {now!r} now."
+                    if current is None
+                    else f"It is called {current!r} now."
                 )
-                raise ParameterError([ParameterFault(path, show(path), "unknown parameter", hint)])
+                fault = ParameterFault(path, show_value(path), "unknown parameter", hint)
+                raise ParameterError([fault])
             value = known[name]
         return value
 
@@ -229,6 +223,21 @@ class PolymorphicParameters(SubParameters):
     @model_serializer(mode="wrap")
     def _with_type(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         return {TYPE_KEY: type(self).type_name, **handler(self)}
+
+
+def explicit_values(value: Any) -> Any:
+    """A value as a file would hold it; groups keep only the fields that were set explicitly."""
+    if isinstance(value, SubParameters):
+        names = [name for name in type(value).model_fields if name in value.model_fields_set]
+        fields = {name: explicit_values(getattr(value, name)) for name in names}
+        if isinstance(value, PolymorphicParameters):
+            return {TYPE_KEY: value.type_name, **fields}
+        return fields
+    if isinstance(value, Mapping):
+        return {str(name): explicit_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [explicit_values(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def claim_parameters(component: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nip_astra.parameters.loading import flatten
+from nip_astra.parameters.files import flatten
 from nip_astra.report.charts import Chart, line_chart, sparkline
 from nip_astra.report.lines import Band, Line
 from nip_astra.report.records import RunRecord, mapping, number

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nip_astra.parameters.loading import OVERRIDE_SOURCE, flatten
+from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
 from nip_astra.report.records import RunRecord, items, number, text
 from nip_astra.report.wording import value_text
 from nip_astra.tracking import run_directory as files

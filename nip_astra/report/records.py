@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
-from nip_astra.parameters.renamed import RENAMED, with_new_names
+from nip_astra.parameters.conversion import RENAMED, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory

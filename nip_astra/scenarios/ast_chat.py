@@ -14,8 +14,8 @@ from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.content import SCENARIO_FILE, resolve_reference
+from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import read_yaml_layers
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms

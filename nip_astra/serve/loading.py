@@ -11,10 +11,8 @@ from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sources import computing_dtype, round_weights
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.weights import frozen_weights
-from nip_astra.parameters.content import find_scenario
+from nip_astra.parameters.content import resolve_reference
 from nip_astra.serve.engine import Engine, EngineLimits
-
-_SCENARIO = "scenario://"
 
 
 def load_engine(
@@ -56,7 +54,7 @@ def load_engine(
 
 
 def find_model(path: str) -> str:
-    """Where a model stands: a hub id as it is, or a path from the root of the file system.
+    """The absolute path of a model, or its hub id.
 
     Parameters
     ----------
@@ -64,7 +62,7 @@ def find_model(path: str) -> str:
         Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
         `scenario://name/folder` for a model that a scenario ships.
     """
-    if path.startswith(_SCENARIO):
-        scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
-        path = str(find_scenario(scenario) / inside)
-    return str(Path(path).resolve()) if Path(path).exists() else path
+    found = resolve_reference(path)
+    if isinstance(found, Path) and (found.exists() or found.is_absolute()):
+        return str(found.resolve())
+    return path

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from nip_astra.errors import ParameterError
-from nip_astra.parameters.conversion import convert
-from nip_astra.parameters.loading import read_yaml_layers
-from nip_astra.parameters.renamed import RENAMED, name_of_now, with_new_names
+from nip_astra.parameters.conversion import RENAMED, convert, current_name, with_new_names
+from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers.registry import TRAINERS
@@ -86,7 +85,7 @@ def test_every_new_name_is_one_that_a_trainer_reads() -> None:
     }
     for old, new in RENAMED.items():
         group = new.partition(".")[0]
-        assert name_of_now(old) == new
+        assert current_name(old) == new
         if group in examples:
             resolve_experiment(trainer=examples[group]).hyper_params.get(new)
     regressor = {"_type": "mlp", "minibatch_size": 7}

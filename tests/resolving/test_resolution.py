@@ -145,7 +145,7 @@ def test_a_section_is_given_as_a_mapping_from_python() -> None:
 
 
 def test_an_experiment_is_not_made_of_a_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"made of 'ast_dpo', but that is str\. Give"):
+    with pytest.raises(ConfigurationError, match=r"'ast_dpo' \(str\)"):
         resolve_experiment(hyper_params="ast_dpo")  # type: ignore[arg-type]
 
 
