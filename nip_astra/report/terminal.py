@@ -90,7 +90,7 @@ def print_dry_run(
     console.print("dry run: nothing was written", table, sep="\n")
     if estimate.get(PLACEMENT):
         _print_placement(estimate[PLACEMENT], console, device_price)
-        if estimate.get("loss") is None:
+        if estimate.get("loss", 0.0) is None:
             console.print(
                 "The episode gave no sample to learn from, so updates are not in the table."
             )
@@ -108,7 +108,11 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
             f"GiB of {name}": [_number(plan.memory[name] / 2**30) for plan in plans]
             for name in plans[0].memory
         },
-        "tokens/s of the policy": [_number(plan.tokens_per_second) for plan in plans],
+        **(
+            {"tokens/s of the policy": [_number(plan.tokens_per_second) for plan in plans]}
+            if plans[0].tokens_per_second
+            else {}
+        ),
         "hours": [_number(plan.hours) for plan in plans],
         "device hours": [_number(plan.device_hours) for plan in plans],
         "efficiency": [_percent(plan.efficiency) for plan in plans],

@@ -51,3 +51,13 @@ def summary_of(when: str, report: Mapping[str, Any]) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_test_metrics(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of test statistics, named `<agent>/test_<figure>`."""
+    metrics = {}
+    for name, value in statistics.items():
+        agent, slash, figure = name.rpartition("/")
+        if isinstance(value, float):
+            metrics[f"{agent}{slash}test_{figure}"] = value
+    return metrics

@@ -37,9 +37,8 @@ from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.figures import plain_numbers
-from nip_astra.tracking.groups import summary_of
+from nip_astra.tracking.groups import as_test_metrics, summary_of
 from nip_astra.tracking.run_directory import RESULTS, write_atomically
-from nip_astra.trainers.protocol.results import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,
@@ -318,7 +317,7 @@ class PureTextRlTrainer(Trainer):
         rollouts = self._sampled("test", iteration)
         self._keep(rollouts, "test", iteration)
         report = self.figures_of(rollouts) | self._analyse(rollouts, "test", iteration)
-        self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
+        self.tracker.log_metrics(as_test_metrics(report), step=iteration + 1)
         if self.state.before is None and iteration == 0:
             self.state.before = report
         self.state.after = report
@@ -624,7 +623,7 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
         "num_rollouts": num_iterations * len(train) + num_tested,
         "num_jobs": (num_iterations - 1) * len(learning),
         **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
-        "most_hours_of_sampling": sum(part["hours"] for part in parts),
+        "estimated_training_hours": sum(part["hours"] for part in parts),
         **(prices if known else {}),
     }
 

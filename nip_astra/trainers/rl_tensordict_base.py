@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from torch import nn
 from torchrl.objectives import LossModule
 
 from nip_astra.checkpoints.run_state import Part, RunState
+from nip_astra.distributed.placement import Work
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
@@ -36,7 +37,13 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.tracking.groups import summary_of
+from nip_astra.tracking.groups import as_test_metrics, summary_of
+from nip_astra.trainers.dry_run import (
+    estimate_run,
+    measure_smallest_step,
+    memory_of,
+    model_memory,
+)
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -62,7 +69,6 @@ from nip_astra.trainers.protocol.processes import (
     prepare_together,
     saved_if_one_ends,
 )
-from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, results_of
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     PlayStatistics,
@@ -295,7 +301,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Testing")
         found = self._test(iteration_context, "evaluation")
-        self.tracker.log_metrics(as_of_test(found), step=self.state.iteration)
+        self.tracker.log_metrics(as_test_metrics(found), step=self.state.iteration)
         self.results["after"] = found
 
     def _test(
@@ -420,7 +426,18 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return parts | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.results |= results_of(self)
+        self.results |= {
+            "kind": "interaction_proof",
+            "protocol": self.hyper_params.interaction_protocol,
+            "agents": list(self.agents.names),
+            "before": self.state.before,
+            "training": {
+                "num_iterations": self.state.iteration,
+                "num_frames": self.state.iteration * self.frames_per_iteration,
+                "num_optimizer_steps": self.state.num_optimizer_steps,
+                "last": self.state.last,
+            },
+        }
         for when in ("before", "after"):
             self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
@@ -430,10 +447,52 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return components_of_protocol(self)
 
     def dry_run(self) -> dict[str, Any]:
-        """Play and learn from one batch, and estimate the time of a whole run."""
+        """Play and learn from one batch, and estimate a whole run."""
+        num_steps = 1
+
+        def play() -> tuple[list[TensorDict], float]:
+            return [self.collect()], 0.0
+
+        def learn(batches: Sequence[TensorDict]) -> tuple[None, int]:
+            nonlocal num_steps
+            _, num_steps = self.learner.learn(batches[0], 0)
+            return None, self.frames_per_iteration
+
         with ExitStack() as stack:
             self._build_train_context(stack)
-            return estimate_cost(self)
+            step = measure_smallest_step(play, learn)
+        rl, num_environments = self.rl, self.train_environment.num_environments
+        agents = {name: self.agents[name] for name in self.agents.names}
+        state_bytes = sum(model_memory({"state": self.optimizers.state_dict()}).values())
+        memory = memory_of(agents, self.optimizers.weights, state_bytes)
+        work = Work(
+            num_iterations=rl.num_iterations,
+            num_episodes=num_environments,
+            rows_per_step=min(rl.minibatch_size, self.frames_per_iteration),
+            steps_per_iteration=num_steps,
+            rollout_seconds=step.play_seconds,
+            update_seconds=step.step_seconds,
+            tokens_per_iteration=0.0,
+            gradient_bytes=memory["gradients"],
+            memory={**memory, "step": float(step.step_bytes)},
+            divided_memory={},
+        )
+        if self.settings.sharding != "none":
+            work = work.with_sharded_weights(memory["gradients"])
+        single = replace(
+            step,
+            play_seconds=step.play_seconds / num_environments,
+            step_seconds=step.step_seconds / max(num_steps, 1),
+        )
+        num_parameters = sum(weight.numel() for weight in self.agents.parameters())
+        estimate = estimate_run(work, single, num_parameters)
+        del estimate["loss"], estimate["generated_tokens"]
+        test_seconds = 2 * rl.num_test_iterations * step.play_seconds
+        return {
+            **estimate,
+            "num_frames": rl.num_iterations * self.frames_per_iteration,
+            "estimated_test_hours": test_seconds / 3600,
+        }
 
 
 def normalize_observations(
