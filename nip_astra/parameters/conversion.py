@@ -16,7 +16,10 @@ from nip_astra.version import __version__
 
 logger = logging.getLogger(__name__)
 
-RENAMED = {
+Move = str | Mapping[str, Callable[[Any], Any]]
+"""Where a value moves: a dotted path, or several, each with how its value follows from the old."""
+
+RENAMED: dict[str, Move] = {
     "training.training_steps": "training.num_iterations",
     "training.batch_size": "training.minibatch_size",
     "solo_agent.batch_size": "solo_agent.minibatch_size",
@@ -24,11 +27,10 @@ RENAMED = {
     "spg.foreseen_step_factor": "spg.opponent_step_factor",
     "message_regression.regressor.batch_size": "message_regression.regressor.minibatch_size",
 }
-"""Dotted paths in files of older versions, and the current paths of the same parameters."""
-ASTRA_NAMES = {
-    old.removeprefix("training."): new.removeprefix("training.")
-    for old, new in RENAMED.items()
-    if old.startswith("training.")
+"""Old dotted paths and the current paths of the same parameters; `*` stands for any section."""
+ASTRA_NAMES: dict[str, Move] = {
+    "training_steps": "num_iterations",
+    "batch_size": "minibatch_size",
 }
 """ASTRA-RL's names of fields of `TrainingConfiguration`, and ours; both are accepted there."""
 
@@ -37,29 +39,31 @@ ASTRA_NAMES = {
 
 
 def rename(
-    values: Mapping[str, Any], names: Mapping[str, str]
+    values: Mapping[str, Any], names: Mapping[str, Move]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Move values from old dotted paths to new ones.
 
-    A value whose new path is set already, or lies in something that is no group, stays where it is,
-    and validation reports it. The given values are not changed.
+    A value stays where it is if a new path is set already, or lies in something that is no group;
+    validation reports it then. The given values are not changed.
 
     Returns
     -------
     tuple
-        The values, and the entries of `names` that applied.
+        The values, and the old and new paths of those that moved.
     """
     moved: dict[str, str] = {}
     result = dict(values)
-    for old, new in names.items():
-        *groups, name = old.split(".")
-        *new_groups, new_name = new.split(".")
-        source, target = _group_at(result, groups), _group_at(result, new_groups)
-        if source is None or name not in source or target is None or new_name in target:
-            continue
-        value = _copied(result, groups).pop(name)
-        _copied(result, new_groups)[new_name] = value
-        moved[old] = new
+    for old, move in names.items():
+        section, _, inside = old.partition(".")
+        targets = {move: _unchanged} if isinstance(move, str) else move
+        for name in list(result) if section == "*" else [section]:
+            path = f"{name}.{inside}" if inside else name
+            new = {one.replace("*", name, 1): function for one, function in targets.items()}
+            if _has(result, path) and all(_can_be_set(result, one) for one in new):
+                value = _pop(result, path)
+                for one, function in new.items():
+                    _set(result, one, function(value))
+                moved[path] = " and ".join(new)
     return result, moved
 
 
@@ -83,29 +87,65 @@ def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 def current_name(path: str) -> str | None:
     """The current name of a parameter given by an old dotted path, or by its last part."""
-    if path in RENAMED:
-        return RENAMED[path]
+    section, _, inside = path.partition(".")
+    move = RENAMED.get(path) or RENAMED.get(f"*.{inside}")
+    if move is not None:
+        return " and ".join([move] if isinstance(move, str) else move).replace("*", section)
     return "num_iterations" if path.rpartition(".")[2] == "training_steps" else None
 
 
-def _group_at(values: Mapping[str, Any], groups: list[str]) -> Mapping[str, Any] | None:
-    """The group at a path, empty where it is missing; None where something else is there."""
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The group around a path, empty if missing, None if it is no group; and the last name."""
+    *groups, name = path.split(".")
     found: Any = values
-    for name in groups:
-        found = found.get(name)
+    for group in groups:
+        found = found.get(group)
         if found is None:
-            return {}
+            return {}, name
         if not isinstance(found, Mapping):
-            return None
-    return found  # type: ignore[no-any-return]  # a mapping
+            return None, name
+    return found, name
 
 
-def _copied(values: dict[str, Any], groups: list[str]) -> dict[str, Any]:
-    """The group at a path, which and whose parents are replaced by copies or made."""
-    for name in groups:
-        values[name] = dict(values.get(name) or {})
-        values = values[name]
-    return values
+def _has(values: Mapping[str, Any], path: str) -> bool:
+    group, name = _group_at(values, path)
+    return group is not None and name in group
+
+
+def _can_be_set(values: Mapping[str, Any], path: str) -> bool:
+    group, name = _group_at(values, path)
+    return group is not None and name not in group
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value within copies of the groups around it, which are made if missing."""
+    *groups, name = path.split(".")
+    for group in groups:
+        values[group] = dict(values.get(group) or {})
+        values = values[group]
+    values[name] = value
+
+
+def _pop(values: dict[str, Any], path: str) -> Any:
+    """Remove a value from copies of the groups around it; one that becomes empty goes as well."""
+    group, name = _group_at(values, path)
+    assert group is not None
+    value = group[name]
+    rest = {key: other for key, other in group.items() if key != name}
+    above = path.rpartition(".")[0]
+    if rest and above:
+        _set(values, above, rest)
+    elif above.count("."):
+        _pop(values, above)
+    elif above:
+        values[above] = rest
+    else:
+        del values[name]
+    return value
 
 
 # ---- files of older versions
@@ -202,7 +242,7 @@ def release_of(version: str) -> tuple[int, int] | None:
 NEXRL_SCENARIO = "arithmetic"
 """Scenario of a NexRL file, which names none."""
 
-_NEXRL_NAMES = {
+_NEXRL_NAMES: dict[str, str] = {
     "trainer.total_train_steps": "training.num_iterations",
     "trainer.save_freq": "settings.checkpoint_period",
     "trainer.train_service.backend": "{trainer}.train_service.backend",
@@ -321,18 +361,14 @@ def _without_counterpart(
 
 def _with_adapter(values: dict[str, Any], source: str) -> dict[str, Any]:
     """Train an adapter, with Tinker's settings where the file gives none."""
-    added = []
-    for path, value in _TINKER_POLICY.items():
-        *groups, name = path.split(".")
-        policy = _group_at(values, groups)
-        if policy is not None and name not in policy:
-            _copied(values, groups)[name] = value
-            added.append(f"{path}={value}")
+    added = {path: value for path, value in _TINKER_POLICY.items() if _can_be_set(values, path)}
+    for path, value in added.items():
+        _set(values, path, value)
     if added:
         logger.warning(
             "%s: the backend tinker trains adapters, so the policy has %s",
             source,
-            " and ".join(added),
+            " and ".join(f"{path}={value}" for path, value in added.items()),
         )
     return values
 

@@ -191,7 +191,7 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
         merger.faults.append(ParameterFault(path, repr(item), problem, hint, option))
     if merger.faults:
         raise ParameterError(merger.faults)
-    return Layer(option, merger.values)
+    return Layer(option, with_new_names(merger.values, source=option))
 
 
 def _check_depth(text: str) -> None:

@@ -26,6 +26,7 @@ from nip_astra.parameters.content import (
     scenario_names,
     with_absolute_paths,
 )
+from nip_astra.parameters.conversion import with_new_names
 from nip_astra.parameters.files import (
     DEFAULT_SOURCE,
     SETTINGS_SECTION,
@@ -211,7 +212,7 @@ def _explicit_layer(hyper_params: HyperParameters | Mapping[str, Any]) -> Layer:
             f"an experiment cannot be made from {hyper_params!r} ({type(hyper_params).__name__}). "
             "Give HyperParameters(trainer=..., scenario=...), or the result of resolve_experiment."
         )
-    return Layer.literal("hyper_params", hyper_params)
+    return Layer.literal("hyper_params", with_new_names(hyper_params, source="hyper_params"))
 
 
 def _with_taskset(layer: Layer) -> Layer:
