@@ -224,6 +224,8 @@ if TYPE_CHECKING:
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
+    from nip_astra.trainers.optimization import register_optimizer as register_optimizer
+    from nip_astra.trainers.optimization import register_schedule as register_schedule
     from nip_astra.trainers.pure_text_ei import PureTextEiTrainer
     from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
@@ -464,11 +466,13 @@ _HOMES = {
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
     "register_message_regressor": "nip_astra.message_regressors.registry",
+    "register_optimizer": "nip_astra.trainers.optimization",
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.registry",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.registry",
     "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.registry",
     "register_scenario": "nip_astra.scenarios.registry",
+    "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",
     "register_trainer": "nip_astra.trainers.registry",

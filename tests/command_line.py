@@ -24,6 +24,7 @@ from nip_astra.parameters.types import (
     TaskType,
     TrainerType,
 )
+from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.scenario_base.tasks.registry import TASKS
 from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
@@ -105,7 +106,7 @@ def plugins_forgotten_after() -> Iterator[None]:
         for member in members:
             # What is imported later would be lost: Python imports a module once only.
             registry.get(member)
-    snapshots = [(registry, registry.snapshot()) for registry, _ in REGISTRIES]
+    snapshots = [(registry, registry.snapshot()) for registry in ALL_REGISTRIES.values()]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))

@@ -22,6 +22,7 @@ from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters import types
 from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.registry import ALL_REGISTRIES, Registry
@@ -84,6 +85,8 @@ DECORATORS: dict[str, Any] = {
     "task": register_task,
     "rollout_analyser": register_rollout_analyser,
 }
+OF_FUNCTIONS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Registries of functions, whose built-ins stand in one module."""
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
@@ -121,7 +124,17 @@ def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
     assert of_names == set(ENUMS.values())
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
-    assert shipped == set(REGISTRIES)
+    assert shipped == {*REGISTRIES, *OF_FUNCTIONS}
+
+
+@pytest.mark.parametrize("kind", OF_FUNCTIONS)
+def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None:
+    registry = OF_FUNCTIONS[kind]
+    for name in registry.names():
+        assert registry.is_built_in(name)
+        assert (inspect.getdoc(registry.get(name)) or "").partition("\n")[0].endswith(".")
+    with pytest.raises(DuplicateNameError):
+        registry.register(registry.names()[0])(lambda: None)
 
 
 @pytest.mark.parametrize(("kind", "name"), MEMBERS)

@@ -340,6 +340,37 @@ class _ByType:
         return f"Known kinds: {', '.join(names)}." if names else ""
 
 
+class RegisteredName(_Inside):
+    """Marks text as a registered name: `Annotated[str, RegisteredName(REGISTRY)]`.
+
+    A name is checked without importing anything.
+    """
+
+    def __init__(self, registry: Registry[Any]) -> None:
+        self.registry = registry
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def _validate(self, name: str) -> str:
+        names = self.registry.names()
+        if name not in names:
+            raise PydanticCustomError(
+                "unknown_name",
+                "unknown {kind}",
+                {"kind": self.registry.kind.replace("_", " "), "hint": suggest(name, names)},
+            )
+        return name
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        shipped = [name for name in self.registry.names() if self.registry.is_built_in(name)]
+        return {"anyOf": [{"enum": shipped}, {"type": "string"}]}
+
+
 def texts_outside(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Each text of a group, by its dotted path, that may name something outside of a run.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 from pydantic import Field
@@ -23,7 +23,8 @@ from nip_astra.language_models.services.training_wire import (
     vocabulary_digest,
     weights_digest,
 )
-from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.parameters.parameters_base import RegisteredName
+from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
 from nip_astra.serve.api_errors import ApiError, held, wrong
 from nip_astra.serve.bodies import Body, read_body
 from nip_astra.serve.settings import ServiceSettings
@@ -62,7 +63,7 @@ class ModelBody(Body):
     base_model: str
     lora: LoraBody | None = None
     seed: int = Field(ge=0, lt=1 << 63)
-    optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"]
+    optimizer: Annotated[str, RegisteredName(OPTIMIZERS)]
     weight_decay: float = Field(ge=0, le=MAX_WEIGHT_DECAY)
     role: str = Field(default="policy", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     vocabulary: str | None = None
