@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import DuplicateNameError, UnknownNameError
-from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
-from nip_astra.message_regressors.base import MessageRegressor
-from nip_astra.message_regressors.registry import register_message_regressor
+from nip_astra.language_models.base import LANGUAGE_MODELS, LanguageModel, register_language_model
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel, register_chat_model
+from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters import types
 from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
@@ -26,23 +23,20 @@ from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from nip_astra.reward_terms.base import RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
-from nip_astra.scenario_base.tasks.base import Task
-from nip_astra.scenario_base.tasks.registry import TASKS, register_task
-from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser
-from nip_astra.scenario_base.text.analysers.registry import (
+from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
+from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
+from nip_astra.scenario_base.text.analysers.base import (
     ROLLOUT_ANALYSERS,
+    RolloutAnalyser,
     register_rollout_analyser,
 )
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
-from nip_astra.scenarios.images.pretrained.registry import (
+from nip_astra.scenarios.images.pretrained.base import (
     PRETRAINED_MODELS,
+    PretrainedModel,
     register_pretrained_model,
 )
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.registry import TRAINERS, register_trainer
 from nip_astra.trainers.trainer_base import Trainer
 

@@ -9,12 +9,12 @@ import yaml
 from safetensors.torch import load_file
 
 from nip_astra import plugins
-from nip_astra.scorers.registry import SCORERS
+from nip_astra.scorers.base import SCORERS
 from tests.command_line import CommandLine, Said, refused, registered_names
 
 SCORER = """
     from nip_astra.scorers.base import Scorer
-    from nip_astra.scorers.registry import register_scorer
+    from nip_astra.scorers.base import register_scorer
 
     @register_scorer("mine")
     class Mine(Scorer):

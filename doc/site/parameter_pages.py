@@ -61,8 +61,8 @@ class Page:
 
 def parameter_pages() -> Iterator[Page]:
     """Every group of parameters: shared ones, then those of everything that is registered."""
-    for package in REGISTRY_MODULES:
-        importlib.import_module(f"nip_astra.{package}.registry")
+    for module in REGISTRY_MODULES:
+        importlib.import_module(module)
     readers = _Readers()
     yield _page("Shared groups", "experiment", HyperParameters, readers, prefix="")
     for name in (*SHARED_GROUPS, *OF_EVERY_RUN):

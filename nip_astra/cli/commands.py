@@ -35,15 +35,15 @@ from nip_astra.safe_text import to_json
 from nip_astra.trainers.timing import time_components
 
 REGISTRY_MODULES = (
-    "language_models",
-    "reward_terms",
-    "scenario_base.text.analysers",
-    "scenarios",
-    "scenarios.images.pretrained",
-    "scorers",
-    "trainers",
+    "nip_astra.language_models.base",
+    "nip_astra.reward_terms.base",
+    "nip_astra.scenario_base.text.analysers.base",
+    "nip_astra.scenarios.registry",
+    "nip_astra.scenarios.images.pretrained.base",
+    "nip_astra.scorers.base",
+    "nip_astra.trainers.registry",
 )
-"""Packages of nip_astra with a registry; plug-ins may add registries of their own."""
+"""Modules with a registry; plug-ins may add registries of their own."""
 RUNS_DIFFER = 1
 """Exit code where a resumed run differs from an uninterrupted one."""
 
@@ -128,8 +128,8 @@ def time_parts(
 
 def list_names(kind: str | None, plugins: list[str]) -> None:
     """Print the names of one kind, or of every kind."""
-    for package in REGISTRY_MODULES:
-        importlib.import_module(f"nip_astra.{package}.registry")
+    for module in REGISTRY_MODULES:
+        importlib.import_module(module)
     for spec in plugins:
         load_plugin(spec)
     console = open_console()

@@ -11,8 +11,7 @@ import yaml
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
 from nip_astra.trust import active_source, on_behalf_of
 from nip_astra.utils.devices import resolve_device
 

@@ -31,11 +31,11 @@ from nip_astra.language_models.base import (
     TokenScores,
     Turns,
     pad_left,
+    register_language_model,
 )
 from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
-from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,

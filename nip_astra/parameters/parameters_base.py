@@ -12,6 +12,7 @@ from typing import (
     ClassVar,
     Literal,
     Self,
+    TypeVar,
     get_args,
     get_origin,
 )
@@ -38,6 +39,8 @@ from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.conversion import current_name
 from nip_astra.parameters.faults import NESTED, TYPE_KEY, UNKNOWN_TYPE, faults_of, suggest
 from nip_astra.registry import Registry
+
+T = TypeVar("T")
 
 
 class _Inside:
@@ -240,24 +243,33 @@ def explicit_values(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def claim_parameters(component: Any, name: str) -> None:
-    """Name a component's `Parameters` class after its registered name.
+class ComponentRegistry(Registry[T]):
+    """A registry of components whose nested class `Parameters` is named after them, by `_type`."""
 
-    A component that inherits its `Parameters`, or shares them with another, gets a class of its
-    own, so that naming it leaves the other's name alone.
-    """
-    found: type[PolymorphicParameters] = component.Parameters
-    is_own = "Parameters" in vars(component)
-    if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
-        body = {
-            "__doc__": found.__doc__,
-            "__module__": component.__module__,
-            "__qualname__": f"{component.__qualname__}.Parameters",
-        }
-        component.Parameters = new_class(
-            "Parameters", (found,), {}, lambda space: space.update(body)
-        )
-    component.Parameters.type_name = str(name)
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that registers a component under `name` and names its `Parameters`.
+
+        A component that inherits its `Parameters`, or shares them with another, gets a class of its
+        own, so that the other's name stays.
+        """
+        register = super().register(name)
+
+        def decorate(component: Any) -> Any:
+            found: type[PolymorphicParameters] = component.Parameters
+            is_own = "Parameters" in vars(component)
+            if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
+                body = {
+                    "__doc__": found.__doc__,
+                    "__module__": component.__module__,
+                    "__qualname__": f"{component.__qualname__}.Parameters",
+                }
+                component.Parameters = new_class(
+                    "Parameters", (found,), {}, lambda space: space.update(body)
+                )
+            component.Parameters.type_name = str(name)
+            return register(component)
+
+        return decorate
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:

@@ -9,8 +9,7 @@ import torch
 from pydantic import Field
 
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
-from nip_astra.reward_terms.base import RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS
+from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.chat_agent import NOT_ASKED

@@ -267,7 +267,7 @@ def test_list_tells_of_what_cannot_be_used_and_goes_on(
     call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nip_astra.errors import PluginError
-    from nip_astra.scorers.registry import SCORERS
+    from nip_astra.scorers.base import SCORERS
 
     def broken(name: str) -> object:
         raise PluginError(f"the scorer {name} is broken.")

@@ -23,7 +23,7 @@ from tests.command_line import plugins_forgotten_after
 
 TERM = """
 from nip_astra.reward_terms.likelihood_terms import EntropyBonus
-from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.reward_terms.base import register_reward_term
 
 @register_reward_term("of_a_preset")
 class Mine(EntropyBonus):

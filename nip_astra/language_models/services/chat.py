@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,8 @@ from pydantic import JsonValue
 
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.types import ChatModelType
 from nip_astra.safe_text import valid_text
 
 
@@ -271,3 +272,13 @@ class ChatModel(ABC):
 
     async def close(self) -> None:  # noqa: B027 - a model without connections has nothing to free
         """End what is open. The model may be asked again later."""
+
+
+CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
+    "chat_model", package="nip_astra.language_models.services.chat_models", members=ChatModelType
+)
+
+
+def register_chat_model(name: str) -> Callable[[type[ChatModel]], type[ChatModel]]:
+    """Register a `ChatModel` subclass under the `_type` by which parameter files name it."""
+    return CHAT_MODELS.register(name)

@@ -30,8 +30,8 @@ from nip_astra.errors import (
     RunDirectoryError,
     ServiceError,
 )
+from nip_astra.language_models.base import LANGUAGE_MODELS
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import ChatMessage
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,

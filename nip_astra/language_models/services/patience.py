@@ -15,6 +15,7 @@ import torch
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     CPU,
     NOTHING_USED,
     ChatAnswer,
@@ -27,7 +28,6 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.limits import LimitParameters, Pace, PriceParameters
 from nip_astra.language_models.services.memory import AnswerMemory, key_of
-from nip_astra.language_models.services.registry import CHAT_MODELS
 from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.services.usage import (
     Budget,

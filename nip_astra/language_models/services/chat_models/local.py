@@ -19,6 +19,7 @@ from pydantic import Field
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.base import (
+    LANGUAGE_MODELS,
     SamplingOptions,
     TokenCount,
     TokenModel,
@@ -26,7 +27,6 @@ from nip_astra.language_models.base import (
     as_sampler,
 )
 from nip_astra.language_models.finite import refuse_nan
-from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import (
     CPU,
     ChatAnswer,
@@ -38,9 +38,9 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    register_chat_model,
 )
 from nip_astra.language_models.services.limits import LimitParameters
-from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType

@@ -20,8 +20,8 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ChatModelType
