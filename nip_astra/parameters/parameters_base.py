@@ -1,4 +1,4 @@
-"""The base of all parameter groups: strict, frozen, complete in what they complain about."""
+"""The base of all parameter groups: strict, frozen, reporting all faults at once."""
 
 from __future__ import annotations
 
@@ -44,24 +44,23 @@ T = TypeVar("T")
 
 
 class _Inside:
-    """Marks text that, in a run of others, reaches nothing outside of the run."""
+    """Marks text that cannot reach anything outside of a run."""
 
 
 PlainText = Annotated[str, _Inside()]
 """Text that is shown, compared or sent to a model, and names no file, address, variable or code.
 
-A text that is not marked as this, or as one of the types below, is approved by the user before a
-run of others may set it; see `nip_astra.trust`.
+Other text, unless it has one of the types below, needs the user's approval if a run of somebody
+else sets it; see `nip_astra.trust`.
 """
 CheckedName = Annotated[str, _Inside()]
-"""A registered name or code, which is checked where it is looked up or loaded."""
+"""A registered name or code, checked when it is looked up or loaded."""
 MAX_COUNT = 2**31 - 1
-"""Of a whole number whose field sets no bound of its own; a larger one is a slip of the pen, and
-ends somewhere in C or in memory."""
+"""Default bound of whole numbers; larger ones are mistakes, and overflow in C or in memory."""
 MAX_WHOLE = 2**63 - 1
-"""For fields whose whole numbers may be larger, such as seeds."""
+"""Bound for fields with larger whole numbers, such as seeds."""
 MAX_LR = 100.0
-"""Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
+"""Bound of learning rates; every optimizer here diverges above it."""
 
 
 def _checked_url(url: str) -> str:
@@ -83,13 +82,13 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 class SubParameters(BaseModel):
     """A group of parameters.
 
-    A field has the type that its value has in a YAML file: a number, text, true or false, a
-    `Literal`, a list, another group, or null. Nothing is converted but whole numbers to floats.
-    Each field has a docstring under it with its unit and consequence.
+    A field has the type of its value in a YAML file: a number, text, true or false, a `Literal`, a
+    list, another group, or null. Only whole numbers are converted, to floats. Each field has a
+    docstring below it with its unit and effect.
     """
 
     read_where: ClassVar[ReadWhere | None] = None
-    """Where the group is read at all; the parameter that this asks for is read always."""
+    """Condition of the whole group; the parameter that it depends on is always read."""
 
     model_config = ConfigDict(
         strict=True,
@@ -127,7 +126,7 @@ class SubParameters(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and YAML can hold and `from_dict` reads back."""
+        """Plain values for JSON and YAML, which `from_dict` reads back."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -137,7 +136,7 @@ class SubParameters(BaseModel):
         Parameters
         ----------
         sources : Mapping[str, str]
-            Where each value came from, by dotted path; told with its fault.
+            Where each value came from, by dotted path; reported with its fault.
 
         Raises
         ------
@@ -155,7 +154,7 @@ class SubParameters(BaseModel):
         Raises
         ------
         ParameterError
-            When there is no such field; their values are checked where the copy is used.
+            If there is no such field; values are checked where the copy is used.
         """
         known = list(type(self).model_fields)
         faults = [
@@ -171,20 +170,20 @@ class SubParameters(BaseModel):
 
         def __setattr__(self, name: str, value: Any) -> None:
             if self.model_config.get("frozen") and name in type(self).model_fields:
-                hint = f"Make another group by model_copy(update={{{name!r}: ...}})."
-                fault = "cannot be changed, since parameters are frozen once they are made"
+                hint = f"Make a changed copy: model_copy(update={{{name!r}: ...}})."
+                fault = "cannot be changed; parameters are frozen"
                 raise ParameterError([ParameterFault(name, show_value(value), fault, hint)])
             super().__setattr__(name, value)
 
     def get(self, path: str) -> Any:
         """The value at a dotted path, for instance `get("training.lr")`.
 
-        An element of a list is found by its number, from 0.
+        An element of a list has its number, from 0, as name.
 
         Raises
         ------
         ParameterError
-            When there is no such parameter.
+            If there is no such parameter.
         """
         value: Any = self
         parts = path.split(".")
@@ -205,10 +204,10 @@ class SubParameters(BaseModel):
 
 
 class PolymorphicParameters(SubParameters):
-    """Parameters of one of several kinds; `_type` says which in a file."""
+    """Parameters of one of several kinds; `_type` names it in a file."""
 
     type_name: ClassVar[str] = ""
-    """The registered name; set by the decorator that registers the component."""
+    """The registered name; set when the component is registered."""
 
     @model_validator(mode="before")
     @classmethod
@@ -273,15 +272,15 @@ class ComponentRegistry(Registry[T]):
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:
-    """A field type whose `_type` chooses the parameters.
+    """A field type whose `_type` selects the parameters.
 
     Parameters
     ----------
     get : Callable
-        Gives the component of a name, whose nested class `Parameters` is validated; usually a
-        registry's `get`. With that, the JSON Schema holds every registered kind.
+        Returns the component of a name, whose nested class `Parameters` validates; usually a
+        registry's `get`. Then the JSON Schema has every registered kind.
     base : type[PolymorphicParameters]
-        What all kinds inherit; an instance of it passes as it is.
+        The base of all kinds; instances pass unchanged.
     """
     return Annotated[base, _ByType(get, base)]
 
@@ -299,7 +298,7 @@ class _ByType:
         return core_schema.no_info_wrap_validator_function(
             lambda value, _: self._validate(value),
             handler(source),
-            # By what the value is, not by what the field says: a kind has fields of its own.
+            # By the value's class, not the field's: a kind has fields of its own.
             serialization=core_schema.simple_ser_schema("any"),
         )
 
@@ -309,7 +308,7 @@ class _ByType:
         if not isinstance(value, Mapping) or not isinstance(value.get(TYPE_KEY), str):
             raise PydanticCustomError(
                 "type_name",
-                "must be a group of parameters with a {key} that says its kind",
+                "must be a group of parameters with a {key}",
                 {"key": TYPE_KEY, "hint": self._hint()},
             )
         try:
@@ -386,8 +385,7 @@ class RegisteredName(_Inside):
 def texts_outside(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Each text of a group, by its dotted path, that may name something outside of a run.
 
-    Left out are choices from a list (`Literal`, enumerations), texts marked as harmless, and
-    defaults.
+    Left out are `Literal`s, enumerations, text with a harmless type, and defaults.
     """
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
@@ -406,7 +404,7 @@ def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def is_inside(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
-    """Whether no value of a type is text that may name something outside of a run."""
+    """Whether values of a type cannot name anything outside of a run."""
     if any(isinstance(one, _Inside) for one in metadata):
         return True
     if get_origin(annotation) is Annotated:

