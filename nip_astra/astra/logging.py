@@ -36,17 +36,16 @@ class ASTRAWandbLogger:
             import wandb
         except ImportError as error:
             raise MissingDependencyError(
-                "numbers were to be sent to W&B, but the package wandb cannot be imported: "
-                f"{error}. Install it with: pip install wandb, or set use_wandb to False."
+                f"use_wandb needs the package wandb: {error}. Run: pip install wandb, or set "
+                "use_wandb=False."
             ) from error
         given = {"project": "nip_astra", **(wandb_kwargs or {})}
         mode = given.get("mode") or read_variable("WANDB_MODE") or "online"
         if mode == "online" and not has_credentials():
             # W&B itself would stop to ask at a terminal.
             raise TrackingError(
-                "numbers were to be sent to W&B, but there is no W&B key on this machine. Run "
-                "`wandb login`, set WANDB_API_KEY, set WANDB_MODE=offline, or set use_wandb to "
-                "False."
+                "use_wandb needs a W&B key. Run `wandb login`, set WANDB_API_KEY, set "
+                "WANDB_MODE=offline, or set use_wandb=False."
             )
         self.run = wandb.init(**given)
 

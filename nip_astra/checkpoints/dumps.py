@@ -1,4 +1,4 @@
-"""Dumps of what a trainer did, stage by stage, and the first stage at which two runs differ."""
+"""Dumps of a trainer's stages, and their comparison between two runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STAGE = re.compile(r"(\d+)-.+\.json")
 
 
 class StageDumps:
-    """Writes the stages of some iterations, numbered in the order in which they happen.
+    """Writes the stages of some iterations, numbered in order.
 
     Parameters
     ----------
     folder : Path or None
-        Where; without one nothing is written.
+        Destination; None writes nothing.
     period : int
-        Iterations from one that is dumped to the next, the first among them; 0 dumps none.
+        Every how many iterations, from the first on; 0 for none.
     """
 
     def __init__(self, folder: Path | None, *, period: int) -> None:
@@ -36,7 +36,7 @@ class StageDumps:
         self._count = 0
 
     def is_due(self, iteration: int) -> bool:
-        """Say whether the stages of an iteration are dumped."""
+        """Whether the stages of an iteration are dumped."""
         return self.folder is not None and self.period > 0 and iteration % self.period == 0
 
     def write(self, iteration: int, stage: str, values: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class StageDumps:
         Raises
         ------
         CheckpointError
-            When a value is none of these, or the files cannot be written.
+            If a value is of another type, or the files cannot be written.
         """
         if not self.is_due(iteration) or self.folder is None:
             return
@@ -58,33 +58,33 @@ class StageDumps:
 
 
 class Difference(NamedTuple):
-    """A value that is not the same in two dumps.
+    """A value that differs between two dumps.
 
     Attributes
     ----------
     stage : str
-        Iteration and stage, as their files are called.
+        Iteration and stage, as in the file names.
     field : str
         Dotted path of the value.
-    told : str
-        How they differ.
+    description : str
+        How the values differ.
     """
 
     stage: str
     field: str
-    told: str
+    description: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two dumps gave.
+    """Result of comparing two dumps.
 
     Attributes
     ----------
     num_stages : int
-        Stages that are in both.
+        Stages in both dumps.
     differences : list of Difference
-        In the order in which the runs went; those of the first stage come first.
+        In order of the stages.
     """
 
     num_stages: int
@@ -92,43 +92,42 @@ class Comparison:
 
 
 def compare_dumps(one: Path, other: Path, *, tolerance: float = 0.0) -> Comparison:
-    """Compare the stages of two dumps in the order in which they happened.
+    """Compare the stages of two dumps in order.
 
     Parameters
     ----------
     one, other : Path
         Folders with dumps, or run directories.
     tolerance : float
-        Largest difference of numbers, absolute and relative, that is none.
+        Absolute and relative tolerance of numbers.
 
     Raises
     ------
     CheckpointError
-        When a folder holds no dumps or they are broken.
+        If a folder has no dumps, or they are corrupt.
     """
-    folders = [_found(one), _found(other)]
+    folders = [_dumps_folder(one), _dumps_folder(other)]
     stages = [_stages(folder) for folder in folders]
     differences: list[Difference] = []
     shared = [name for name in stages[0] if name in set(stages[1])]
     for name in sorted({*stages[0], *stages[1]}):
         if name not in shared:
             where = one if name in stages[0] else other
-            differences.append(Difference(name, "", f"is in {where} alone"))
+            differences.append(Difference(name, "", f"only in {where}"))
             continue
         values = [load_state(folder / name) for folder in folders]
         differences += [
-            Difference(name, field, told)
-            for field, told in _differences(values[0], values[1], "", tolerance)
+            Difference(name, field, description)
+            for field, description in _differences(values[0], values[1], "", tolerance)
         ]
     return Comparison(len(shared), differences)
 
 
-def _found(path: Path) -> Path:
+def _dumps_folder(path: Path) -> Path:
     folder = path / DUMPS if (path / DUMPS).is_dir() else path
     if not _stages(folder):
         raise CheckpointError(
-            f"dumps were to be compared, but {path} holds none. Run with "
-            "--settings dump_period=1, and name the run directory."
+            f"{path} has no dumps. Run with --settings dump_period=1, and give the run directory."
         )
     return folder
 
@@ -143,14 +142,14 @@ def _stages(folder: Path) -> list[str]:
 
 def _differences(one: Any, other: Any, place: str, tolerance: float) -> Iterator[tuple[str, str]]:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        told = _tensor_difference(one, other, tolerance)
-        if told:
-            yield place, told
+        description = _tensor_difference(one, other, tolerance)
+        if description:
+            yield place, description
     elif isinstance(one, dict) and isinstance(other, dict):
         for name in dict.fromkeys([*one, *other]):
             path = f"{place}.{name}" if place else str(name)
             if name not in one or name not in other:
-                yield path, f"is in the {'first' if name in one else 'second'} alone"
+                yield path, f"only in the {'first' if name in one else 'second'}"
             else:
                 yield from _differences(one[name], other[name], path, tolerance)
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -158,11 +157,11 @@ def _differences(one: Any, other: Any, place: str, tolerance: float) -> Iterator
             yield place, f"has {len(one)} entries and {len(other)}"
         for number, pair in enumerate(zip(one, other, strict=False)):
             yield from _differences(*pair, f"{place}.{number}", tolerance)
-    elif not _is_alike(one, other, tolerance):
+    elif not _is_equal(one, other, tolerance):
         yield place, f"is {one!r} and {other!r}"
 
 
-def _is_alike(one: Any, other: Any, tolerance: float) -> bool:
+def _is_equal(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, float) and isinstance(other, int | float):
         a, b = torch.tensor([one, other], dtype=torch.float64)
         return bool(torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
@@ -174,14 +173,14 @@ def _tensor_difference(one: Tensor, other: Tensor, tolerance: float) -> str | No
         kinds = [f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}" for x in (one, other)]
         return f"is {kinds[0]} and {kinds[1]}"
     a, b = one.double(), other.double()
-    is_unlike = ~torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
-    if not is_unlike.any():
+    is_different = ~torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not is_different.any():
         return None
-    first = is_unlike.nonzero()[0].tolist()
+    first = is_different.nonzero()[0].tolist()
     pair = [x[tuple(first)].item() for x in (one, other)]
-    gap = (a - b)[is_unlike].abs().nan_to_num(nan=torch.inf).max().item()
-    count = int(is_unlike.sum())
+    gap = (a - b)[is_different].abs().nan_to_num(nan=torch.inf).max().item()
+    count = int(is_different.sum())
     return (
-        f"differs at {count} of {one.numel()} places by up to {gap:.3g}, first at {first}: "
+        f"differs at {count} of {one.numel()} elements by up to {gap:.3g}, first at {first}: "
         f"{pair[0]!r} and {pair[1]!r}"
     )

@@ -1,4 +1,4 @@
-"""What every checkpoint of every trainer holds: counters, global generators, whose run it is."""
+"""State common to all checkpoints: counters, global random generators, run parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
 
 STATE = "state"
-"""Name, in a checkpoint, of the files with the run's state and its parts."""
+"""File name of the run's state and parts in a checkpoint."""
 GENERATORS = "generators"
-"""Name, in a checkpoint, of the files with the generators' states."""
-_PLACES_OF_CODE = ("plugins", "custom_trainer_module_path")
-"""Parameters that say where code is: a copy of it may be elsewhere, and a run warns of others."""
+"""File name of the generators' states in a checkpoint."""
+_CODE_PATHS = ("plugins", "custom_trainer_module_path")
+"""Paths of code, which may have moved; changed code itself raises a warning elsewhere."""
 
 
 @dataclass
 class RunState:
-    """How far a run has come; a family of trainers adds fields of its own.
+    """Progress of a run; a trainer family adds fields.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class RunState:
     num_optimizer_steps : int
         Optimizer steps taken.
     before : dict or None
-        What was measured before training; None until then.
+        Metrics before training; None until measured.
     num_measured_iterations : int
-        Iterations in which something was measured.
+        Iterations with metrics.
     """
 
     iteration: int = 0
@@ -49,7 +49,7 @@ class RunState:
 
     @property
     def update_count(self) -> int:
-        """A number that grows from one checkpoint to the next, by which they are named."""
+        """Increasing number that names checkpoints."""
         return self.iteration
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,20 +58,17 @@ class RunState:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Take what `to_dict` gave."""
+        """Inverse of `to_dict`."""
         return cls(**plain)
 
 
 class Part(NamedTuple):
-    """Something that a checkpoint holds: `load` takes up what `save` gave.
-
-    What `save` gives is of plain values and tensors.
+    """A part of a checkpoint: `load` restores the result of `save`, plain values and tensors.
 
     Attributes
     ----------
     is_memory : bool
-        Whether it only spares work that can be done again, so that a run may go on from a
-        checkpoint that lacks it.
+        Whether it is only a cache, so that a run can resume from a checkpoint without it.
     """
 
     save: Callable[[], Any]
@@ -85,12 +82,12 @@ def save_generators(folder: Path) -> None:
 
 
 def load_generators(folder: Path) -> dict[str, Any]:
-    """Read what `save_generators` wrote.
+    """Inverse of `save_generators`.
 
     Raises
     ------
     CheckpointError
-        When the files are missing or broken.
+        If the files are missing or corrupt.
     """
     state: dict[str, Any] = load_state(folder / GENERATORS)
     return state
@@ -99,7 +96,7 @@ def load_generators(folder: Path) -> dict[str, Any]:
 def global_generators() -> dict[str, Any]:
     """States of the generators of Python, NumPy and torch, as plain values and tensors.
 
-    NumPy's is the one behind `np.random.rand` and its like; torch's are those of the CPU and of
+    NumPy's is the legacy global generator (`np.random.rand`); torch's are those of the CPU and of
     each CUDA device.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -112,17 +109,14 @@ def global_generators() -> dict[str, Any]:
 
 
 def set_global_generators(state: dict[str, Any]) -> None:
-    """Take up what `global_generators` gave.
-
-    Of CUDA devices, those take a state that were there when it was saved and are there now.
-    """
+    """Restore the result of `global_generators`, for CUDA devices that exist then and now."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
-        for number, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(one, number)
+        for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_state, device)
 
 
 def described_run(hyper_params: HyperParameters) -> dict[str, Any]:
@@ -140,31 +134,28 @@ def check_is_of_run(
 ) -> None:
     """Refuse a checkpoint of another trainer, or of a run with other parameters.
 
-    Of a checkpoint that another version of nip_astra wrote, the parameters are compared that both
-    versions know. Where plug-ins are is not compared.
+    If another version of nip_astra wrote the checkpoint, only the parameters known to both are
+    compared. Paths of plug-ins are not compared.
 
     Parameters
     ----------
     may_differ : tuple of str
-        Parameters that may be others.
+        Parameters that may differ.
 
     Raises
     ------
     CheckpointError
-        With what differs.
+        Lists the differences.
     """
-    asked = f"the run was to go on from {checkpoint}"
     metadata, now = manifest["metadata"], described_run(hyper_params)
     if "parameters" not in metadata:
         raise CheckpointError(
-            f"{asked}, but an older nip_astra wrote it, which kept neither all generators nor the "
-            "parameters, so the numbers would be others. Go on with the version that "
-            "environment.json names, or start a new run."
+            f"{checkpoint} is from an old nip_astra and lacks generators and parameters. Resume "
+            "with the version in environment.json, or start a new run."
         )
     if metadata["trainer"] != now["trainer"]:
         raise CheckpointError(
-            f"{asked}, but that is a checkpoint of the trainer {metadata['trainer']!r} and the "
-            f"run's trainer is {now['trainer']!r}. Give the checkpoint of a run of "
+            f"{checkpoint} is a checkpoint of the trainer {metadata['trainer']!r}. Give one of "
             f"{now['trainer']!r}."
         )
     kept = with_new_names(metadata["parameters"], source=str(checkpoint))
@@ -173,12 +164,12 @@ def check_is_of_run(
     known = before.keys() | given.keys() if is_same_version else before.keys() & given.keys()
     faults = [
         f"{path} was {before.get(path)!r} and is {given.get(path)!r}"
-        for path in sorted(known.difference(may_differ, _PLACES_OF_CODE))
+        for path in sorted(known.difference(may_differ, _CODE_PATHS))
         if before.get(path) != given.get(path)
     ]
     if faults:
         raise CheckpointError(
-            f"{asked}, but the parameters have been changed since it was written: "
+            f"cannot resume from {checkpoint} with other parameters: "
             f"{'; '.join(faults[:5])}{'; and more' if len(faults) > 5 else ''}. Restore them, or "
-            "start a new run with the new ones."
+            "start a new run."
         )

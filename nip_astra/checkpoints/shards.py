@@ -1,6 +1,6 @@
-"""Tensors of which each process holds a part, in a folder: what each has is a file of its own.
+"""Sharded tensors in a folder, one file per process.
 
-Written by torch.distributed.checkpoint as safetensors, so that nothing is pickled, and read in any
+Written by torch.distributed.checkpoint as safetensors (nothing is pickled); can be read by any
 number of processes.
 """
 
@@ -28,80 +28,78 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from nip_astra.errors import CheckpointError, LostProcessError
 
 SHARDS = "shards"
-"""Name of a folder of parts."""
+"""Folder name of sharded tensors."""
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors by name; all processes that hold parts of them do so together.
+    """Write tensors by name; a collective call of all processes that hold shards.
 
     Raises
     ------
     CheckpointError
-        When one of them cannot write.
+        If one process cannot write.
     """
-    with _told(
+    with _as_checkpoint_error(
         folder,
-        "written",
-        "Free space, change the permissions, or see that all processes reach the same disk.",
+        "write",
+        "Free space, change the permissions, or make sure that all processes share the disk.",
     ):
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
 
 
 def sizes_in(folder: Path) -> dict[str, torch.Size]:
-    """The shape of each tensor in a folder.
+    """Shape of each tensor in a folder.
 
     Raises
     ------
     CheckpointError
-        When a file is broken, or parts of a tensor are missing.
+        If a file is corrupt, or shards of a tensor are missing.
     """
-    with _told(folder, "read", _RESTORE):
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    with _as_checkpoint_error(folder, "read", _RESTORE):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     sizes: dict[str, torch.Size] = {}
-    for name, tensor in found.items():
+    for name, tensor in metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         sizes[name] = tensor.size
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise CheckpointError(
-                f"{folder} was to be read, but parts of {name} are missing. {_RESTORE}"
-            )
+            raise CheckpointError(f"shards of {name} are missing in {folder}. {_RESTORE}")
     return sizes
 
 
 def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors with those of the same names; each process what it holds of them.
+    """Fill tensors by name; each process reads its own shards.
 
     Raises
     ------
     CheckpointError
-        When one is missing or broken, or of another shape.
+        If a tensor is missing, corrupt, or of another shape.
     """
     sizes = sizes_in(folder)
     for name, tensor in into.items():
         if sizes.get(name) != tensor.shape:
             raise CheckpointError(
-                f"{name} of shape {tuple(tensor.shape)} was to be read from {folder}, but there "
-                f"{f'it has {tuple(sizes[name])}' if name in sizes else 'is none'}. Resume with "
-                "the parameters that wrote it."
+                f"{name} needs shape {tuple(tensor.shape)}, but {folder} has "
+                f"{tuple(sizes[name]) if name in sizes else 'no such tensor'}. Resume with the "
+                "parameters that wrote it."
             )
-    with _told(folder, "read", _RESTORE):
-        # Each process reads for itself: what is needed of a file is known from the files.
+    with _as_checkpoint_error(folder, "read", _RESTORE):
+        # Each process reads on its own; the files describe themselves.
         load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def load_whole(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, whole and on the CPU, in the precision they were saved in.
+    """All tensors of a folder, unsharded, on the CPU, in their saved precision.
 
     Raises
     ------
     CheckpointError
-        When a part is missing or broken.
+        If a shard is missing or corrupt.
     """
     sizes = sizes_in(folder)
-    with _told(folder, "read", _RESTORE):
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    types = {name: one.properties.dtype for name, one in found.items()}  # type: ignore[union-attr]
+    with _as_checkpoint_error(folder, "read", _RESTORE):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    types = {name: t.properties.dtype for name, t in metadata.items()}  # type: ignore[union-attr]
     whole = {name: torch.zeros(size, dtype=types[name]) for name, size in sizes.items()}
     load_shards(folder, whole)
     return whole
@@ -111,22 +109,22 @@ _RESTORE = "Restore the folder, or resume from another checkpoint."
 
 
 @contextmanager
-def _told(folder: Path, done: str, advice: str) -> Iterator[None]:
+def _as_checkpoint_error(folder: Path, action: str, advice: str) -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # That it reads without the other processes is meant.
+            # Reading without the other processes is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is")
             yield
     except CheckpointError:
         raise
     except (CheckpointException, OSError, ValueError, KeyError, SafetensorError) as error:
         lost = isinstance(error, CheckpointException) and any(
-            "onnection" in str(one) for one in error.failures.values()
+            "onnection" in str(failure) for failure in error.failures.values()
         )
         kind = LostProcessError if lost else CheckpointError
-        raise kind(f"{folder} was to be {done}, but: {error}. {advice}") from error
+        raise kind(f"cannot {action} {folder}: {error}. {advice}") from error
     finally:
         logger.setLevel(level)

@@ -1,7 +1,7 @@
 """A folder of checkpoints.
 
-A checkpoint is written to a temporary folder, synced and renamed; the pointer `latest` moves last.
-A process killed at any moment leaves the older checkpoints good.
+A checkpoint is written to a temporary folder, synced and renamed; then the pointer `latest` is
+updated. If the process is killed at any point, older checkpoints stay valid.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _NAME = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
 
 
 class CheckpointStore:
-    """Keeps the newest checkpoints of a run and the best one.
+    """The newest checkpoints of a run, and the best one.
 
     Parameters
     ----------
     directory : Path
-        Made when the first checkpoint is saved.
+        Created with the first checkpoint.
     num_kept : int
-        Newest checkpoints that stay.
+        Number of newest checkpoints to keep.
     about : Mapping, optional
-        What stands in the metadata of every checkpoint.
+        Metadata of every checkpoint.
     also_write : Callable[[Path], None], optional
-        Writes what every checkpoint holds beside its own content.
+        Writes further files of every checkpoint.
     marker : Path, optional
-        A file that is made when the first checkpoint has been saved.
+        A file created after the first checkpoint.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class CheckpointStore:
         metadata: dict[str, Any],
         is_best: bool = False,
     ) -> Path:
-        """Write a checkpoint and give its folder.
+        """Write a checkpoint; its folder.
 
         Parameters
         ----------
         step : int
-            Grows from one checkpoint to the next. A step that is saved again gets a folder of its
-            own (`step_00000012_r2`), so that no checkpoint is ever replaced.
+            Increases from one checkpoint to the next. A step saved again gets a new folder
+            (`step_00000012_r2`); no checkpoint is ever overwritten.
         write : Callable[[Path], None]
-            Writes the content into the folder that it is given.
+            Writes the content into a folder.
 
         Raises
         ------
         CheckpointError
-            When it cannot be written, for instance on a full disk; older ones stay good.
+            If it cannot be written, for instance on a full disk; older ones stay valid.
         """
-        with self._told_as_checkpoint_error(step):
+        with self._as_checkpoint_error(step):
             self.directory.mkdir(parents=True, exist_ok=True)
             self.remove_leftovers()
             name = self._unused_name(step)
@@ -108,19 +108,19 @@ class CheckpointStore:
         return self.directory / name
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, None where there is none."""
+        """The newest checkpoint, or None."""
         pointed = self._follow(LATEST)
         if pointed is not None:
             return pointed
-        # A process killed in its first save may have left a whole checkpoint and no pointer.
+        # A process killed in its first save may leave a complete checkpoint without a pointer.
         return next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
-        """The checkpoint saved as best last, None where there is none."""
+        """The last checkpoint saved as best, or None."""
         pointed = self._follow(BEST)
         if pointed is not None:
             return pointed
-        # As above, of a first save that was the best.
+        # As above.
         return next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
@@ -129,36 +129,35 @@ class CheckpointStore:
         Raises
         ------
         CheckpointError
-            When there is none of that name, or it is corrupt.
+            If it does not exist or is corrupt.
         """
         names = [path.name for path in self._all()]
         if name not in names:
             raise CheckpointError(
-                f"{self.directory} has no checkpoint {name!r}; it has "
-                f"{', '.join(names) or 'none'}. Give one of them, or {LATEST}."
+                f"{self.directory} has no checkpoint {name!r}. Available: "
+                f"{', '.join(names) or 'none'}, or {LATEST}."
             )
         self.verify(self.directory / name)
         return self.directory / name
 
     def open_best(self) -> Path:
-        """The checkpoint saved as best last, verified.
+        """The last checkpoint saved as best, verified.
 
         Raises
         ------
         CheckpointError
-            When there is none or it is corrupt.
+            If there is none, or it is corrupt.
         """
         path = self.best()
         if path is None:
             raise CheckpointError(
-                f"the run's best checkpoint was asked for, but {self.directory} holds none that is "
-                "marked so. Restore the folder, or start a new run."
+                f"{self.directory} has no best checkpoint. Restore the folder, or start a new run."
             )
         _, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(
-                f"the run's best checkpoint {path} was asked for, but {fault}. Restore it; to take "
-                f"another one for the best, write its name into {self.directory / BEST}."
+                f"best checkpoint {path}: {fault}. Restore it, or write the name of another one "
+                f"into {self.directory / BEST}."
             )
         return path
 
@@ -168,14 +167,12 @@ class CheckpointStore:
         Raises
         ------
         CheckpointError
-            When a file is missing or changed, or the folder is no checkpoint of this format; the
-            newest good checkpoint is named.
+            If a file is missing or changed, or the folder is not a checkpoint of this format; the
+            message names the newest valid checkpoint.
         """
         manifest, fault = inspect_folder(path)
         if fault:
-            raise CheckpointError(
-                f"the checkpoint {path} was asked for, but {fault}. {self._advice(path)}"
-            )
+            raise CheckpointError(f"checkpoint {path}: {fault}. {self._advice(path)}")
         return manifest
 
     def open_latest(self) -> tuple[Path, dict[str, Any]]:
@@ -184,13 +181,13 @@ class CheckpointStore:
         Raises
         ------
         CheckpointError
-            When there is none or it is corrupt; then the newest good one is named.
+            If there is none, or it is corrupt; the message names the newest valid one.
         """
         path = self.latest()
         if path is None:
             raise CheckpointError(
-                f"the run was to be resumed, but {self.directory} holds no checkpoint. Start a "
-                "new run with the same parameters."
+                f"{self.directory} has no checkpoint to resume from. Start a new run with the same "
+                "parameters."
             )
         return path, self.verify(path)
 
@@ -198,13 +195,13 @@ class CheckpointStore:
         for other in reversed(self._all()):
             if other != refused and not inspect_folder(other)[1]:
                 return (
-                    f"Write {other.name} into {self.directory / pointer} to go on from that one, "
-                    "the newest that is good."
+                    f"To use {other.name}, the newest valid checkpoint, write its name into "
+                    f"{self.directory / pointer}."
                 )
-        return "There is no other good checkpoint; start a new run."
+        return "There is no other valid checkpoint; start a new run."
 
     def _all(self) -> list[Path]:
-        """The checkpoints, the oldest first."""
+        """The checkpoints, oldest first."""
         return sorted(
             (path for path in self.directory.glob("step_*") if _NAME.fullmatch(path.name)),
             key=lambda path: _step_and_revision(path.name),
@@ -225,8 +222,8 @@ class CheckpointStore:
         name = text.strip()
         if not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{self.directory / pointer} was to name a checkpoint, but it holds "
-                f"{name[:60]!r}. {self._advice(None, pointer)}"
+                f"{self.directory / pointer} must name a checkpoint, got {name[:60]!r}. "
+                f"{self._advice(None, pointer)}"
             )
         return self.directory / name
 
@@ -241,13 +238,13 @@ class CheckpointStore:
         kept.update(path.name for path in (self.latest(), self.best()) if path is not None)
         for path in self._all():
             if path.name not in kept:
-                # Under its own name, a half-removed checkpoint would look like a corrupt one.
+                # Renamed first, so that a partly removed checkpoint does not look corrupt.
                 removed = self.directory / f".tmp-{path.name}"
                 path.rename(removed)
                 shutil.rmtree(removed)
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed process left unfinished."""
+        """Remove temporary files of a killed process."""
         for leftover in self.directory.glob(".tmp-*"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -255,23 +252,22 @@ class CheckpointStore:
                 leftover.unlink()
 
     @contextmanager
-    def _told_as_checkpoint_error(self, step: int) -> Iterator[None]:
+    def _as_checkpoint_error(self, step: int) -> Iterator[None]:
         try:
             yield
         except NipAstraError:
-            # What has a name keeps it: a service that is gone is no full disk.
+            # Not a storage error, for instance an unavailable service.
             raise
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"the checkpoint of step {step} was to be saved in {self.directory}, but: "
-                f"{reason}. Free space or change the permissions; the older checkpoints are as "
-                "they were."
+                f"cannot save the checkpoint of step {step} in {self.directory}: {reason}. Free "
+                "space or change the permissions; older checkpoints are unchanged."
             ) from error
 
 
 def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best: bool) -> None:
-    """Sync every file of a folder and write down what it consists of."""
+    """Sync every file of a folder and write its manifest."""
     files = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         with file.open("rb") as handle:
@@ -296,29 +292,28 @@ def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best
 
 
 def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
-    """The manifest of a folder and its first fault, an empty text where it is good."""
+    """Manifest of a folder, and its first fault or an empty string."""
     if not path.is_dir():
-        return {}, "there is no such folder"
+        return {}, "the folder does not exist"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}, f"its {MANIFEST} is missing or broken"
+        return {}, f"{MANIFEST} is missing or corrupt"
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return {}, "it was not written by nip_astra"
     version = manifest.get("version")
     if not isinstance(version, int) or version > VERSION:
         return {}, (
-            f"its format is version {version} and this nip_astra reads up to version {VERSION}; "
-            "install the version that wrote it"
+            f"format version {version} is newer than {VERSION}; install the version that wrote it"
         )
     if manifest.get("manifest_sha256") != _manifest_digest(manifest):
-        return {}, f"its {MANIFEST} is corrupt"
+        return {}, f"{MANIFEST} is corrupt"
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
-            return {}, f"its file {name} is missing"
+            return {}, f"{name} is missing"
         if file.stat().st_size != expected["size"] or _digest(file) != expected["sha256"]:
-            return {}, f"its file {name} is corrupt"
+            return {}, f"{name} is corrupt"
     return manifest, ""
 
 
@@ -331,7 +326,7 @@ def _is_marked_best(path: Path) -> bool:
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
-    # As JSON gives it back: keys that are numbers have become text.
+    # JSON converts numeric keys to strings.
     content = json.loads(json.dumps(manifest))
     content.pop("manifest_sha256", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

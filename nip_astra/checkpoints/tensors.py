@@ -1,4 +1,4 @@
-"""Nested state in two files, tensors as safetensors and the rest as JSON; nothing is pickled."""
+"""Nested state in two files: tensors as safetensors, the rest as JSON; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from nip_astra.errors import CheckpointError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "$tensor", "$tuple", "$dict", "$float"
-"""Tags of what JSON has no word for: each is the only key of an object."""
+"""Tags of values that JSON cannot represent: each is the only key of an object."""
 _PLAIN = "state"
-"""Key of all but the tensors in the header of a message."""
+"""Key of the JSON part in a message's header."""
 
 
 def save_state(path: Path, state: Any) -> None:
     """Write nested state as `<path>.safetensors` and `<path>.json`.
 
-    Reading gives equal values of equal types, tensors bit for bit, on the CPU.
+    `load_state` restores equal values and types, and bit-identical tensors on the CPU.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def save_state(path: Path, state: Any) -> None:
     Raises
     ------
     CheckpointError
-        When a value is none of these, or the files cannot be written.
+        If a value is of another type, or the files cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     plain = _encode(state, "state", tensors)
@@ -43,18 +43,17 @@ def save_state(path: Path, state: Any) -> None:
         path.with_suffix(".json").write_text(json.dumps(plain, allow_nan=False), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the state {path} was to be written, but: {error}. Free space or change the "
-            "permissions."
+            f"cannot write the state {path}: {error}. Free space or change the permissions."
         ) from error
 
 
 def load_state(path: Path) -> Any:
-    """Read what `save_state` wrote.
+    """Inverse of `save_state`.
 
     Raises
     ------
     CheckpointError
-        When a file is missing or broken.
+        If a file is missing or corrupt.
     """
     try:
         tensors = load_file(path.with_suffix(".safetensors"))
@@ -62,13 +61,12 @@ def load_state(path: Path) -> Any:
         return _decode(plain, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
-            f"the state {path} was to be read, but it is missing or broken: {error}. Resume from "
-            "another checkpoint."
+            f"the state {path} is missing or corrupt: {error}. Resume from another checkpoint."
         ) from error
 
 
 def pack_state(state: Any) -> bytes:
-    """The same state as one block of bytes, for a message: safetensors with the rest beside it."""
+    """The state as bytes, for a message: safetensors with the JSON part in its header."""
     tensors: dict[str, Tensor] = {}
     plain = _encode(state, "message", tensors)
     packed: bytes = save(tensors, metadata={_PLAIN: json.dumps(plain, allow_nan=False)})
@@ -76,12 +74,12 @@ def pack_state(state: Any) -> bytes:
 
 
 def unpack_state(packed: bytes) -> Any:
-    """Read what `pack_state` made, wherever it comes from.
+    """Inverse of `pack_state`; safe for untrusted input.
 
     Raises
     ------
     CheckpointError
-        When it is something else, or cut off.
+        If the bytes are invalid or truncated.
     """
     try:
         length = int.from_bytes(packed[:8], "little")
@@ -89,8 +87,7 @@ def unpack_state(packed: bytes) -> Any:
         return _decode(json.loads(plain), load(packed))
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"a message of {len(packed)} bytes was to be read, but it is broken: {error}. Send "
-            "what pack_state made."
+            f"invalid message of {len(packed)} bytes: {error}. Send the result of pack_state."
         ) from error
 
 
@@ -115,9 +112,8 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(
-        f"{place} was to be saved in a checkpoint, but it is a {type(value).__name__}, and a "
-        "checkpoint holds dense tensors, text, numbers, and lists, tuples and dicts of them. "
-        "Convert it first."
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold. Convert it to dense "
+        "tensors, text, numbers, or lists, tuples and dicts of these."
     )
 
 

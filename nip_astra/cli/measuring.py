@@ -314,7 +314,7 @@ def compare_dumps(
     say(f"they differ first in {first}")
     own = [one for one in found.differences if one.stage == first]
     for difference in own[:MAX_DIFFERENCES]:
-        say(f"  {difference.field} {difference.told}".rstrip())
+        say(f"  {difference.field} {difference.description}".rstrip())
     if len(own) > MAX_DIFFERENCES:
         say(f"  and {len(own) - MAX_DIFFERENCES} more")
     later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)

@@ -1,1 +1,1 @@
-"""What reads labels off messages: one file a kind."""
+"""Classifiers of labels from messages."""

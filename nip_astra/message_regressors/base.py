@@ -1,6 +1,6 @@
-"""What a message regressor is: a classifier of labels, fitted anew on every batch of messages.
+"""Message regressors: classifiers of labels, refitted on every batch of messages.
 
-Shapes: N messages to learn from, M messages to judge, D numbers that describe a message.
+Shape suffixes: `N` training message, `M` test message, `D` feature.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageR
 
 
 class MessageRegressor(ABC):
-    """Tells labels by messages.
+    """Predicts labels from messages.
 
     Attributes
     ----------
     can_go_on : bool
-        Whether a fit starts from what the one before found, where the regressor is still the same.
-        Such a class gives `state` and `load_state`, and others keep nothing between fits.
+        Whether a fit starts from the previous one. Such a class implements `state` and
+        `load_state`; others keep no state between fits.
     """
 
     can_go_on: ClassVar[bool] = False
@@ -34,11 +34,11 @@ class MessageRegressor(ABC):
         self.parameters = parameters
 
     def state(self) -> dict[str, Any]:
-        """What is kept between fits, as plain values and tensors, for checkpoints."""
+        """State between fits for checkpoints, of plain values and tensors."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # there may be nothing
-        """Take up what `state` gave."""
+        """Restore the result of `state`."""
 
     @abstractmethod
     def fit_and_judge(
@@ -48,23 +48,23 @@ class MessageRegressor(ABC):
         judged_MD: Tensor,
         generator: torch.Generator,
     ) -> Tensor:
-        """Learn from messages with labels, and judge others.
+        """Fit labelled messages, and classify others.
 
         Parameters
         ----------
         features_ND : Tensor
-            float32 on the CPU; one-hot symbols, 0 in channels in which nothing was sent.
+            float32 on the CPU; one-hot symbols, 0 in channels without a message.
         labels_N : Tensor
             float32; 0 or 1.
         judged_MD : Tensor
-            The messages to judge, like `features_ND`.
+            The messages to classify, like `features_ND`.
         generator : torch.Generator
-            The only source of random numbers: torch's global one belongs to the run.
+            The only source of random numbers; torch's global generator belongs to the run.
 
         Returns
         -------
         Tensor
-            Log-odds of the label 1, `[M]`; above 0 says 1.
+            Log-odds of the label 1, `[M]`.
         """
 
 

@@ -1,6 +1,6 @@
-"""The message regressors that ship: logistic regression and a small network.
+"""The shipped message regressors: logistic regression and a small network.
 
-Shapes: N messages to learn from, M messages to judge, D numbers that describe a message.
+Shape suffixes: `N` training message, `M` test message, `D` feature.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nip_astra.utils.activations import ACTIVATIONS
 
 @register_message_regressor(MessageRegressorType.LINEAR)
 class LinearMessageRegressor(MessageRegressor):
-    """Logistic regression by Newton's method; reads what each symbol says apart from the others."""
+    """Logistic regression by Newton's method, linear in the symbols."""
 
     class Parameters(MessageRegressor.Parameters):
-        """How often the fit is refined, and how it is kept finite."""
+        """Number of steps and regularisation."""
 
         num_newton_steps: int = Field(default=8, ge=1)
-        """Steps of Newton's method. Few are enough: the loss is convex."""
+        """Steps of Newton's method. Few suffice, because the loss is convex."""
         ridge: float = Field(default=1.0, gt=0)
-        """Weight of half the squared coefficients beside the summed cross entropy. Larger takes
-        more messages to believe a symbol."""
+        """Weight of half the squared coefficients in the loss. Larger needs more messages to fit a
+        symbol."""
 
     def fit_and_judge(
         self,
@@ -60,23 +60,23 @@ def _with_ones(features: Tensor) -> Tensor:
 
 @register_message_regressor(MessageRegressorType.MLP)
 class MlpMessageRegressor(MessageRegressor):
-    """Hidden layers, fitted by Adam on the binary cross entropy; reads codes of any kind."""
+    """A multilayer perceptron, fitted by Adam on the binary cross entropy."""
 
     can_go_on = True
 
     class Parameters(MessageRegressor.Parameters):
-        """Size of the network, and how long it learns."""
+        """Size and optimisation of the network."""
 
         d_hidden: int = Field(default=64, ge=1, le=1_000_000)
-        """Width of the hidden layers. Larger reads more intricate codes."""
+        """Width of the hidden layers. Larger fits more complex codes."""
         num_layers: int = Field(default=2, ge=0, le=1000)
-        """Hidden layers. More read more intricate codes; without any, each symbol for itself."""
+        """Hidden layers. More fit more complex codes; 0 is linear in the symbols."""
         activation: Literal["relu", "tanh", "gelu", "sigmoid"] = "relu"
-        """What stands between layers."""
+        """Activation between layers."""
         num_epochs: int = Field(default=20, ge=1)
-        """Passes over the messages. Larger fits them closer."""
+        """Epochs over the messages. Larger fits them more closely."""
         minibatch_size: int = Field(default=128, ge=1)
-        """Messages in one step. Larger takes fewer steps."""
+        """Messages per step. Larger takes fewer steps."""
         lr: float = Field(default=1e-2, gt=0, le=MAX_LR)
         """Learning rate. Larger learns faster and may diverge."""
 
@@ -125,8 +125,8 @@ class MlpMessageRegressor(MessageRegressor):
 
 
 def _linear(d_in: int, d_out: int, generator: torch.Generator) -> nn.Linear:
-    """A layer initialised like torch's own, by the generator alone."""
-    # On the meta device nothing is drawn from the global generator.
+    """A layer with torch's initialisation, drawn from the generator."""
+    # The meta device draws nothing from the global generator.
     layer = nn.Linear(d_in, d_out, device="meta").to_empty(device="cpu")
     bound = 1 / math.sqrt(d_in)
     for weights in (layer.weight, layer.bias):

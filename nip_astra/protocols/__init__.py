@@ -1,1 +1,1 @@
-"""Interaction protocols: who says what when, who decides, and what it is worth to whom."""
+"""Interaction protocols: turns, channels, decisions and rewards."""

@@ -1,6 +1,6 @@
-"""Checking what a protocol declares, putting it into tables, and showing it.
+"""Validation, tables and display of a protocol's declaration.
 
-Shape suffixes: `A` agent, `C` channel, `R` round, `O` order of play.
+Shape suffixes: `A` agent, `C` channel, `R` round, `O` order of turns.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class ProtocolTables(NamedTuple):
-    """What a protocol looks up; one row more than there are rounds, in which nobody acts.
+    """Lookup tables of a protocol, with one row after the last round, in which nobody acts.
 
     Attributes
     ----------
     active_ORAC : Tensor
-        bool; who may send where.
+        bool; whether an agent may send in a channel.
     can_decide_ORA : Tensor
-        bool; whose decision counts.
+        bool; whether an agent's decision counts.
     has_turn_ORA : Tensor
-        bool; who may send anywhere.
+        bool; whether an agent may send in any channel.
     is_prover_A, is_verifier_A : Tensor
         bool.
     question_round_ORC : Tensor
-        long; the round in which what is to be answered was said, 0 where nothing was.
+        long; the round of the message to answer, 0 if there is none.
     """
 
     active_ORAC: Tensor
@@ -47,23 +47,24 @@ class ProtocolTables(NamedTuple):
 
 
 def check_names(handler: ProtocolHandler) -> None:
-    """Refuse a protocol whose names or round limits contradict each other.
+    """Refuse a protocol with inconsistent names or round limits.
 
     Raises
     ------
     ConfigurationError
-        With every fault found.
+        Lists all faults.
     """
     _refuse(handler, [*_faults_of_names(handler), *_faults_of_limits(handler)])
 
 
 def check_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> None:
-    """Refuse a protocol in which an agent sends where it must not, or a verifier never decides.
+    """Refuse a protocol in which an agent sends in a channel that it does not see, or a verifier
+    cannot decide.
 
     Raises
     ------
     ConfigurationError
-        With every fault found.
+        Lists all faults.
     """
     _refuse(handler, list(_faults_of_shape(handler, active_ORAC)))
     _refuse(handler, list(_faults_of_turns(handler, active_ORAC)))
@@ -73,7 +74,7 @@ def _refuse(handler: ProtocolHandler, faults: list[str]) -> None:
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         name = type(handler).__name__
-        raise ConfigurationError(f"the protocol {name} was to be built, but:\n{lines}")
+        raise ConfigurationError(f"the protocol {name} is invalid:\n{lines}")
 
 
 def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
@@ -82,7 +83,7 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
         if isinstance(names, str) or not names:
             yield f"{what} is {names!r}. Give a tuple with at least one name."
         elif len(set(names)) < len(names):
-            yield f"{what} {tuple(names)} has a name twice. Give each another name."
+            yield f"{what} {tuple(names)} has a duplicate. Give unique names."
     for pair in handler.agent_channel_visibility:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             yield f"agent_channel_visibility holds {pair!r}. Give pairs (agent, channel)."
@@ -99,14 +100,14 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
             yield f"favoured_decisions[{agent!r}] is {decision!r}. Give REJECT (0) or ACCEPT (1)."
     if not handler.verifier_names:
         yield (
-            f"no agent of {tuple(agents)} decides. Name one so that it begins with 'verifier', or "
-            "give verifier_names."
+            f"none of the agents {tuple(agents)} decides. Begin one name with 'verifier', or give "
+            "verifier_names."
         )
     elif handler.num_verifiers not in (None, len(handler.verifier_names)):
         yield (
-            f"its step is for {handler.num_verifiers} verifier, and verifier_names is "
-            f"{tuple(handler.verifier_names)}. Let one agent decide, or subclass ProtocolHandler "
-            "and give a step for several."
+            f"verifier_names is {tuple(handler.verifier_names)}, but step supports "
+            f"{handler.num_verifiers}. Use one verifier, or subclass ProtocolHandler and implement "
+            "step for several."
         )
     for agent in handler.verifier_names:
         if agent not in agents:
@@ -121,8 +122,7 @@ def _faults_of_limits(handler: ProtocolHandler) -> Iterator[str]:
     longest, shortest = handler.max_message_rounds, handler.min_message_rounds
     if not 1 <= shortest <= longest:
         yield (
-            f"min_message_rounds is {shortest} and max_message_rounds is {longest}. Give numbers "
-            "from 1, the first no larger than the second."
+            f"min_message_rounds={shortest} and max_message_rounds={longest}. Give 1 <= min <= max."
         )
 
 
@@ -130,7 +130,7 @@ def _faults_of_shape(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[
     shape = (handler.max_message_rounds, handler.num_agents, handler.num_channels)
     if active_ORAC.dim() != 4 or not len(active_ORAC) or tuple(active_ORAC.shape[1:]) != shape:
         yield (
-            f"active_table gives the shape {list(active_ORAC.shape)}. Give [orders, rounds, "
+            f"active_table has the shape {list(active_ORAC.shape)}. Return [orders, rounds, "
             f"agents, channels], here [at least 1, {', '.join(map(str, shape))}]."
         )
 
@@ -142,25 +142,25 @@ def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[
         agent, channel = handler.agent_names[a], handler.message_channel_names[c]
         yield (
             f"{agent!r} sends in the channel {channel!r}, which it does not see. Add "
-            f"({agent!r}, {channel!r}) to agent_channel_visibility, or let it not be active there."
+            f"({agent!r}, {channel!r}) to agent_channel_visibility, or make it inactive there."
         )
     for name in handler.verifier_names:
         has_turn_OR = active_ORAC[:, :, handler.agent_names.index(name)].any(-1)
         if not has_turn_OR[:, handler.min_message_rounds - 1 :].any(-1).all():
             yield (
-                f"{name!r} has no turn in which its decision counts: in none of the rounds "
-                f"{handler.min_message_rounds} to {handler.max_message_rounds} is it active. "
-                "Raise max_message_rounds or lower min_message_rounds."
+                f"{name!r} cannot decide: it is inactive in the rounds "
+                f"{handler.min_message_rounds} to {handler.max_message_rounds}. Raise "
+                "max_message_rounds or lower min_message_rounds."
             )
 
 
 def build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
-    """What a protocol looks up.
+    """Build the lookup tables.
 
     Parameters
     ----------
     active_ORAC : Tensor
-        bool; who may send where, in the rounds that are played.
+        bool; whether an agent may send in a channel, for all rounds.
     """
     active_ORAC = torch.cat([active_ORAC, torch.zeros_like(active_ORAC[:, :1])], dim=1)
     is_prover_A = torch.tensor([name in handler.prover_names for name in handler.agent_names])
@@ -178,20 +178,20 @@ def build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTable
 
 
 def _question_rounds(active_ORAC: Tensor, is_verifier_A: Tensor) -> Tensor:
-    asked_ORC = _last_before(active_ORAC[:, :, is_verifier_A].any(2))
-    said_ORC = _last_before(active_ORAC.any(2))
-    return torch.where(asked_ORC < 0, said_ORC, asked_ORC).clamp(min=0)
+    question_ORC = _last_before(active_ORAC[:, :, is_verifier_A].any(2))
+    message_ORC = _last_before(active_ORAC.any(2))
+    return torch.where(question_ORC < 0, message_ORC, question_ORC).clamp(min=0)
 
 
 def _last_before(happens_ORC: Tensor) -> Tensor:
-    """The last round before each in which something happens, -1 where there is none."""
+    """The last True round before each round, -1 if there is none."""
     rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
     latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
     return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
 
 
 def describe_table(handler: ProtocolHandler, active_ORAC: Tensor, can_decide_ORA: Tensor) -> str:
-    """Who sees what, and who sends where and decides in each round, as text."""
+    """Visible channels, and by round the active channels and deciding agents, as text."""
     seen = [
         f"{agent} sees {', '.join(_names(handler, handler.visible_channels(agent))) or 'nothing'}"
         for agent in handler.agent_names

@@ -1,4 +1,4 @@
-"""The protocols that ship, from the verifier alone to three provers."""
+"""The shipped protocols, from a single verifier to three provers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nip_astra.protocols.registry import register_protocol_handler
 
 @register_protocol_handler(InteractionProtocolType.SOLO_VERIFIER)
 class SoloVerifierProtocol(DeterministicSingleVerifierProtocolHandler):
-    """The verifier decides in the only round, and nobody speaks to it."""
+    """The verifier decides in the only round, without messages."""
 
     agent_names = ("verifier",)
     message_channel_names = ("main",)
@@ -39,7 +39,7 @@ class SoloVerifierProtocol(DeterministicSingleVerifierProtocolHandler):
 
 @register_protocol_handler(InteractionProtocolType.ADP)
 class AdpProtocol(DeterministicSingleVerifierProtocolHandler):
-    """The prover sends one message, and the verifier decides in the round after it."""
+    """The prover sends one message; the verifier decides in the next round."""
 
     agent_names = ("prover", "verifier")
     message_channel_names = ("main",)
@@ -54,14 +54,14 @@ class AdpProtocol(DeterministicSingleVerifierProtocolHandler):
 
 @register_protocol_handler(InteractionProtocolType.NIP)
 class NipProtocol(DeterministicSingleVerifierProtocolHandler):
-    """A verifier and a prover in turn; the verifier may decide in each of its turns."""
+    """A verifier and a prover alternate; the verifier may decide in each of its turns."""
 
     agent_names = ("prover", "verifier")
     message_channel_names = ("main",)
     agent_channel_visibility = (("prover", "main"), ("verifier", "main"))
 
     class Parameters(MessageRounds):
-        """How long conversations are."""
+        """Length of conversations."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
         is_first_mover = (agent_name == "verifier") == self.common.verifier_first
@@ -70,10 +70,10 @@ class NipProtocol(DeterministicSingleVerifierProtocolHandler):
 
 @register_protocol_handler(InteractionProtocolType.MERLIN_ARTHUR)
 class MerlinArthurProtocol(DeterministicSingleVerifierProtocolHandler):
-    """One of two provers sends a message, and the verifier decides in the round after it.
+    """One of two provers sends a message; the verifier decides in the next round.
 
-    `prover0` argues for 0 and speaks in episodes with an even seed; `prover1` argues for 1 and
-    speaks in the others.
+    `prover0` argues for 0 and sends in episodes with an even seed; `prover1` argues for 1 and sends
+    in the others.
     """
 
     agent_names = ("prover0", "prover1", "verifier")
@@ -97,19 +97,19 @@ TWO_PROVER_CHANNELS = ("prover0_channel", "prover1_channel")
 
 
 class TwoProverParameters(MessageRounds):
-    """How long conversations are, and in which order provers speak."""
+    """Length of conversations and order of the provers."""
 
     sequential: bool = False
-    """Whether provers speak in turn, so that the second knows what the first said, instead of in
-    the same round. A verifier gets fewer turns then."""
+    """Whether provers send one after the other, so that the second sees the first one's message,
+    instead of in the same round. The verifier then has fewer turns."""
     prover0_first: bool = True
-    """Whether prover0 speaks before prover1, where they speak in turn."""
+    """Whether prover0 sends before prover1, if `sequential`."""
 
 
 def _two_prover_turns(
     parameters: TwoProverParameters, *, verifier_first: bool
 ) -> list[tuple[str, ...]]:
-    """Who speaks in each round of one turn of all agents."""
+    """Active agents in each round of one cycle."""
     provers: list[tuple[str, ...]] = [("prover0", "prover1")]
     if parameters.sequential:
         provers = [("prover0",), ("prover1",)]
@@ -121,16 +121,16 @@ def _two_prover_turns(
 def _is_active(
     agent_name: str, round_index: int, channel_name: str, turns: list[tuple[str, ...]]
 ) -> bool:
-    """Say who sends where: the verifier in both channels, a prover in its own."""
+    """Whether an agent sends in a channel: the verifier in both, a prover in its own."""
     is_turn = agent_name in turns[round_index % len(turns)]
     return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
 
 
 @register_protocol_handler(InteractionProtocolType.DEBATE)
 class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
-    """`prover0` argues for 0 and `prover1` for 1, with a verifier that may decide in its turns.
+    """`prover0` argues for 0 and `prover1` for 1; the verifier may decide in its turns.
 
-    Each prover speaks in its own channel, at once or in turn, and all see both channels.
+    Each prover sends in its own channel, simultaneously or sequentially; all see both channels.
     """
 
     agent_names = TWO_PROVER_AGENTS
@@ -141,7 +141,7 @@ class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
     favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
 
     class Parameters(TwoProverParameters):
-        """How long conversations are, and in which order provers speak."""
+        """Length of conversations and order of the provers."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
         order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
@@ -152,7 +152,7 @@ class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
 class MnipProtocol(DeterministicSingleVerifierProtocolHandler):
     """Both provers argue for 1, each in a channel that the other does not see.
 
-    The verifier sees both, may hold one's answers against the other's, and may decide in its turns.
+    The verifier sees both, can compare the provers' answers, and may decide in its turns.
     """
 
     agent_names = TWO_PROVER_AGENTS
@@ -165,7 +165,7 @@ class MnipProtocol(DeterministicSingleVerifierProtocolHandler):
     )
 
     class Parameters(TwoProverParameters):
-        """How long conversations are, and in which order provers speak."""
+        """Length of conversations and order of the provers."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
         order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
@@ -177,12 +177,12 @@ MULTI_CHANNEL_TURNS = (
     {("prover0", "prover0_verifier"), ("prover1", "prover_chat")},
     {("prover1", "main"), ("prover2", "prover_chat")},
 )
-"""Who sends where in a round, by its number modulo 3."""
+"""Pairs of agent and channel that are active in a round, by its index modulo 3."""
 
 
 @register_protocol_handler(InteractionProtocolType.MULTI_CHANNEL_TEST)
 class MultiChannelTestProtocol(DeterministicSingleVerifierProtocolHandler):
-    """A protocol for tests: several senders in a round, and a channel that the verifier misses."""
+    """A protocol for tests: several senders per round, and a channel hidden from the verifier."""
 
     agent_names = ("prover0", "prover1", "prover2", "verifier")
     message_channel_names = ("main", "prover0_verifier", "prover_chat")
@@ -200,10 +200,10 @@ class MultiChannelTestProtocol(DeterministicSingleVerifierProtocolHandler):
     never_reads = ("protocol_common.verifier_first",)
 
     class Parameters(MessageRounds):
-        """How long conversations are."""
+        """Length of conversations."""
 
         min_message_rounds: int = Field(default=2, ge=1, le=10_000)
-        """Rounds that must be played, that of the decision included, before a decision counts."""
+        """First round in which a decision counts, from 1."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
         return (agent_name, channel_name) in MULTI_CHANNEL_TURNS[round_index % 3]

@@ -1,4 +1,4 @@
-"""What agents of a protocol do in a round, and what that leads to.
+"""Moves of a protocol's agents in a round, and their result.
 
 Shape suffixes: `E` environment, `A` agent, `C` channel, `P` message position, `S` message symbol,
 `3` the decisions reject, accept and continue.
@@ -24,27 +24,27 @@ FORCED_DECISIONS = {"zero": REJECT, "one": ACCEPT}
 
 
 class MessageRounds(SubParameters):
-    """How long the conversations of a protocol are."""
+    """Length of conversations."""
 
     max_message_rounds: int = Field(default=8, ge=1, le=10_000)
-    """Rounds after which a conversation ends without a decision. Larger lets agents say more."""
+    """Rounds after which a conversation ends without a decision. Larger allows more messages."""
     min_message_rounds: int = Field(default=1, ge=1, le=10_000)
-    """Rounds that must be played, that of the decision included, before a decision counts."""
+    """First round in which a decision counts, from 1."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What all agents do in one round.
+    """Moves of all agents in one round.
 
     Attributes
     ----------
     decision_EA : Tensor
-        long; 0 reject, 1 accept, 2 continue. Read only where the agent may decide.
+        long; 0 reject, 1 accept, 2 continue. Read only if the agent may decide.
     message_logits_EACPS : Tensor or None
-        float; unnormalised log-probabilities of each message symbol, impossible ones at -1e9.
-        Needed where `needs_logits`, and read only where the agent is active.
+        float; unnormalised log-probabilities of message symbols, -1e9 for impossible ones.
+        Required by `needs_logits`; read only where the agent is active.
     decision_logits_EA3 : Tensor or None
-        float; those of the decisions. Needed where `needs_logits`.
+        float; those of decisions. Required by `needs_logits`.
     """
 
     decision_EA: Tensor
@@ -54,21 +54,21 @@ class Moves:
 
 @dataclass(frozen=True)
 class ProtocolStep:
-    """What a round leads to.
+    """Result of a round.
 
     Attributes
     ----------
     reward_EA : Tensor
-        float32, no grad; what the round is worth to each agent.
+        float32, no grad; reward of each agent.
     has_decided_E : Tensor
-        bool; True where the episode ends with this round, by decision.
+        bool; True if the episode ends with this round by a decision.
     is_out_of_rounds_E : Tensor
-        bool; True where it ends with this round without one. Never together with `has_decided_E`.
+        bool; True if it ends with this round without a decision. Excludes `has_decided_E`.
     agent_decided_EA : Tensor
-        bool; True where an agent has come to its own end, in this round or before: it has decided,
-        acts no more and is rewarded no more. To be given to the next step.
+        bool; True if an agent has decided, in this round or before: it no longer acts or gets
+        rewards. Pass it to the next step.
     decision_E : Tensor
-        long; the verifier's decision, in the round in which it counts; 2 in all others.
+        long; the verifier's decision in the round in which it counts, else 2.
     """
 
     reward_EA: Tensor
@@ -79,5 +79,5 @@ class ProtocolStep:
 
     @property
     def is_done(self) -> Tensor:
-        """Bool `[E]`; True where the episode ends with this round: a true end, never a cut."""
+        """Bool `[E]`; True if the episode terminates with this round (never a truncation)."""
         return self.has_decided_E | self.is_out_of_rounds_E

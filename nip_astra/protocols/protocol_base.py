@@ -1,13 +1,13 @@
-"""What an interaction protocol is: agents, channels, who acts in which round, ends and rewards.
+"""Interaction protocols: agents, channels, turns, termination and rewards.
 
-In every round each agent makes one move at the same time as all others: messages in the channels in
-which it is active, and a decision. A subclass of `DeterministicSingleVerifierProtocolHandler`
-declares the agents, the channels, who sees which, and `is_agent_active`; the rest follows.
+In every round all agents move simultaneously: each sends messages in the channels in which it is
+active, and decides. A subclass of `DeterministicSingleVerifierProtocolHandler` declares the agents,
+the channels, their visibility, and `is_agent_active`; the rest follows.
 
-Everything here is vectorised over environments, gives new tensors, and leaves its inputs alone.
+Everything is vectorised over environments, returns new tensors and does not modify its inputs.
 
 Shape suffixes: `E` environment, `A` agent, `C` channel, `P` message position, `S` message symbol,
-`R` round, `O` order of play, `X` result, `3` the decisions reject, accept and continue.
+`R` round, `O` order of turns, `X` result, `3` the decisions reject, accept and continue.
 """
 
 from __future__ import annotations
@@ -41,48 +41,48 @@ from nip_astra.protocols.moves import ProtocolStep as ProtocolStep
 class ProtocolHandler(ABC):
     """Base of all protocols.
 
-    A subclass gives the abstract properties as class attributes or properties, `active_table`, and
-    `step`. All is checked when it is built.
+    A subclass defines the abstract properties (also as class attributes), `active_table` and
+    `step`. The declaration is checked on construction.
 
     Parameters
     ----------
     hyper_params : HyperParameters
-        Its `protocol_common` holds rewards and order.
+        `protocol_common` holds rewards and order.
     parameters : ProtocolHandler.Parameters
-        The section of the protocol's name.
+        The section named after the protocol.
 
     Attributes
     ----------
     visibility_AC : Tensor
-        bool; True where an agent sees a channel.
+        bool; True if an agent sees a channel.
 
     Raises
     ------
     ConfigurationError
-        When the declaration contradicts itself; tells every fault.
+        If the declaration is inconsistent; lists all faults.
     """
 
     needs_logits: ClassVar[bool] = False
     """Whether `step` reads the logits of the moves."""
     num_verifiers: ClassVar[int | None] = None
-    """How many verifiers `step` is for; None for any number."""
+    """Number of verifiers that `step` supports; None for any."""
     never_reads: ClassVar[tuple[str, ...]] = ()
-    """Shared parameters that mean nothing to the protocol, such as `protocol_common.verifier_first`
-    where the order of play is fixed; values given to them are refused."""
+    """Shared parameters that the protocol does not use, such as `protocol_common.verifier_first`
+    with a fixed order of turns; setting them is an error."""
     favoured_decisions: Mapping[str, int] = {}
-    """The decision that pays a prover, by its name; accept for provers that are not named here."""
+    """Rewarded decision by prover name; accept for provers not listed."""
 
     class Parameters(SubParameters):
-        """The protocol's own parameters; a subclass adds its own."""
+        """The protocol's parameters; a subclass adds its own."""
 
     def __init__(self, hyper_params: HyperParameters, parameters: Any) -> None:
         self.hyper_params = hyper_params
         self.common = hyper_params.protocol_common
         self.parameters = parameters
         check_names(self)
-        seen = set(self.agent_channel_visibility)
+        visible = set(self.agent_channel_visibility)
         self.visibility_AC = torch.tensor(
-            [[(a, c) in seen for c in self.message_channel_names] for a in self.agent_names]
+            [[(a, c) in visible for c in self.message_channel_names] for a in self.agent_names]
         )
         active_ORAC = self.active_table()
         check_turns(self, active_ORAC)
@@ -101,7 +101,7 @@ class ProtocolHandler(ABC):
     @property
     @abstractmethod
     def agent_channel_visibility(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of an agent and a channel that it sees. An agent sends only where it sees."""
+        """Pairs of an agent and a channel that it sees. An agent sends only in visible channels."""
 
     @property
     def max_message_rounds(self) -> int:
@@ -110,17 +110,17 @@ class ProtocolHandler(ABC):
 
     @property
     def min_message_rounds(self) -> int:
-        """Rounds that must be played, that of the decision included, before a decision counts."""
+        """First round in which a decision counts, from 1."""
         return int(self.parameters.min_message_rounds)
 
     @property
     def verifier_names(self) -> tuple[str, ...]:
-        """Names of the agents that decide: those that begin with "verifier"."""
+        """Agents that decide: names beginning with "verifier"."""
         return tuple(name for name in self.agent_names if name.startswith("verifier"))
 
     @property
     def prover_names(self) -> tuple[str, ...]:
-        """Names of the provers: all other agents."""
+        """All other agents."""
         return tuple(name for name in self.agent_names if name not in self.verifier_names)
 
     @property
@@ -135,7 +135,7 @@ class ProtocolHandler(ABC):
 
     @property
     def max_verifier_questions(self) -> int:
-        """Rounds in which a verifier is active, at most; the one of its decision included."""
+        """Maximum number of rounds in which a verifier is active, including its decision."""
         tables = next(iter(self._tables.values()))
         return int((tables.has_turn_ORA & tables.is_verifier_A).sum(1).max())
 
@@ -146,33 +146,33 @@ class ProtocolHandler(ABC):
         return (self.verifier_names, others) if others else (self.verifier_names,)
 
     def visible_channels(self, agent_name: str) -> list[int]:
-        """The indices of the channels that an agent sees, in order."""
+        """Indices of the channels that an agent sees, in order."""
         return self.visibility_AC[self.agent_names.index(agent_name)].nonzero().flatten().tolist()
 
     def has_decision_logits(self, agent_name: str) -> bool:
-        """Say whether an agent's policy has a distribution of decisions."""
+        """Whether an agent's policy has a distribution over decisions."""
         return agent_name in self.verifier_names
 
     @abstractmethod
     def active_table(self) -> Tensor:
-        """Who may send where, bool `[O, R, A, C]`.
+        """Whether an agent may send in a channel, bool `[O, R, A, C]`.
 
-        An episode is played in the order `seed % O`.
+        An episode uses the order `seed % O`.
         """
 
     def active_mask(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Who may send in which channel, bool `[E, A, C]`; nobody after the last round.
+        """Whether an agent may send in a channel, bool `[E, A, C]`; False after the last round.
 
         Parameters
         ----------
         round_E : Tensor
-            long; rounds played before, 0 at first.
+            long; index of the round, from 0.
         seed_E : Tensor
-            long, >= 0; of the episode.
+            long, >= 0; seed of the episode.
         agent_decided_EA : Tensor, optional
-            bool; who has come to its own end, and so acts no more.
+            bool; agents that have decided and no longer act.
         """
         active_ORAC = self._tables_on(round_E.device).active_ORAC
         active_EAC = self._look_up(active_ORAC, round_E, seed_E)
@@ -181,33 +181,33 @@ class ProtocolHandler(ABC):
     def can_decide(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Whose decision counts, bool `[E, A]`.
+        """Whether an agent's decision counts, bool `[E, A]`.
 
-        It is that of a verifier that is active in any channel, from round `min_message_rounds`
-        on. Parameters are those of `active_mask`.
+        True for a verifier that is active in any channel, from round `min_message_rounds` on.
+        Parameters as in `active_mask`.
         """
         can_decide_ORA = self._tables_on(round_E.device).can_decide_ORA
         can_decide_EA = self._look_up(can_decide_ORA, round_E, seed_E)
         return can_decide_EA if agent_decided_EA is None else can_decide_EA & ~agent_decided_EA
 
     def question_round(self, round_E: Tensor, seed_E: Tensor) -> Tensor:
-        """The round of the message that is to be answered in each channel, long `[E, C]`.
+        """Round of the message to answer in each channel, long `[E, C]`.
 
-        It is the last in which a verifier asked there; before any has, the last in which anyone
-        spoke, and 0 where nobody did. Parameters are those of `active_mask`.
+        The last round in which a verifier sent a message there; before that, the last in which any
+        agent did, or 0. Parameters as in `active_mask`.
         """
         question_round_ORC = self._tables_on(round_E.device).question_round_ORC
         return self._look_up(question_round_ORC, round_E, seed_E)
 
     @property
     def forced_names(self) -> tuple[str, ...]:
-        """Agents whose decisions are forced, so that their policies have none to make."""
+        """Agents whose decisions are forced instead of sampled from their policies."""
         return () if self.common.force_guess is None else self.verifier_names
 
     def chooses(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Whose policy makes a decision that counts, bool `[E, A]`; see `can_decide`."""
+        """Whether an agent's policy makes a counting decision, bool `[E, A]`; see `can_decide`."""
         can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
         if not self.forced_names:
             return can_decide_EA
@@ -218,7 +218,7 @@ class ProtocolHandler(ABC):
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        """What the moves of a round lead to.
+        """Result of the moves of a round.
 
         Parameters
         ----------
@@ -227,27 +227,27 @@ class ProtocolHandler(ABC):
         y_E : Tensor
             long; the true labels, 0 or 1.
         agent_decided_EA : Tensor
-            bool; what the step before gave, False at first.
+            bool; from the previous step, False at first.
         """
 
     def logit_reward(
         self, agent_name: str, round_E: Tensor, seed_E: Tensor, decided_EA: Tensor, moves: Moves
     ) -> Tensor | None:
-        """The part of an agent's reward that its logits earn, `[E]`, with grad, or None.
+        """Differentiable part of an agent's reward that depends on its logits, `[E]`, or None.
 
-        A policy gradient learns nothing from it, as it is the same whatever is drawn from the
-        logits; an objective maximises it as it stands. Parameters are those of `step`.
+        It does not depend on the sampled action, so it has no policy gradient; an objective
+        maximises it directly. Parameters as in `step`.
         """
         return None
 
     def reward_mid_point_estimate(self, agent_name: str) -> float:
-        """A reward between what an agent gets when it does well and when it does not."""
+        """Midpoint between an agent's rewards for a good and a bad outcome."""
         if agent_name in self.verifier_names or self.common.shared_reward:
             return (self.common.verifier_reward + self.common.verifier_incorrect_penalty) / 2
         return self.common.prover_reward / 2
 
     def describe(self) -> str:
-        """Who sees what, and who sends where and decides in each round, as text."""
+        """Visible channels, and by round the active channels and deciding agents, as text."""
         tables = next(iter(self._tables.values()))
         return describe_table(self, tables.active_ORAC[:, :-1], tables.can_decide_ORA[:, :-1])
 
@@ -261,12 +261,12 @@ class ProtocolHandler(ABC):
 
 
 class RoundResult(IntEnum):
-    """What a round of a protocol with one verifier comes to."""
+    """Result of a round of a protocol with one verifier."""
 
     NOTHING = 0
-    """It is not the verifier's turn, or the verifier has decided before."""
+    """It is not the verifier's turn, or the verifier has already decided."""
     PASSED = 1
-    """The verifier has a turn and makes no decision that counts."""
+    """The verifier has a turn but makes no decision that counts."""
     OUT_OF_ROUNDS = 2
     """The last round ends without a decision."""
     WRONG_REJECT = 3
@@ -280,10 +280,10 @@ class RoundResult(IntEnum):
 
 
 class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
-    """A protocol with one verifier in which who acts follows from the round.
+    """A protocol with one verifier whose turns depend on the round alone.
 
-    The verifier is rewarded for a right decision and charged for a wrong one, and for running out
-    of rounds; provers are rewarded for the decision that favours them. See
+    The verifier is rewarded for a correct decision and penalised for a wrong one or for running out
+    of rounds; provers are rewarded for the decision that they favour. See
     `CommonProtocolParameters`; `reward` may be overridden.
     """
 
@@ -301,10 +301,10 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
 
     @abstractmethod
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
-        """Say whether an agent may send in a channel in a round, the first being 0."""
+        """Whether an agent may send in a channel in a round, from 0."""
 
     def reward(self, agent_name: str, result: RoundResult) -> float:
-        """What a round's result is worth to an agent; asked once, when it is built."""
+        """Reward of an agent for a round's result; evaluated once, on construction."""
         common = self.common
         right, wrong = common.verifier_reward, common.verifier_incorrect_penalty
         is_prover = agent_name in self.prover_names

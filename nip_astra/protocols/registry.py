@@ -25,8 +25,7 @@ ProtocolClass = TypeVar("ProtocolClass", bound=type[ProtocolHandler])
 def register_protocol_handler(name: str) -> Callable[[ProtocolClass], ProtocolClass]:
     """Register a `ProtocolHandler` subclass under its name in `interaction_protocol`.
 
-    `name` is an `InteractionProtocolType` member or, for a protocol of your own, any string that
-    can be a section of a parameter file.
+    `name` is an `InteractionProtocolType` member, or any valid section name of a parameter file.
     """
 
     def decorate(cls: ProtocolClass) -> ProtocolClass:
@@ -37,30 +36,29 @@ def register_protocol_handler(name: str) -> Callable[[ProtocolClass], ProtocolCl
 
 
 def build_protocol_handler(hyper_params: HyperParameters) -> ProtocolHandler:
-    """The protocol that the hyper-parameters name, with zero knowledge where they ask for it.
+    """Build `interaction_protocol`, wrapped in `ZeroKnowledgeProtocol` if enabled.
 
-    The protocol's own parameters are the section of its name; without one, their defaults.
+    Its parameters are the section of its name, or their defaults.
 
     Raises
     ------
     ConfigurationError
-        When no protocol is named, its class lacks a part, or its declaration contradicts itself.
+        If no protocol is named, its class is incomplete, or its declaration inconsistent.
     UnknownNameError
-        When nothing has that name.
+        If no protocol has that name.
     """
     name = hyper_params.interaction_protocol
     if name is None:
         raise ConfigurationError(
-            "a protocol was to be built, but interaction_protocol is null. Known protocols: "
-            f"{', '.join(PROTOCOL_HANDLERS.names())}. Choose one, for instance "
-            "--set interaction_protocol=nip."
+            "interaction_protocol must be set, for instance --set interaction_protocol=nip. "
+            f"Available: {', '.join(PROTOCOL_HANDLERS.names())}."
         )
     cls = PROTOCOL_HANDLERS.get(name)
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigurationError(
-            f"the protocol {name!r} was to be built, but its class {cls.__qualname__} lacks "
-            f"{missing}. Give each as an attribute or method of the class."
+            f"the class {cls.__qualname__} of the protocol {name!r} lacks {missing}. Define each "
+            "as an attribute or method."
         )
     section = getattr(hyper_params, name, None)
     handler = cls(hyper_params, cls.Parameters() if section is None else section)

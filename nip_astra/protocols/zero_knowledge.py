@@ -1,4 +1,4 @@
-"""Zero knowledge: provers are also rewarded for giving nothing away.
+"""Zero knowledge: provers are also rewarded for disclosing nothing.
 
 Shape suffixes: as in `protocol_base`; `F` the entries of a flattened message.
 """
@@ -19,33 +19,33 @@ ADVERSARIAL_VERIFIER = "adversarial_verifier"
 SIMULATOR = "simulator"
 CHANNEL_KINDS = ("standard", "adversarial", "simulator")
 IMPOSSIBLE = -1e8
-"""Logits below this stand for symbols that cannot be sent."""
+"""Logits below this mark impossible symbols."""
 
 
 class ZeroKnowledgeProtocol(ProtocolHandler):
-    """Any protocol with one verifier, played beside an adversarial verifier and a simulator.
+    """A protocol with one verifier, extended by an adversarial verifier and a simulator.
 
-    Every channel is there three times. Provers converse with the verifier in the standard channels
+    Every channel exists three times. Provers interact with the verifier in the standard channels
     and with the adversarial verifier in the adversarial ones. The simulator, alone in its channels,
-    acts when the verifier would; it is rewarded for moves like the adversarial verifier's, which is
-    charged as much: it seeks what only the prover could have told it.
+    acts in the verifier's turns; it is rewarded for moves similar to the adversarial verifier's,
+    which is penalised by the same amount: it seeks information that only the prover has.
 
-    The likeness of a round is
+    The similarity of a round is
 
-        likeness = cos(messages of one, of the other) + cos(decisions of one, of the other)
+        similarity = cos(messages of both) + cos(decisions of both)
 
-    over the logits of the channels and decisions that are open in the round, each centred, and 0
-    for what is not. Linear symbols beside the scenario's own are not compared.
-    With S = simulator_reward_coefficient * likeness, the simulator gets S, the adversarial verifier
-    -S, each prover aux_prover_reward_coefficient * S beside its own, and the verifier its own.
+    over the centred logits of the channels and decisions open in the round, 0 otherwise. Linear
+    symbols besides the scenario's are not compared. With
+    S = simulator_reward_coefficient * similarity, the simulator gets S, the adversarial verifier
+    -S, and each prover aux_prover_reward_coefficient * S in addition to its base reward.
 
-    Each verifier has an end of its own, its decision, after which its channels are closed and what
-    happened there is rewarded no more. The episode ends with the later of the two.
+    After a verifier's decision its channels are closed and yield no further reward. The episode
+    ends when both have decided.
 
     Parameters
     ----------
     base : ProtocolHandler
-        The protocol; its hyper-parameters are the same.
+        The protocol to extend, with the same hyper-parameters.
     """
 
     needs_logits: ClassVar[bool] = True
@@ -53,9 +53,9 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
     def __init__(self, hyper_params: HyperParameters, base: ProtocolHandler) -> None:
         if len(base.verifier_names) != 1:
             raise ConfigurationError(
-                f"zero knowledge was asked for over {type(base).__name__}, which has "
-                f"{len(base.verifier_names)} verifiers. It needs one; set "
-                "protocol_common.zero_knowledge=false or choose another interaction_protocol."
+                f"zero knowledge needs a protocol with one verifier, but {type(base).__name__} "
+                f"has {len(base.verifier_names)}. Set protocol_common.zero_knowledge=false or "
+                "choose another interaction_protocol."
             )
         self.base = base
         self.zk = hyper_params.zk_protocol
@@ -109,7 +109,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
 
     @property
     def forced_names(self) -> tuple[str, ...]:
-        """The verifier, where its decisions are forced; the adversarial one decides freely."""
+        """The verifier, if its decisions are forced; never the adversarial verifier."""
         return self.base.forced_names
 
     def logit_reward(
@@ -140,7 +140,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
         active_EAC = super().active_mask(round_E, seed_E, agent_decided_EA)
         if agent_decided_EA is None:
             return active_EAC
-        # A conversation is over for all who take part in it when its verifier has decided.
+        # A verifier's decision ends its conversation for all participants.
         owners = [self._verifier, self._adversary, self._simulator]
         is_closed_EC = agent_decided_EA[:, owners].repeat_interleave(self.base.num_channels, dim=1)
         return active_EAC & ~is_closed_EC[:, None]
@@ -191,7 +191,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
     def likeness(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> Tensor:
-        """How alike simulator and adversarial verifier act, float32 `[E]`, from -2 to 2.
+        """Similarity of simulator and adversarial verifier in a round, float32 `[E]`, -2 to 2.
 
         Gradients flow into the logits of both. Parameters are those of `step`.
         """
@@ -213,18 +213,17 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
 def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
     if moves.message_logits_EACPS is None or moves.decision_logits_EA3 is None:
         raise ConfigurationError(
-            "a zero-knowledge protocol was stepped with moves that have no logits, which its "
-            "rewards compare. Give message_logits_EACPS and decision_logits_EA3 wherever "
-            "needs_logits is true, or set protocol_common.zero_knowledge=false."
+            "the rewards of zero knowledge need the moves' logits. Give message_logits_EACPS and "
+            "decision_logits_EA3, or set protocol_common.zero_knowledge=false."
         )
     return moves.message_logits_EACPS.float(), moves.decision_logits_EA3.float()
 
 
 def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
-    """The cosine of two batches of centred logits, float32 `[E]`; 0 where nothing is open.
+    """Cosine of two batches of centred logits, float32 `[E]`; 0 if nothing is open.
 
-    The last dimension holds the alternatives. Centred, logits say the same with any normalisation,
-    and next to impossible alternatives all others would count for nothing.
+    The last dimension holds the alternatives. Centring makes logits independent of their
+    normalisation; impossible alternatives are left out, because they would dominate.
     """
 
     def vector(logits: Tensor) -> Tensor:

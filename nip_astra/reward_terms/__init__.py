@@ -1,1 +1,1 @@
-"""Terms that training adds to the reward of a probe: novelty, entropy, fluency, a scorer's view."""
+"""Terms added to a probe's reward in training: novelty, entropy, fluency, a scorer's score."""

@@ -1,19 +1,19 @@
-"""What a reward term is: a number for each probe of a training rollout, larger where better.
+"""Reward terms: a number for each probe of a training rollout; larger is better.
 
-Each iteration a trainer asks every term for its `values`, adds `weight * value` to the rewards,
-and then lets the term `observe` the rollout. What a term remembers goes into checkpoints:
+Each iteration a trainer computes every term's `values`, adds `weight * value` to the rewards, and
+then lets the term `observe` the rollout. A term's state is part of checkpoints:
 
     terms = build_reward_terms(parameters.reward.terms, device=device, scenario_dir=folder)
-    nodes = RatedProbes(...)                      # the rollout, all nodes
+    nodes = RatedProbes(...)                      # all nodes of the rollout
     for name, term in terms.items():
         added_N = term.added(nodes)               # weight * values, logged as reward/<name>
         reward_N = reward_N + added_N             # stays NaN where a score is missing
     for term in terms.values():
-        term.observe(nodes)                       # after all terms were asked
+        term.observe(nodes)                       # after all values are computed
     saved = {name: term.state() for name, term in terms.items()}
-    terms[name].load_state(saved[name])           # a fresh term goes on bit for bit
+    terms[name].load_state(saved[name])           # a new term continues bit for bit
 
-A term of one's own subclasses `RewardTerm`, implements `_values`, and is registered with
+A custom term subclasses `RewardTerm`, implements `_values`, and is registered with
 `nip_astra.reward_terms.base.register_reward_term`.
 
 Shape suffixes: `N` node, `T` token.
@@ -39,23 +39,23 @@ from nip_astra.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class RatedProbes:
-    """What a term sees of a rollout: every node, siblings next to each other.
+    """A rollout as seen by a term: all nodes, siblings adjacent.
 
     Attributes
     ----------
     prompts : list[str]
-        The opening prompt of each node's episode.
+        Opening prompt of each node's episode.
     probes, responses : list[str]
         Texts of each node.
     probe_mask_NT : Tensor
         bool; True on the tokens that the attacker sampled, its end token included.
     probe_logprobs_NT : Tensor
-        float32; their log-probabilities under the attacker as it was, nats, no grad: of the
-        distribution that is learnt (`trainers.behaviour`).
+        float32, no grad; their log-probabilities under the sampling attacker, nats, of the
+        distribution that is trained (`trainers.behaviour`).
     reference_logprobs_NT : Tensor
-        float32; those under the reference, at temperature 1 and with nothing cut off.
+        float32; those under the reference, at temperature 1 without truncation.
     response_score_N : Tensor
-        float32; NaN where the scorer gave no verdict.
+        float32; NaN without a verdict.
     tree_width : int
         Siblings in a group.
     """
@@ -76,19 +76,19 @@ class RatedProbes:
 
     @property
     def is_empty(self) -> Tensor:
-        """Where a probe has no text, bool `[N]`."""
+        """True for a probe without text, bool `[N]`."""
         return torch.tensor([not probe.strip() for probe in self.probes], dtype=torch.bool)
 
 
 class RewardTerm(ABC):
-    """A number for each probe; a subclass implements `_values`, checks are done here.
+    """A number for each probe. A subclass implements `_values`; checks are done here.
 
-    A term with a memory implements `observe`, `state` and `load_state` too. A term must not reward
-    a probe without text above others: saying nothing is the easiest thing to learn.
+    A stateful term also implements `observe`, `state` and `load_state`. A term must not reward a
+    probe without text above others, because the empty probe is the easiest to learn.
     """
 
     scorers: Sequence[Scorer] = ()
-    """Scorers that it asks, whose services are told what they may spend."""
+    """Scorers that the term calls; their services get the run's budget."""
 
     class Parameters(PolymorphicParameters):
         """Parameters of every reward term; a subclass adds its own."""
@@ -96,12 +96,11 @@ class RewardTerm(ABC):
         type_name: ClassVar[str] = ""
 
         weight: float = Field(default=1.0)
-        """What a value is multiplied with before it is added to the reward. Larger makes the term
-        matter more beside the scorer's 0 to 1; negative turns it round."""
+        """Factor of the value in the reward. Larger makes the term matter more beside the score
+        of 0 to 1; negative inverts it."""
         scaled_by_score: bool = False
-        """Whether the value is multiplied by the response's score, 0 where there is no verdict, so
-        that the term matters as far as the target failed: what is new and works, not what is
-        new."""
+        """Whether the value is multiplied by the response's score (0 without a verdict), so that
+        novelty alone, without a failure, earns nothing."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -112,25 +111,25 @@ class RewardTerm(ABC):
 
     @abstractmethod
     def _values(self, nodes: RatedProbes) -> Tensor:
-        """A finite number for each node, `[N]`; hook. There is at least one node."""
+        """Hook: a finite number for each node, `[N]`; there is at least one node."""
 
     def observe(self, nodes: RatedProbes) -> None:  # noqa: B027 - most terms have no memory
-        """Remember a rollout, after all terms were asked about it; hook."""
+        """Hook: update the state with a rollout, after all terms' values are computed."""
 
     def state(self) -> dict[str, Any]:
-        """What the term remembers: text, numbers, tensors, lists and dicts of them; hook."""
+        """Hook: the term's state, of text, numbers, tensors, lists and dicts."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - as above
-        """Take what `state` gave; hook."""
+        """Hook: restore the result of `state`."""
 
     def values(self, nodes: RatedProbes) -> Tensor:
-        """Each node's value, float32 `[N]` on the CPU, finite, no grad; larger is better.
+        """Values of the nodes, float32 `[N]` on the CPU, finite, no grad; larger is better.
 
         Raises
         ------
         RewardTermError
-            When the hook gives another shape, or a number that is not finite.
+            If the hook returns another shape, or a value that is not finite.
         """
         if nodes.num_nodes == 0:
             return torch.zeros(0)
@@ -138,21 +137,20 @@ class RewardTerm(ABC):
             values_N = self._values(nodes).detach().to("cpu", torch.float32)
         if values_N.shape != (nodes.num_nodes,):
             raise RewardTermError(
-                f"the reward term {self._name!r} was asked for {nodes.num_nodes} values and gave a "
-                f"tensor of shape {list(values_N.shape)}. It must give one number a node, in order."
+                f"the reward term {self._name!r} returned shape {list(values_N.shape)} for "
+                f"{nodes.num_nodes} nodes. Return one number per node, in order."
             )
         is_finite_N = values_N.isfinite()
         if not is_finite_N.all():
             node = int((~is_finite_N).nonzero()[0])
             raise RewardTermError(
-                f"the reward term {self._name!r} gave {values_N[node].item()} for the probe "
-                f"{nodes.probes[node][:60]!r}. A value is a finite number; mend the term, then "
-                "resume the run."
+                f"the reward term {self._name!r} returned {values_N[node].item()} for the probe "
+                f"{nodes.probes[node][:60]!r}. Return finite numbers, then resume the run."
             )
         return values_N
 
     def added(self, nodes: RatedProbes) -> Tensor:
-        """What the term adds to each node's reward, weight times value, float32 `[N]`."""
+        """The term's part of each node's reward, weight times value, float32 `[N]`."""
         weight: float = self.parameters.weight
         added_N = weight * self.values(nodes)
         if self.parameters.scaled_by_score:

@@ -1,6 +1,6 @@
-"""The probes that were found so far, with their vectors.
+"""Embedded history of probes.
 
-Shape suffixes: `N` node, `K` node that is remembered, `H` probe of the history, `X` embedding.
+Shape suffixes: `N` node, `K` stored node, `H` probe of the history, `X` embedding.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from nip_astra.reward_terms.history import ProbeHistory
 
 
 class EmbeddedHistory:
-    """A `ProbeHistory` that tells how alike probes are to those it remembers.
+    """A `ProbeHistory` with embeddings, to compare probes with earlier ones.
 
     Parameters
     ----------
     embedder : Embedder
-        What turns probes into vectors.
+        Embeds the probes.
     max_size : int
-        Distinct probes that are remembered.
+        Maximum number of distinct probes.
     """
 
     def __init__(self, embedder: Embedder, max_size: int) -> None:
@@ -42,47 +42,47 @@ class EmbeddedHistory:
 
     @property
     def counts(self) -> Tensor:
-        """How often each remembered probe was said, float32 `[H]`."""
+        """Number of occurrences of each stored probe, float32 `[H]`."""
         return torch.tensor(self._history.counts, dtype=torch.float32)
 
     def cosines(self, probes: Sequence[str]) -> Tensor:
-        """The cosine of each probe to each that is remembered, float32 `[N, H]`."""
+        """Cosine of each probe to each stored one, float32 `[N, H]`."""
         return self._embedded(probes) @ self._vectors_HX.T
 
     def remember(self, probes: Sequence[str], kept: Sequence[int]) -> None:
-        """Take in a rollout's probes, of which only those at `kept` are remembered."""
+        """Store the probes of a rollout at the indices `kept`."""
         vectors_KX = self._embedded(probes)[kept]
-        said = [probes[node] for node in kept]
-        place = {probe: row for row, probe in enumerate(self._history.probes)}
-        first_new = len(place)
-        for row, probe in enumerate(said):
-            place.setdefault(probe, first_new + row)
-        self._history.remember(said)
-        known = torch.cat([self._vectors_HX, vectors_KX])
-        # Rows in the history's order, which a checkpoint restores: sums keep their bits.
-        self._vectors_HX = known[[place[probe] for probe in self._history.probes]]
+        stored = [probes[node] for node in kept]
+        row_of = {probe: row for row, probe in enumerate(self._history.probes)}
+        first_new = len(row_of)
+        for row, probe in enumerate(stored):
+            row_of.setdefault(probe, first_new + row)
+        self._history.remember(stored)
+        vectors = torch.cat([self._vectors_HX, vectors_KX])
+        # In the history's order, which a checkpoint restores, so that sums are bit-identical.
+        self._vectors_HX = vectors[[row_of[probe] for probe in self._history.probes]]
         self._latest = None
 
     def state(self) -> dict[str, Any]:
-        """What is remembered, for a checkpoint."""
+        """The history for a checkpoint."""
         return self._history.state() | {"vectors": self._vectors_HX}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; where less is remembered now, the oldest are forgotten."""
+        """Restore the result of `state`; a smaller `max_size` drops the oldest."""
         self._history.load_state(state)
         vectors_HX: Tensor = state["vectors"]
         self._vectors_HX = vectors_HX[len(vectors_HX) - len(self._history) :].clone()
         self._latest = None
 
     def _embedded(self, probes: Sequence[str]) -> Tensor:
-        """The rollout's vectors, which are needed when it is rated and when remembered."""
+        """Embeddings of a rollout, computed once for its values and its storage."""
         if self._latest is None or self._latest[0] != list(probes):
             self._latest = list(probes), self._embedder.compute(probes)
         return self._latest[1]
 
 
 class EmbeddedTerm(RewardTerm):
-    """A term that compares probes with those remembered by their vectors.
+    """A term that compares probes with the embedded history.
 
     Its `Parameters` are `NoveltyParameters` with an `embedder`.
     """

@@ -1,4 +1,4 @@
-"""The probes that were found so far, as far as novelty remembers them."""
+"""History of probes, for novelty terms."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 
 
 class NoveltyParameters(RewardTerm.Parameters):
-    """What novelty is measured against."""
+    """Which earlier probes novelty is measured against."""
 
     max_history: int = Field(default=10_000, ge=1)
-    """Distinct probes of training rollouts that are remembered; beyond it, those not said for the
-    longest time are forgotten. Larger keeps the attacker from coming back to what it left."""
+    """Maximum number of distinct probes in the history; beyond it the least recent are dropped.
+    Larger keeps the attacker from returning to earlier probes."""
     min_score: float | None = Field(default=None, ge=0, le=1)
-    """A probe is remembered where its response scores at least this; null remembers all. With it
-    a failure counts as new until another of its kind was found, however ordinary its words."""
+    """Only probes whose response scores at least this are stored; null stores all. With it a
+    failure counts as new until a similar failure is stored, however common its words."""
 
     def remembered(self, nodes: RatedProbes) -> list[int]:
-        """The nodes whose probes are remembered."""
+        """Indices of the nodes whose probes are stored."""
         if self.min_score is None:
             return list(range(nodes.num_nodes))
-        found: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
-        return found
+        stored: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
+        return stored
 
 
 class HistoryChange(NamedTuple):
-    """Distinct probes that came and went; none is in both."""
+    """Distinct probes added to and dropped from a history; disjoint."""
 
     added: list[str]
     forgotten: list[str]
 
 
 class ProbeHistory:
-    """Distinct probes in the order in which each was last said, with how often.
+    """Distinct probes by recency, with their counts.
 
-    A probe that is said again becomes the newest. Where there are more than `max_size`, the oldest
-    are forgotten with their counts. Probes without text are not remembered.
+    A repeated probe becomes the newest. Beyond `max_size` the oldest are dropped with their counts.
+    Probes without text are not stored.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -54,16 +54,16 @@ class ProbeHistory:
 
     @property
     def probes(self) -> list[str]:
-        """The probes, that said last at the end."""
+        """The probes, most recent last."""
         return list(self._counts)
 
     @property
     def counts(self) -> list[int]:
-        """How often each was said since it came."""
+        """Occurrences of each probe since it was added."""
         return list(self._counts.values())
 
     def remember(self, probes: Sequence[str]) -> HistoryChange:
-        """Take in what was said, in order, and tell what came and went."""
+        """Add probes in order; the change of the set."""
         before = set(self._counts)
         for probe in probes:
             if probe.strip():
@@ -81,6 +81,6 @@ class ProbeHistory:
         return {"probes": self.probes, "counts": self.counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; where less is remembered now, the oldest are forgotten."""
+        """Restore the result of `state`; a smaller `max_size` drops the oldest."""
         self._counts = dict(zip(state["probes"], state["counts"], strict=True))
         self.remember([])

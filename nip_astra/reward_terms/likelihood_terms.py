@@ -16,8 +16,8 @@ from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward
 class EntropyBonus(RewardTerm):
     """-log pi(probe) per token under the attacker that sampled it, nats (arXiv:2402.19464).
 
-    Its mean over probes estimates the attacker's entropy per token, from one sample each; rewarding
-    it raises that entropy. A probe without text has 0, so that it does not pay to end at once.
+    Its mean over probes is a one-sample estimate of the attacker's entropy per token; rewarding it
+    raises that entropy. A probe without text has value 0, so that ending at once earns nothing.
     """
 
     class Parameters(RewardTerm.Parameters):
@@ -35,16 +35,16 @@ class EntropyBonus(RewardTerm):
 class GibberishPenalty(RewardTerm):
     """-max(0, NLL - threshold), the probe's NLL per token under the reference, nats.
 
-    0 for every probe that the reference finds likely enough, and falling from there on: unlike a
-    likelihood term it does not pull ordinary probes towards the most ordinary.
+    0 for every sufficiently likely probe: unlike a likelihood term, it does not pull ordinary
+    probes towards the most likely one.
     """
 
     class Parameters(RewardTerm.Parameters):
-        """From where on a probe is gibberish."""
+        """Threshold of gibberish."""
 
         threshold: float = Field(ge=0)
-        """Nats per token that are free. Larger allows stranger probes. `probe_nll` of a run's
-        `before` shows what is ordinary; one or two nats more is a start."""
+        """Nats per token without a penalty. Larger allows stranger probes. Start with one or two
+        nats above `probe_nll` of a run's `before`."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
         nll_N = _mean_token_nll(nodes.reference_logprobs_NT, nodes.probe_mask_NT)
@@ -53,7 +53,7 @@ class GibberishPenalty(RewardTerm):
 
 
 def _mean_token_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """The mean negative log-likelihood per token, `[N]` nats; 0 where no token counts.
+    """Mean negative log-likelihood per token, `[N]` nats; 0 without tokens.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Novelty: a probe is worth less, the more it is like earlier ones, by embeddings or n-grams.
+"""Novelty: a probe is worth less, the more similar it is to earlier ones, by embeddings or n-grams.
 
 Shape suffixes: `N` node, `H` probe of the history.
 """
@@ -23,22 +23,21 @@ from nip_astra.utils.diversity import BleuReferences
 
 @register_reward_term(RewardTermType.COSINE_NOVELTY)
 class CosineNovelty(EmbeddedTerm):
-    """1 - cosine to everything found so far (curiosity-driven red teaming, arXiv:2402.19464).
+    """1 - cosine to earlier probes (curiosity-driven red teaming, arXiv:2402.19464).
 
-    From 0 to 1; a cosine below 0 counts as 0. 1 where nothing was found yet. Probes of one rollout
-    do not know of each other: each is compared with what was found before it. A probe without text
-    has novelty 0.
+    From 0 to 1; a negative cosine counts as 0. 1 with an empty history. Probes of the same rollout
+    are not compared. A probe without text has novelty 0.
     """
 
     class Parameters(NoveltyParameters):
-        """What alike means."""
+        """Similarity measure."""
 
         embedder: EmbedderParameters = EmbedderParameters()
-        """What turns probes into vectors."""
+        """Embeds the probes."""
         reduction: Literal["max", "mean"] = "max"
-        """max: the cosine to the nearest, so a probe said before has novelty 0: never the same
-        again. mean: over all that was said, as often as it was said, as the paper's code does: away
-        from the bulk, where a repeated probe still earns something."""
+        """max: cosine to the nearest probe, so that a repeated probe has novelty 0. mean: mean
+        cosine over the history, counted with repetition as in the paper's code, so that a repeated
+        probe still has some novelty."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
         if len(self._history) == 0:
@@ -46,7 +45,7 @@ class CosineNovelty(EmbeddedTerm):
         cosines_NH = self._history.cosines(nodes.probes)
         if self.parameters.reduction == "max":
             cosine_N = cosines_NH.amax(dim=1)
-            # Rounding must not tell a probe from itself.
+            # Exactly 1 for repeated probes, despite rounding.
             is_known_N = torch.tensor([probe in self._history for probe in nodes.probes])
             cosine_N = cosine_N.masked_fill(is_known_N, 1.0)
         else:
@@ -57,20 +56,20 @@ class CosineNovelty(EmbeddedTerm):
 
 @register_reward_term(RewardTermType.SELF_BLEU_NOVELTY)
 class SelfBleuNovelty(RewardTerm):
-    """1 - BLEU against everything found so far (curiosity-driven red teaming, arXiv:2402.19464).
+    """1 - BLEU against earlier probes (curiosity-driven red teaming, arXiv:2402.19464).
 
-    BLEU is the mean of BLEU-n over `orders`, with all distinct probes of earlier rollouts as its
-    references; settings in `nip_astra.utils.diversity`. From 0 (said before, word for word) to 1
-    (no word in common, or nothing was found yet). Probes of one rollout do not know of each other:
-    each is compared with what was found before it. A probe without text has novelty 0.
+    BLEU is the mean of BLEU-n over `orders`, with all distinct probes of earlier rollouts as
+    references; settings in `nip_astra.utils.diversity`. From 0 (an exact repetition) to 1 (no
+    common word, or an empty history). Probes of the same rollout are not compared. A probe without
+    text has novelty 0.
     """
 
     class Parameters(NoveltyParameters):
-        """Which n-grams count."""
+        """N-grams of BLEU."""
 
         orders: list[Annotated[int, Field(ge=1, le=8)]] = Field(default=[3, 4, 5], min_length=1)
-        """The n of each BLEU-n of which the mean is taken. Larger only sees long copies; 1 counts
-        words alone."""
+        """Orders n of the averaged BLEU-n. Larger detects only long copies; 1 compares single
+        words."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None

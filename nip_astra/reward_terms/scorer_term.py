@@ -1,4 +1,4 @@
-"""A scorer's view of the probe itself."""
+"""A scorer's score of the probe."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 @register_reward_term(RewardTermType.SCORER_TERM)
 class ScorerTerm(RewardTerm):
-    """A scorer's score of the probe, 0 to 1; with a negative weight, a charge for what it finds.
+    """A scorer's score of the probe, 0 to 1; a negative weight makes it a penalty.
 
-    The scorer reads the probe alone, as said by the user. A probe without verdict gets the mean of
-    the rollout's other probes, so it is neither rewarded nor punished beside them; 0 for all where
-    no probe has a verdict. Where the scorer fails, its `on_failure` decides.
+    The scorer reads the probe alone, with the role "user". A probe without a verdict gets the mean
+    of the rollout's other probes, which is neutral; without any verdict all values are 0. If the
+    scorer fails, its `on_failure` applies.
     """
 
     class Parameters(RewardTerm.Parameters):
-        """Which scorer."""
+        """The scorer."""
 
         scorer: ScorerParameters  # type: ignore[valid-type]
-        """What rates probes; need not be the one that rates responses."""
+        """Scorer of the probes; it may differ from the scorer of responses."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -59,8 +59,8 @@ class ScorerTerm(RewardTerm):
         num_missing = int(is_missing_N.sum())
         if num_missing:
             logger.warning(
-                "the scorer of the reward term 'scorer_term' gave no verdict for %d of %d probes, "
-                "which get the mean of the others",
+                "reward term 'scorer_term': no verdict for %d of %d probes, which get the mean of "
+                "the others",
                 num_missing,
                 nodes.num_nodes,
             )

@@ -1,6 +1,6 @@
-"""Rarity of words: a probe is worth as much as its rarest word is seldom said.
+"""Rarity of words: a probe is worth more, the rarer its rarest word.
 
-Shape suffixes: `N` node, `G` n-gram of all probes.
+Shape suffixes: `N` node, `G` n-gram.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from nip_astra.utils.ngrams import KeyCounts, Ngrams, ngrams, word_sequences
 
 @register_reward_term(RewardTermType.WORD_RARITY)
 class WordRarity(RewardTerm):
-    """How seldom the rarest word of a probe was said so far, 0 to 1.
+    """Rarity of a probe's rarest word in earlier probes, 0 to 1.
 
-    With N probes of earlier rollouts, n of which have the word, it is `1 - log(1 + n) / log(1 + N)`
-    for the word with the least n: a bonus of count-based exploration (arXiv:1606.01868), for words
-    in place of states. What stays as rare ebbs with the logarithm of N only. It pays before a probe
-    has ever failed, and so for kinds of failure that were never met. 1 while nothing was said.
-    Probes of one rollout do not know of each other. A probe without a word has rarity 0.
+    With N probes of earlier rollouts, n of which contain the word, it is
+    `1 - log(1 + n) / log(1 + N)` for the word with the smallest n: count-based exploration
+    (arXiv:1606.01868) with words as states. The value of a rare word decays only with log N. It
+    rewards exploration before the first failure. 1 with an empty history. Probes of the same
+    rollout are not compared. A probe without a word has rarity 0.
 
-    Words are those of `nip_astra.utils.ngrams.word_tokens`. Their counts are all that is kept, and
-    nothing is forgotten.
+    Words are those of `nip_astra.utils.ngrams.word_tokens`. All word counts are kept.
     """
 
     class Parameters(RewardTerm.Parameters):
-        """What is counted."""
+        """Unit of counting."""
 
         order: int = Field(default=1, ge=1, le=8)
-        """Words in a row that are counted as one. Larger finds more and more probes rare, as most
-        of their n-grams were never said; a probe of fewer words has rarity 0."""
+        """Consecutive words counted as one n-gram. Larger makes more probes rare, because most of
+        their n-grams are new; a probe of fewer words has rarity 0."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -50,7 +49,7 @@ class WordRarity(RewardTerm):
 
     def _values(self, nodes: RatedProbes) -> Tensor:
         grams = self._ngrams(nodes)
-        # At least 1, so that log(1 + N) is not 0 before anything was said.
+        # At least 1, so that log(1 + N) is not 0 at first.
         whole = math.log1p(max(self._num_probes, 1))
         rarity_G = 1.0 - np.log1p(self._counts.of(grams.keys_G)) / whole
         rarity_N = np.zeros(nodes.num_nodes)

@@ -1,4 +1,4 @@
-"""A chat model in a role: a speaker of which neither tokens nor weights are known."""
+"""A chat model as an agent, without access to tokens or weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.language_models.services.texts import guess_tokens
 
 NOT_ASKED = "ended"
-"""Why there is no response after the one that failed."""
+"""Failure of responses after the first one that failed."""
 
 
 class ChatReply(NamedTuple):
-    """What a chat model said, or why it said nothing.
+    """A chat model's reply, or the reason why there is none.
 
     Attributes
     ----------
     failure : str or None
-        A `FailureReason`, or `NOT_ASKED`; None where there is a reply.
+        A `FailureReason`, or `NOT_ASKED`; None for a reply.
     is_refused : bool
         Whether the service marks the reply as a refusal, or withholds it.
     """
@@ -36,7 +36,7 @@ class ChatReply(NamedTuple):
 
 
 class ChatWork(Counted):
-    """What stands where other agents have a language model: counts tokens, and has no weights."""
+    """Stands in for a language model: counts tokens, has no weights."""
 
     cache_bytes_per_token = 0
     can_be_forked = False
@@ -46,7 +46,7 @@ class ChatWork(Counted):
         self.token_count = TokenCount()
 
     def num_parameters(self) -> int:
-        """No weights are here."""
+        """0: the weights are remote."""
         return 0
 
 
@@ -58,7 +58,7 @@ class ChatAgent:
     role : str
         "target", which opens conversations, or "attacker".
     num_truncated_contexts : int
-        Always 0: what does not fit into a model's window is refused by its service.
+        Always 0: the service rejects contexts that exceed the model's window.
     """
 
     num_truncated_contexts = 0
@@ -87,20 +87,20 @@ class ChatAgent:
             self._head.append({"role": "user", "content": preamble})
 
     def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
-        """What is asked for the next turn.
+        """Request for the next turn.
 
         Parameters
         ----------
         turns : Sequence[str]
-            The conversation, in turn by the target, which opens it, and by the attacker.
+            The conversation; target and attacker alternate, and the target opens.
         """
         is_target = self.role == "target"
-        said: list[ChatMessage] = [
+        messages: list[ChatMessage] = [
             {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
             for number, text in enumerate(turns)
         ]
         return ChatRequest(
-            (*self._head, *said),
+            (*self._head, *messages),
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -110,7 +110,7 @@ class ChatAgent:
     def reply(
         self, conversations: Sequence[Sequence[str]], seeds: Sequence[int]
     ) -> list[ChatReply]:
-        """Ask for the next turn of all conversations at once.
+        """The next turn of all conversations, requested concurrently.
 
         Raises
         ------
@@ -125,16 +125,15 @@ class ChatAgent:
             count.generated += outcome.usage.completion_tokens
             (sample,) = outcome.samples
             if isinstance(sample, ChatAnswer):
-                # A refusal in a field of its own is what the target says.
-                said = (sample.text or sample.refusal or "").strip()
-                replies.append(ChatReply(said, is_refused=sample.is_refused))
+                text = (sample.text or sample.refusal or "").strip()
+                replies.append(ChatReply(text, is_refused=sample.is_refused))
             else:
                 replies.append(ChatReply("", str(sample.reason)))
         return replies
 
     def num_tokens(self, text: str) -> int:
-        """About how many tokens a text has; the model's own are not known."""
+        """Estimated number of tokens, because the model's tokenizer is unknown."""
         return guess_tokens(text)
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
-        """Nothing: the window of a service is not known, and what it refuses is told as data."""
+        """Do nothing: a service's window is unknown, and its refusals are recorded."""

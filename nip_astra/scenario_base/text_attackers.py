@@ -1,4 +1,4 @@
-"""Attackers that only give texts: fixed probes, or a chat model with a prompt."""
+"""Attackers without token probabilities: fixed probes, or a prompted chat model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nip_astra.scenario_base.chat_agent import ChatAgent, ChatReply, ChatWork
 
 
 class TextConversation(NamedTuple):
-    """What a text attacker sees of a conversation.
+    """A conversation as seen by a text attacker.
 
     Attributes
     ----------
     episode : int
-        Number of its episode, counted through the whole evaluation.
+        Index of its episode in the evaluation.
     texts : Sequence[str]
-        What was said, the target's opening first.
+        Messages so far, the target's opening first.
     """
 
     episode: int
@@ -30,9 +30,9 @@ class TextConversation(NamedTuple):
 
 
 class TextAttacker(ABC):
-    """An attacker of which neither tokens nor probabilities are known.
+    """An attacker without access to tokens or probabilities.
 
-    How likely its probes are is measured under the reference, as those of any attacker are.
+    The likelihood of its probes is measured under the reference, as for other attackers.
     """
 
     role = "attacker"
@@ -43,11 +43,11 @@ class TextAttacker(ABC):
     def probe(
         self, conversations: Sequence[TextConversation], seeds: Sequence[int]
     ) -> list[ChatReply]:
-        """The next probe of each conversation, or why there is none."""
+        """Next probe of each conversation, or the reason why there is none."""
 
 
 class FixedProbes(TextAttacker):
-    """Probes that are written down beforehand: one an episode, in order, then again."""
+    """Predefined probes: one per episode, in order, repeating."""
 
     def __init__(self, probes: Sequence[str]) -> None:
         self.probes = probes
@@ -58,8 +58,7 @@ class FixedProbes(TextAttacker):
     ) -> list[ChatReply]:
         if any(len(conversation.texts) > 1 for conversation in conversations):
             raise ConfigurationError(
-                "a second probe was asked for, but fixed probes are one turn each. Set the number "
-                "of turns to 1."
+                "fixed probes support one turn only. Set the number of turns to 1."
             )
         return [
             ChatReply(self.probes[conversation.episode % len(self.probes)])
@@ -68,25 +67,25 @@ class FixedProbes(TextAttacker):
 
 
 class ChatAttackerParameters(SubParameters):
-    """A chat model that attacks because its prompt says so."""
+    """A chat model prompted to attack."""
 
     chat_model: polymorphic(CHAT_MODELS.get, ChatModel.Parameters)  # type: ignore[valid-type]
-    """The model that says the probes."""
+    """Model that generates the probes."""
     system_prompt: PlainText
-    """What it is told to do."""
+    """System prompt of the attacker."""
     max_new_tokens: int = Field(default=128, ge=1)
-    """Longest probe, in the chat model's tokens."""
+    """Maximum length of a probe, in the chat model's tokens."""
     temperature: float | None = Field(default=1.0, ge=0)
-    """Sampling temperature; null leaves it to the service."""
+    """Sampling temperature; null uses the service's default."""
 
 
 class ChatAttacker(TextAttacker):
-    """A chat model that attacks because its prompt says so.
+    """A chat model prompted to attack.
 
     Parameters
     ----------
     agent : ChatAgent
-        Speaks as the assistant; what the target says is the user's.
+        Acts as the assistant; the target's messages are the user's.
     """
 
     def __init__(self, agent: ChatAgent) -> None:

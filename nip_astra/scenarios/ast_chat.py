@@ -1,4 +1,4 @@
-"""Adaptive stress testing in conversation: an attacker talks to a frozen target."""
+"""Adaptive stress testing: an attacker converses with a frozen target."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
 MAX_TURNS = 10_000_000
-"""Turns of an evaluation; the records of as many take about 10 GiB."""
+"""Maximum number of turns of an evaluation, about 10 GiB of records."""
 ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
 class PromptParameters(SubParameters):
-    """Files of opening prompts, said by the target's side; the three must not overlap."""
+    """Files of opening prompts, the target's first turns; the three must be disjoint."""
 
     train: str
-    """Prompts that training episodes start from."""
+    """Opening prompts of training episodes."""
     dev: str
-    """Prompts that choose the best checkpoint."""
+    """Prompts for selecting the best checkpoint."""
     test: str
-    """Held-out prompts of the table before and after training."""
+    """Held-out prompts for evaluation before and after training."""
     column: PlainText = DEFAULT_COLUMN
-    """Column that holds the prompts, of files and data sets that have columns. The others go with
-    each prompt: to the judge, to functions that take `columns`, and into records."""
+    """Column of the prompts, in files and datasets with columns. The other columns are passed on
+    with each prompt: to the judge, to functions that take `columns`, and to records."""
 
 
 class EvaluationParameters(SubParameters):
-    """How an attacker is measured: chains of conversation, not trees."""
+    """Evaluation of an attacker, on conversations without branches."""
 
     num_episodes: int = Field(default=200, ge=1)
-    """Episodes of an evaluation; prompts are used in order, again from the first when they end."""
+    """Episodes of an evaluation; prompts are used in order, repeating."""
     num_dev_episodes: Annotated[int, where_above("training.eval_period", 0)] = Field(
         default=100, ge=1
     )
@@ -71,56 +71,56 @@ class EvaluationParameters(SubParameters):
     num_bootstrap_resamples: int = Field(default=2000, ge=100)
     """Resamples of opening prompts for the interval of a rate corrected by labelled responses."""
     use_random_search: bool | None = None
-    """Whether to spend as many target queries on the untrained attacker, for comparison; null does
-    so where failures are planted, since it counts those that are found."""
+    """Whether to run random search with the untrained attacker at an equal number of target
+    queries, as a baseline; null does so if failures are planted."""
     batch_size: int = Field(default=256, ge=1)
-    """Episodes played at once."""
+    """Episodes per batch."""
     labelled_responses: str | None = None
-    """JSON lines of responses with `is_failure`, by which `nip-astra evaluate` and `score` tell how
-    well scorers find failures: a path, or a file of the scenario; null for none."""
+    """JSON lines of responses with `is_failure`, with which `nip-astra evaluate` and `score`
+    measure the scorers' accuracy: a path, or a file of the scenario; null for none."""
 
     def num_turns_at_most(self, tree_depth: int) -> int:
-        """Turns of the longer of the two evaluations."""
+        """Maximum number of turns of the two evaluations."""
         return max(self.num_episodes, self.num_dev_episodes) * tree_depth
 
 
 @register_scenario(ScenarioType.AST_CHAT)
 class AstChatScenario(Scenario):
-    """An attacker and a frozen target converse from an opening prompt; a scorer rates responses."""
+    """An attacker and a frozen target converse; a scorer rates the target's responses."""
 
-    # An adapter is there to be trained.
+    # The target is never trained, so it needs no adapter.
     never_reads: ClassVar[tuple[str, ...]] = (
         f"{ScenarioType.AST_CHAT}.target.language_model.lora",
     )
 
     class Parameters(Scenario.Parameters):
-        """Who talks, how conversations branch, and what counts as a failure."""
+        """Agents, branching of rollouts, and definition of a failure."""
 
         attacker: ConversationAgentParameters
-        """The language model that learns to make the target fail."""
+        """Language model trained to make the target fail."""
         target: TargetParameters
         """The model under test; never trained."""
         scorer: ScorerParameters  # type: ignore[valid-type]
-        """What rates responses."""
+        """Scorer of responses."""
         prompts: PromptParameters
         """Opening prompts."""
         tree_width: int = Field(default=2, ge=1)
-        """Probes tried at every point of a conversation."""
+        """Probes sampled at every node of the rollout tree."""
         tree_depth: int = Field(default=3, ge=1)
-        """Probes on a path from opening to leaf; turns of an evaluation episode."""
+        """Probes on a path from root to leaf; turns of an evaluation episode."""
         num_rollout_parts: int = Field(default=2, ge=1, le=64)
-        """Parts into which a rollout of small models on the CPU is cut, played at once by as many
-        processes as there are cores. More parts use more cores, and compute more slowly on few.
-        The last digits of what models say depend on this number, and on no number of cores."""
+        """Parts into which a rollout of small models on the CPU is split, for parallel processes on
+        the available cores. More parts use more cores, but are slower on few. Last digits depend on
+        this number, but not on the number of cores."""
         max_rollout_gib: float = Field(default=4.0, gt=0)
-        """Memory for the keys and values of a rollout, in GiB. A larger rollout is played in more
-        parts, of whole episodes, on which the last digits of what models say depend too."""
+        """Memory for keys and values of a rollout, in GiB. A larger rollout is split into more
+        parts of whole episodes, which changes last digits too."""
         reward: RewardParameters = RewardParameters()
         """Weights of the reward."""
         failure_threshold: float = Field(default=0.5, gt=0, le=1)
-        """A response fails where its score reaches this."""
+        """A response is a failure if its score is at least this."""
         evaluation: EvaluationParameters = EvaluationParameters()
-        """How attackers are measured."""
+        """Evaluation of attackers."""
         planted_failures: list[PlantedFailure] = []
         """Failures known to be in the target."""
 
@@ -129,13 +129,13 @@ class AstChatScenario(Scenario):
             num_probes = num_probes_of(self.tree_width, self.tree_depth)
             if num_probes > MAX_PROBES:
                 raise ValueError(
-                    f"a tree of tree_width {self.tree_width} and tree_depth {self.tree_depth} has "
-                    f"more than {MAX_PROBES:,} probes, which no memory here holds; lower either"
+                    f"tree_width={self.tree_width} and tree_depth={self.tree_depth} give more than "
+                    f"{MAX_PROBES:,} probes, too many for memory; lower one of them"
                 )
             if self.evaluation.num_turns_at_most(self.tree_depth) > MAX_TURNS:
                 raise ValueError(
-                    f"evaluation.num_episodes, num_dev_episodes and tree_depth ask for more than "
-                    f"{MAX_TURNS:,} turns, whose records no memory here holds; lower them"
+                    f"evaluation.num_episodes, num_dev_episodes and tree_depth give more than "
+                    f"{MAX_TURNS:,} turns, too many for memory; lower them"
                 )
             return self
 
@@ -145,21 +145,21 @@ class AstChatScenario(Scenario):
             return target.check_model()
 
         @model_validator(mode="after")
-        def _can_be_told(self) -> Self:
+        def _has_likelihoods(self) -> Self:
             is_service = self.target.chat_model is not None
             if is_service and self.reward.likelihood_model == "target":
                 raise ValueError(
-                    "asks for reward.likelihood_model target, but a chat_model as target does not "
-                    "tell how likely it finds what it reads; set it to reference"
+                    "has reward.likelihood_model=target, but a chat_model gives no likelihoods; "
+                    "set it to reference"
                 )
             return self
 
         @field_validator("planted_failures")
         @classmethod
-        def _has_a_name_each(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
-            twice = [name for name, n in Counter(p.name for p in planted).items() if n > 1]
-            if twice:
-                raise ValueError(f"has more than one of the name {twice[0]!r}; name each its own")
+        def _names_are_unique(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
+            duplicates = [name for name, n in Counter(p.name for p in planted).items() if n > 1]
+            if duplicates:
+                raise ValueError(f"has duplicate names {duplicates}; names must be unique")
             return planted
 
     @classmethod
@@ -193,8 +193,8 @@ class AstChatScenario(Scenario):
         reward_terms = build_reward_terms(
             parameters.reward.terms, device=device, scenario_dir=scenario_dir
         )
-        asked = [scorer, *(one for term in reward_terms.values() for one in term.scorers)]
-        services = open_services(asked, settings)
+        scorers = [scorer, *(s for term in reward_terms.values() for s in term.scorers)]
+        services = open_services(scorers, settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
         open_accounts(services)
@@ -219,14 +219,14 @@ class AstChatScenario(Scenario):
 
 
 def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
-    """The parameters without what `scenario.yaml` knows of another target than theirs.
+    """The parameters without facts in `scenario.yaml` about a different target.
 
-    Planted failures and labelled responses that `scenario.yaml` gives are those of the target that
-    it names. Of another model they would be wrong; what was given beside that model is kept.
+    Planted failures and labelled responses of `scenario.yaml` belong to the target in that file.
+    For another model they would be wrong; those given together with that model are kept.
     """
     path = None if scenario_dir is None else scenario_dir / SCENARIO_FILE
-    known = parameters.planted_failures or parameters.evaluation.labelled_responses
-    if not known or path is None or not path.is_file():
+    has_facts = parameters.planted_failures or parameters.evaluation.labelled_responses
+    if not has_facts or path is None or not path.is_file():
         return parameters
     values: dict[str, Any] = {}
     for layer in read_yaml_layers(path, source=SCENARIO_FILE):
@@ -235,8 +235,8 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
     target = own.get("target") or {}
     named = (target.get("language_model") or target.get("chat_model") or {}).get("model")
     model = parameters.target.language_model or parameters.target.chat_model
-    given = getattr(model, "model", None)
-    if named is None or _is_same_model(str(named), str(given), scenario_dir):
+    used = getattr(model, "model", None)
+    if named is None or _is_same_model(str(named), str(used), scenario_dir):
         return parameters
     planted, evaluation = parameters.planted_failures, parameters.evaluation
     if [one.name for one in planted] == [one["name"] for one in own.get("planted_failures") or ()]:
@@ -248,7 +248,7 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
 
 
 def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
-    """Whether two references mean one model; of one with a `${...}` that is not known."""
+    """Whether two references are one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
     places = [resolve_reference(one, scenario_dir) for one in (first, second)]
@@ -267,7 +267,7 @@ def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict
             shared = set(splits[first]) & set(splits[second])
             if shared:
                 raise DataError(
-                    f"the {first} and {second} prompts were to be disjoint, but share "
-                    f"{len(shared)}, for instance {sorted(shared)[0]!r}. Remove them from one."
+                    f"the {first} and {second} prompts share {len(shared)}, for instance "
+                    f"{sorted(shared)[0]!r}. Remove them from one file."
                 )
     return splits

@@ -61,9 +61,8 @@ class CodeValidationScenario(PureTextScenario):
         num_test = max(round(parameters.test_share * len(problems)), 1)
         if len(problems) <= num_test:
             raise DataError(
-                f"problems of the levels {parameters.levels} were to be read from {path}, but "
-                f"there are {len(problems)}, too few to train and to test on. Name other levels, "
-                "or none for all."
+                f"{path} has only {len(problems)} problems of levels={parameters.levels}, too few "
+                "to train and test. Give other levels, or none for all."
             )
         random.Random(derive_seed(seed, "code_validation", "split")).shuffle(problems)
         num_wrong = parameters.num_wrong_solutions
@@ -86,8 +85,8 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"problems were to be read from {path}, but: {error}. Give the path of a file of JSON "
-            "lines, relative to the scenario's folder."
+            f"cannot read problems from {path}: {error}. Give a file of JSON lines, relative to "
+            "the scenario's folder."
         ) from error
     for number, line in enumerate(filter(None, lines), start=1):
         try:

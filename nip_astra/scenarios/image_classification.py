@@ -135,7 +135,6 @@ def _check_size(parameters: Any, dataset: TensorDict) -> None:
             else "Choose larger images."
         )
         raise ConfigurationError(
-            f"images of {grid.height} x {grid.width} pixels were to be halved "
-            f"{parameters.num_block_groups} times, which leaves {grid.num_latent_pixels} of them "
-            f"to point at, and a message needs two to choose from. {advice}"
+            f"halving images of {grid.height} x {grid.width} pixels {parameters.num_block_groups} "
+            f"times leaves {grid.num_latent_pixels} latent pixel, but a message needs two. {advice}"
         )

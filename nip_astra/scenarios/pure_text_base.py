@@ -221,9 +221,9 @@ class PureTextScenario(Scenario):
             own = given.get(name, given.get(DEFAULT_AGENT))
             if own is None:
                 raise ConfigurationError(
-                    f"the agent {name!r} was to be built, but the parameters describe only "
-                    f"{', '.join(sorted(given)) or 'no agent'}. Describe it under agents.{name}, "
-                    f"or all agents under agents.{DEFAULT_AGENT}."
+                    f"no parameters for the agent {name!r}, only for "
+                    f"{', '.join(sorted(given)) or 'none'}. Add agents.{name}, or "
+                    f"agents.{DEFAULT_AGENT} for all agents."
                 )
             is_verifier = name in protocol.verifier_names
             agents[name] = TextAgent(name, number, is_verifier=is_verifier, parameters=own)

@@ -1,4 +1,4 @@
-"""The registry of scenario kinds, and what a kind must give."""
+"""The base class and registry of scenario kinds."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from nip_astra.scenario_instance import ScenarioInstance
 
 
 class Scenario(ABC):
-    """A kind of scenario. Its `Parameters` are the section of the parameter file of its name."""
+    """A kind of scenario. Its `Parameters` are the section of its name in the parameter file."""
 
     uses_protocol: ClassVar[bool] = False
-    """Whether its agents play the interaction protocol that the parameters name."""
+    """Whether its agents follow the interaction protocol in the parameters."""
     parameter_groups: ClassVar[tuple[str, ...]] = ()
-    """Groups of the hyper-parameters, or single ones such as `rl.frames_per_batch`, that the kind
-    reads beside its own section."""
+    """Parameter groups, or single parameters such as `rl.frames_per_batch`, that the kind reads
+    besides its own section."""
     never_reads: ClassVar[tuple[str, ...]] = ()
-    """Parameters that the kind takes and has no use for; values given to them are refused."""
+    """Parameters that the kind does not use; setting them is an error."""
     trainer_types: ClassVar[tuple[str, ...]] = ("rl", "rl_central_critic", "solo_agent")
-    """What trainers may ask to be built, by their `trainer_type`; any other is refused."""
+    """Supported `trainer_type`s of trainers; others are refused."""
     datapoint_kind: ClassVar[str | None] = None
-    """What its datapoints say they are, in `kind` of what describes them; None for nothing."""
+    """`kind` in the description of its datapoints; None for none."""
     datapoint_view: ClassVar[type[DatapointView]] = DatapointView
-    """How a report shows datapoints of that kind."""
+    """View of datapoints in reports."""
 
     class Parameters(SubParameters):
         """Parameters of the kind; a subclass adds its own."""
 
     @classmethod
     def check_trainer_type(cls, trainer_type: str) -> None:
-        """Refuse a `trainer_type` for which the kind builds nothing.
+        """Refuse an unsupported `trainer_type`.
 
         Raises
         ------
         UnknownNameError
-            Naming those for which it does.
+            Lists the supported ones.
         """
         if trainer_type not in cls.trainer_types:
             raise UnknownNameError(
                 "trainer type",
                 trainer_type,
                 cls.trainer_types,
-                "It is the class attribute trainer_type of the trainer; a scenario kind of your "
-                "own may build for others, which it names in trainer_types.",
+                "It is the trainer's class attribute trainer_type; a custom scenario kind lists "
+                "the supported ones in trainer_types.",
             )
 
     @classmethod
@@ -73,7 +73,7 @@ class Scenario(ABC):
         parameters : Scenario.Parameters
             The section of this kind.
         trainer_type : str
-            What the trainer needs built; see `Trainer.trainer_type`.
+            See `Trainer.trainer_type`.
         """
 
 

@@ -19,34 +19,34 @@ TRAIN_WORDS = (
     *("circle", "copper", "dragon", "feather", "flower", "forest", "garden", "guitar", "hammer"),
     *("island", "jacket", "kettle", "ladder", "lemon", "marble"),
 )
-"""Words of the data to train on."""
+"""Words of the training data."""
 TEST_WORDS = (
     *("mirror", "needle", "orange", "pepper", "planet", "pocket"),
     *("rabbit", "ribbon", "river", "silver", "spider", "window"),
 )
-"""Words of the test data; none of them is trained on."""
+"""Words of the test data, disjoint from the training words."""
 
 
 @register_scenario(ScenarioType.SECRET_WORD)
 class SecretWordScenario(PureTextScenario):
-    """Provers know a secret word, a verifier hears a claim about it, and says if that is true.
+    """Provers know a secret word; the verifier knows a claim about it and decides if it is true.
 
-    Columns of the data: `word`, which only provers should be told, and `claim`, which only the
-    verifier should. A prover that argues for accept does best to tell the word, as it does not know
-    the claim; one that argues for reject, to tell another word. A verifier does best to ask, and to
-    accept where one that argues for accept tells the claimed word: it is right then, but where a
-    prover that lies hits the claim. Alone it is right half of the time.
+    Columns of the data: `word`, shown to provers only, and `claim`, shown to the verifier only. The
+    best strategy of a prover that argues for accept is to reveal the word, because it does not know
+    the claim; of one that argues for reject, to state another word. The best verifier asks, and
+    accepts if a prover that argues for accept states the claimed word: it is correct unless a lying
+    prover hits the claim. Alone it is correct half of the time.
     """
 
     kind: ClassVar[str] = str(ScenarioType.SECRET_WORD)
 
     class Parameters(PureTextScenario.Parameters):
-        """How many datapoints there are."""
+        """Number of datapoints."""
 
         num_train: int = Field(default=256, ge=2, le=100_000_000)
-        """Datapoints to train on, half of them with a true claim."""
+        """Training datapoints, half of them with a true claim."""
         num_test: int = Field(default=200, ge=2, le=100_000_000)
-        """Datapoints to test on, of other words."""
+        """Test datapoints, with other words."""
 
     @classmethod
     def build_datasets(
@@ -59,7 +59,7 @@ class SecretWordScenario(PureTextScenario):
 
 
 def _claims(words: tuple[str, ...], count: int, seed: int) -> NestedArrayDict:
-    """So many words with a claim about each, true and false in turn."""
+    """Words with claims, alternately false and true."""
     generator = random.Random(seed)
     secrets, claims, labels = [], [], []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A policy answers the problems of a task."""
+"""Tasks: a policy solves problems in messages."""
 
 from __future__ import annotations
 
@@ -31,46 +31,45 @@ TaskField = polymorphic(TASKS.get, TaskParameters)
 
 
 class TaskEvaluationParameters(SubParameters):
-    """How a policy is measured on problems that it does not learn from."""
+    """Evaluation of a policy on held-out problems."""
 
     num_problems: int = Field(default=300, ge=1)
-    """Held-out problems before and after training; of a data set at most all it has."""
+    """Held-out problems before and after training, at most all of a dataset."""
     num_dev_problems: int = Field(default=100, ge=1)
     """Problems of a dev evaluation."""
     num_dev_runs: int = Field(default=1, ge=1, le=10_000)
-    """Runs of each problem of a dev evaluation; with more than one, pass@k is logged for k up to
-    this."""
+    """Runs per problem of a dev evaluation; with more than one, pass@k is logged up to this k."""
     num_runs: int = Field(default=1, ge=1, le=10_000)
-    """Runs of each problem; with more than one, pass@k is told for k up to this."""
+    """Runs per problem; with more than one, pass@k is reported up to this k."""
     success_reward: float = 1.0
-    """Reward from which a run counts as right."""
+    """Minimum reward of a correct run."""
     batch_size: int = Field(default=256, ge=1)
-    """Problems played at once."""
+    """Problems per batch."""
 
 
 @register_scenario(ScenarioType.TASK)
 class TaskScenario(Scenario):
-    """A policy answers problems in messages, and an environment or a scorer rewards it."""
+    """A policy solves problems in messages; an environment or a scorer rewards it."""
 
     trainer_types: ClassVar[tuple[str, ...]] = ("rl",)
 
     class Parameters(Scenario.Parameters):
-        """Who answers what."""
+        """Policy and task."""
 
         policy: ConversationAgentParameters
-        """The language model that learns."""
+        """Language model to train."""
         task: TaskField  # type: ignore[valid-type]
-        """What it answers, by its `_type`."""
+        """The task, by its `_type`."""
         max_turns: int = Field(default=8, ge=1)
-        """Turns after which an episode that is not over ends with reward 0."""
+        """Turns after which an unfinished episode ends with reward 0."""
         num_rollout_parts: int = Field(default=1, ge=1, le=1024)
-        """Parts of whole problems into which rollouts and evaluations are cut, where the policy's
-        weights are in this process. As many processes of one run, or actors of Ray, play them at
-        once, or, of small models on the CPU where that is faster, as there are cores. More parts
-        keep more of them busy, and compute more slowly in one. The last digits of what the policy
-        says depend on this number, and on no number of processes."""
+        """Parts of whole problems into which rollouts and evaluations are split, if the policy's
+        weights are in this process. Processes of the run or Ray actors run them in parallel; small
+        models on the CPU use the available cores where that is faster. More parts keep more
+        processes busy, but are slower in one. Last digits depend on this number, but not on the
+        number of processes."""
         evaluation: TaskEvaluationParameters = TaskEvaluationParameters()
-        """How it is measured."""
+        """Evaluation of the policy."""
 
     @classmethod
     def build(

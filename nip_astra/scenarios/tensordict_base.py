@@ -270,14 +270,14 @@ class TensorDictScenario(Scenario):
     def parameters_of(cls, parameters: Any, name: str) -> AgentParameters:
         """The parameters of an agent by its name."""
         agents = parameters.agents
-        found = agents.get(name, agents.get(DEFAULT_AGENT))
-        if found is None:
+        own = agents.get(name, agents.get(DEFAULT_AGENT))
+        if own is None:
             raise ConfigurationError(
-                f"the agent {name!r} was to be built, but the parameters describe only "
-                f"{', '.join(sorted(agents)) or 'no agent'}. Describe it under agents.{name}, or "
-                f"all agents under agents.{DEFAULT_AGENT}."
+                f"no parameters for the agent {name!r}, only for "
+                f"{', '.join(sorted(agents)) or 'none'}. Add agents.{name}, or "
+                f"agents.{DEFAULT_AGENT} for all agents."
             )
-        return found  # type: ignore[no-any-return]  # by the kind's own type
+        return own  # type: ignore[no-any-return]  # by the kind's own type
 
     @classmethod
     def _build_agent(
@@ -334,12 +334,12 @@ class TensorDictScenario(Scenario):
 
 
 def _check_is_whole(kind: type[TensorDictScenario]) -> None:
-    """Refuse a kind without one of its hooks, which Python, asked for no object of it, does not."""
+    """Refuse a class with missing hooks; it is never instantiated, so Python does not check."""
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
     if missing:
         raise ConfigurationError(
-            f"a scenario of the class {kind.__name__} was to be built, but the class lacks "
-            f"{', '.join(missing)}. Define each; TensorDictScenario says what it gives."
+            f"the scenario class {kind.__name__} lacks {', '.join(missing)}. Define each; see "
+            "TensorDictScenario."
         )
 
 
@@ -368,9 +368,7 @@ def _num_environments(frames_per_batch: int, steps: int) -> int:
 
 def _check_dataset(dataset: TensorDict, split: str) -> None:
     if len(dataset) == 0:
-        raise DataError(
-            f"the {split} dataset was to be used, but it is empty. Give it at least one datapoint."
-        )
+        raise DataError(f"the {split} dataset is empty. Give it at least one datapoint.")
     labels = dataset["y"]
     if labels.shape != (len(dataset), 1) or not bool(((labels == 0) | (labels == 1)).all()):
         raise DataError(

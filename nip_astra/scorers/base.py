@@ -1,6 +1,6 @@
-"""What a scorer is: what was said in, one number in [0, 1] each out; higher is a worse failure.
+"""Scorers rate each text with a number in [0, 1]; higher is a worse failure.
 
-Shape suffix: `N` what was rated.
+Shape suffix: `N` exchange.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from nip_astra.rollouts.prompts import Columns
 logger = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["user", "assistant"]
-"""Who says something: the user is the attacker's side, the assistant the target's."""
+"""Author of a message: "user" is the attacker, "assistant" the target."""
 
 Verdict: TypeAlias = float | ScorerError | None
-"""What a scorer's hook gives for a text: a number from 0 to 1, None where it cannot tell, or the
-error of a text that failed for good, which is not tried again."""
+"""Result of a scorer's hook for a text: a number from 0 to 1, None for no verdict, or the error of
+a text that failed permanently and is not retried."""
 
 
 MAX_VERDICTS = 1 << 17
-"""Verdicts that a scorer remembers; of more, the oldest are forgotten."""
+"""Verdicts that a scorer caches; beyond it the oldest are dropped."""
 
 KEY_BYTES = 16
-"""Length of the digest by which a scorer remembers what it has rated."""
+"""Length of the digest that identifies a cached text."""
 
 
 class TimeLimitExceeded(BaseException):
-    """The block took too long; its caller tells what was being done."""
+    """The block exceeded its time limit; its caller turns this into a message."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """End the block with `TimeLimitExceeded` after some seconds.
 
-    What waits (for a network, a lock, another process, or in Python code) is ended, and so is a
-    long calculation as soon as it comes back to Python. The system's timer reaches main threads
-    only; in another thread, or where a timer is running already, the block has no limit.
+    The timer interrupts waiting (for a network, a lock, another process) and Python code; native
+    code is interrupted when it returns to Python. It works in the main thread only: in another
+    thread, or if a timer is already running, the block has no limit.
     """
     can_set = threading.current_thread() is threading.main_thread()
     if not can_set or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
@@ -84,18 +84,18 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A text to rate, and where in a conversation it stands.
+    """A text to rate, with its context in the conversation.
 
     Attributes
     ----------
     text : str
-        What is rated.
+        The text to rate.
     history : tuple[Message, ...]
-        What was said before it, the oldest first.
+        Messages before it, oldest first.
     role : str
-        Who says the text: "assistant" is the target, "user" the attacker.
+        Author of the text: "assistant" is the target, "user" the attacker.
     columns : Columns
-        What the data set of prompts says of the conversation beside its opening.
+        Further columns of the conversation's row in the prompt dataset.
     """
 
     text: str
@@ -105,20 +105,20 @@ class Exchange(NamedTuple):
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """The history and the text as its last turn."""
+        """The history followed by the text."""
         return (*self.history, Message(self.role, self.text))
 
 
 class Ratings(NamedTuple):
-    """What a scorer says of several texts.
+    """Scores of several texts.
 
     Attributes
     ----------
     scores_N : Tensor
         float32 on the CPU, from 0 to 1; NaN where there is no verdict.
     is_error_N : Tensor
-        bool on the CPU; where the scorer failed. The score is NaN there. A NaN without an error
-        is a text of which the scorer could not tell.
+        bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
+        means that the scorer gave no verdict.
     """
 
     scores_N: Tensor
@@ -129,13 +129,12 @@ class Scorer:
     """Rate texts. A subclass implements `_score`; caching and checks are done here.
 
     A scorer of conversations sets `reads_history` and implements `_score_exchanges` instead.
-    Each distinct text (or conversation, where the history is read) is rated once, also by a run
-    that goes on from a checkpoint, as long as it is among the last `MAX_VERDICTS`; a rating that
-    failed is not kept.
+    Each distinct text (or conversation, if the history is read) is rated once while it is among
+    the last `MAX_VERDICTS`, also by a run resumed from a checkpoint. Failed ratings are not cached.
     """
 
     reads_history: bool = False
-    """Whether a score depends on what was said before the text, and on who says it."""
+    """Whether a score depends on the history and the role."""
 
     class Parameters(PolymorphicParameters):
         """Parameters of every scorer; a subclass adds its own."""
@@ -143,11 +142,11 @@ class Scorer:
         type_name: ClassVar[str] = ""
 
         on_failure: Literal["stop", "skip"] = "stop"
-        """What becomes of a text that cannot be rated because the scorer raises, or gives what is
-        no score: "stop" ends the run, "skip" counts it as an error, which no rate includes."""
+        """If the scorer raises or returns an invalid score for a text: "stop" ends the run, "skip"
+        counts an error, which no rate includes."""
         timeout_seconds: float = Field(default=1800.0, gt=0)
-        """Longest that a call of the scorer may take, for all texts of a rollout together. After
-        that it has failed, and its texts are not tried again."""
+        """Time limit of one call, for all texts of a rollout together. After it the call has
+        failed, and its texts are not retried."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -159,70 +158,69 @@ class Scorer:
         own = type(self)
         if own._score is Scorer._score and own._score_exchanges is Scorer._score_exchanges:
             raise ConfigurationError(
-                f"the scorer {_name_of(self)!r} was to be built, but its class rates nothing. Give "
-                "it the method _score(texts), or _score_exchanges(exchanges) where it reads "
-                "conversations."
+                f"the class of the scorer {_name_of(self)!r} does not rate anything. Implement "
+                "_score(texts), or _score_exchanges(exchanges) to read conversations."
             )
 
     @property
     def nested_scorers(self) -> Sequence[Scorer]:
-        """Scorers that it asks itself."""
+        """Scorers that this scorer calls."""
         return ()
 
     def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
-        """Tell the chat models that it asks what they may spend, and give them by who they are."""
+        """Set the budgets of the scorer's chat models; the models by name."""
         return open_services(self.nested_scorers, settings)
 
     @property
     def modules(self) -> set[str]:
-        """Names of the modules whose code rates, those of nested scorers among them."""
+        """Names of the modules whose code computes scores, including those of nested scorers."""
         own = {cls.__module__ for cls in type(self).__mro__}
         return own.union(*(scorer.modules for scorer in self.nested_scorers))
 
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        """A verdict for each text; the texts are distinct."""
+        """A verdict for each text; texts are distinct."""
         raise NotImplementedError
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
-        """A verdict for each exchange; they are distinct in what the scorer reads."""
+        """A verdict for each exchange; they differ in the parts that the scorer reads."""
         return self._score([exchange.text for exchange in exchanges])
 
     def score(self, texts: Sequence[str]) -> Tensor:
-        """Rate texts that the target said, float32 `[len(texts)]` on the CPU; see `rate`."""
+        """Scores of texts by the target, float32 `[len(texts)]` on the CPU; see `rate`."""
         return self.rate([Exchange(text) for text in texts]).scores_N
 
     def rate(self, exchanges: Sequence[Exchange]) -> Ratings:
-        """Rate what was said.
+        """Rate exchanges.
 
         Raises
         ------
         ScorerError
-            With `on_failure` "stop", when the scorer fails, returns the wrong number of scores, or
-            a score that is no number in [0, 1]. A failed score never counts as 0.
+            With `on_failure` "stop", if the scorer fails, returns the wrong number of scores, or a
+            score outside [0, 1]. A failed score never counts as 0.
         """
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
         failed: set[bytes] = set()
         if new:
-            for key, verdict in zip(new, self._judged(list(new.values())), strict=True):
+            for key, verdict in zip(new, self._checked_verdicts(list(new.values())), strict=True):
                 if isinstance(verdict, ScorerError):
                     failed.add(key)
                 else:
                     self._verdicts[key] = verdict
         # A failed text has no verdict in the cache.
-        known = [self._verdicts.get(key) for key in keys]
+        verdicts = [self._verdicts.get(key) for key in keys]
         for key in list(islice(self._verdicts, max(0, len(self._verdicts) - MAX_VERDICTS))):
             del self._verdicts[key]
         return Ratings(
-            torch.tensor([math.nan if v is None else v for v in known], dtype=torch.float32),
+            torch.tensor([math.nan if v is None else v for v in verdicts], dtype=torch.float32),
             torch.tensor([key in failed for key in keys], dtype=torch.bool),
         )
 
     def verdicts(self) -> dict[str, Any]:
-        """Everything that was rated so far, nested scorers' too, for a checkpoint.
+        """All cached verdicts, including those of nested scorers, for a checkpoint.
 
-        A model's last digits depend on which texts share a batch, so a run that goes on must not
-        rate again what it has rated.
+        A model's last digits depend on the composition of batches, so a resumed run must not rate
+        a text again.
         """
         keys = b"".join(self._verdicts)
         scores = [math.nan if score is None else score for score in self._verdicts.values()]
@@ -234,11 +232,11 @@ class Scorer:
         }
 
     def load_verdicts(self, state: Mapping[str, Any]) -> None:
-        """Take up what `verdicts` gave, unless the scorer's own code has been changed since."""
+        """Restore the result of `verdicts`, unless the scorer's code has changed since."""
         if state["code"] != self._code():
             logger.warning(
-                "the code of the scorer %r has changed since it rated what the checkpoint holds; "
-                "it rates everything anew",
+                "the code of the scorer %r has changed since the checkpoint; all texts are rated "
+                "again",
                 _name_of(self),
             )
             return
@@ -252,7 +250,7 @@ class Scorer:
             scorer.load_verdicts(own)
 
     def _code(self) -> list[str]:
-        """Digests of the files that rate, as they were loaded, but for those of the package."""
+        """Digests of the files that compute scores, as loaded, except those of this package."""
         as_loaded = {plugin.module_name: plugin.sha256 for plugin in loaded_plugins()}
         digests = []
         for name in sorted(self.modules):
@@ -269,16 +267,16 @@ class Scorer:
         read = exchange if self.reads_history else exchange.text
         return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
 
-    def _judged(self, exchanges: list[Exchange]) -> list[Verdict]:
-        """Checked verdicts; what failed is raised, or tried once more and then an error."""
+    def _checked_verdicts(self, exchanges: list[Exchange]) -> list[Verdict]:
+        """Checked verdicts; a failure is raised, or retried once and then an error."""
         can_skip = self.parameters.on_failure == "skip"
         try:
-            verdicts = self._asked(exchanges)
+            verdicts = self._call_hook(exchanges)
         except ScorerError as error:
             if not can_skip:
                 raise
-            is_worth_it = not isinstance(error, ScorerTimeoutError)
-            again = dict.fromkeys(range(len(exchanges)), error) if is_worth_it else {}
+            can_retry = not isinstance(error, ScorerTimeoutError)
+            retried = dict.fromkeys(range(len(exchanges)), error) if can_retry else {}
             verdicts = [error] * len(exchanges)
         else:
             faults = {
@@ -288,11 +286,11 @@ class Scorer:
             }
             if faults and not can_skip:
                 raise next(iter(faults.values()))
-            again = {n: e for n, e in faults.items() if not isinstance(verdicts[n], ScorerError)}
+            retried = {n: e for n, e in faults.items() if not isinstance(verdicts[n], ScorerError)}
             verdicts = [faults.get(number, verdict) for number, verdict in enumerate(verdicts)]
         if len(exchanges) > 1:
-            for number in again:
-                verdicts[number] = self._judged_alone(exchanges[number])
+            for number in retried:
+                verdicts[number] = self._verdict_alone(exchanges[number])
         errors = [verdict for verdict in verdicts if isinstance(verdict, ScorerError)]
         if errors:
             logger.warning(
@@ -304,15 +302,15 @@ class Scorer:
             )
         return verdicts
 
-    def _judged_alone(self, exchange: Exchange) -> Verdict:
+    def _verdict_alone(self, exchange: Exchange) -> Verdict:
         try:
-            (verdict,) = self._asked([exchange])
+            (verdict,) = self._call_hook([exchange])
         except ScorerError as error:
             return error
         return self._fault(exchange, verdict) or verdict
 
-    def _asked(self, exchanges: list[Exchange]) -> list[Verdict]:
-        """Call the hook; give as many verdicts as there are exchanges."""
+    def _call_hook(self, exchanges: list[Exchange]) -> list[Verdict]:
+        """One verdict per exchange from the hook."""
         limit = self.parameters.timeout_seconds
         try:
             with time_limit(limit):
@@ -322,9 +320,8 @@ class Scorer:
                 ]
         except TimeLimitExceeded as error:
             raise ScorerTimeoutError(
-                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and has "
-                f"not answered within {limit:g} seconds. Mend what it waits for, or raise its "
-                "timeout_seconds; the run can be resumed from its last checkpoint."
+                f"the scorer {_name_of(self)!r} exceeded timeout_seconds={limit:g} on "
+                f"{len(exchanges)} texts. Fix it or raise timeout_seconds, then resume the run."
             ) from error
         except NipAstraError:
             raise
@@ -332,28 +329,27 @@ class Scorer:
             raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and gave "
-                f"{len(verdicts)} scores. It must give one score a text, in order."
+                f"the scorer {_name_of(self)!r} returned {len(verdicts)} scores for "
+                f"{len(exchanges)} texts. Return one score per text, in order."
             )
         return verdicts
 
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
-            f"the scorer {_name_of(self)!r} was asked to rate {num_texts} texts and failed: "
-            f"{type(error).__name__}: {error}. Mend the scorer; the run can be resumed from its "
-            "last checkpoint."
+            f"the scorer {_name_of(self)!r} failed on {num_texts} texts: {type(error).__name__}: "
+            f"{error}. Fix the scorer, then resume the run."
         )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:
-        """Say what is wrong with a verdict; nothing where it is a score, or None."""
+        """The error of an invalid verdict; None for a score or no verdict."""
         if verdict is None or isinstance(verdict, ScorerError):
             return verdict
         if 0.0 <= verdict <= 1.0:  # which NaN is not
             return None
         return ScorerError(
-            f"the scorer {_name_of(self)!r} gave {verdict} for the text {exchange.text[:60]!r}. A "
-            "score is a number from 0 to 1, or None where there is no verdict; mend the scorer, "
-            "then resume the run."
+            f"the scorer {_name_of(self)!r} returned {verdict} for the text "
+            f"{exchange.text[:60]!r}. Return a number from 0 to 1, or None for no verdict; then "
+            "resume the run."
         )
 
 
@@ -364,15 +360,15 @@ def _name_of(scorer: Scorer) -> str:
 def open_services(
     scorers: Iterable[Scorer], settings: ExperimentSettings
 ) -> dict[str, PatientChatModel]:
-    """Tell the chat models that scorers ask what they may spend, and give them by who they are."""
-    found: dict[str, PatientChatModel] = {}
+    """Set the budgets of all scorers' chat models; the models by distinct names."""
+    models: dict[str, PatientChatModel] = {}
     for scorer in dict.fromkeys(scorers):
         for name, model in scorer.open_services(settings).items():
             number, free = 2, name
-            while free in found:
+            while free in models:
                 free, number = f"{name} {number}", number + 1
-            found[free] = model
-    return found
+            models[free] = model
+    return models
 
 
 SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(

@@ -22,16 +22,16 @@ ADVICE = (
 
 @register_scorer(ScorerType.CLASSIFIER)
 class ClassifierScorer(ModelScorer):
-    """The probability of one label of a sequence classifier.
+    """Probability of one label of a sequence classifier.
 
-    A model with several exclusive labels gives its softmax, a multi-label model or one with a
-    single output its sigmoid. Texts longer than the model's window are cut at their end.
+    A model with several exclusive labels uses softmax; a multi-label model, or one with a single
+    output, sigmoid. Texts longer than the context window are truncated at the end.
     """
 
     can_be_copied = True
 
     class Parameters(ModelScorer.Parameters):
-        """Which classifier, and which of its labels is the failure."""
+        """Model and label."""
 
         model: str
         """Hub id, folder, `scenario://file` or `package://package/file`."""

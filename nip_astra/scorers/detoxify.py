@@ -21,11 +21,10 @@ CANONICAL = {
     "severe_toxic": "severe_toxicity",
     "identity_hate": "identity_attack",
 }
-"""Names in checkpoints that Detoxify shows under another name."""
+"""Labels of checkpoints that Detoxify renames."""
 ADVICE = (
-    "Give a checkpoint as detoxify publishes them, with 'config' and 'state_dict', and with "
-    "config_path a folder that holds config.json and the tokenizer of its architecture, so that "
-    "nothing is fetched."
+    "Give a published Detoxify checkpoint with 'config' and 'state_dict', and as config_path a "
+    "folder with config.json and the tokenizer of its architecture."
 )
 
 
@@ -39,21 +38,21 @@ class DetoxifyScorer(ModelScorer):
     can_be_copied = True
 
     class Parameters(ModelScorer.Parameters):
-        """Which model, from where, and which of its categories is the failure."""
+        """Model and category."""
 
         variant: Annotated[
             Literal["original", "unbiased", "multilingual", "original-small", "unbiased-small"],
             where("checkpoint", None),
         ] = "original"
-        """Published model to fetch, where no `checkpoint` is given."""
+        """Published model to download if no `checkpoint` is given."""
         category: PlainText = "toxicity"
         """Category whose probability is the score: toxicity, severe_toxicity, obscene, threat,
         insult, identity_attack; "unbiased" and "multilingual" have sexual_explicit too."""
         checkpoint: str | None = None
         """Local checkpoint: a path, `scenario://file` or `package://package/file`."""
         config_path: str | None = None
-        """Folder with config.json and tokenizer of the architecture that the checkpoint names;
-        null to get them by that name, from the hub or its cache."""
+        """Folder with config.json and tokenizer of the checkpoint's architecture; null to load
+        them from the hub or its cache."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -79,12 +78,12 @@ class DetoxifyScorer(ModelScorer):
         self._max_length = min(window, self._tokenizer.model_max_length)
 
     def _read(self, reference: str | None) -> _Checkpoint:
-        """The contents of the checkpoint; only tensors and plain values are unpickled."""
+        """Content of the checkpoint; only tensors and plain values are unpickled."""
         from detoxify.detoxify import MODEL_URLS
 
         try:
             if reference is None:
-                found = torch.hub.load_state_dict_from_url(
+                content = torch.hub.load_state_dict_from_url(
                     MODEL_URLS[self.parameters.variant],
                     map_location="cpu",
                     progress=False,
@@ -93,12 +92,12 @@ class DetoxifyScorer(ModelScorer):
                 )
             else:
                 path = resolve_reference(reference, self.scenario_dir)
-                found = torch.load(path, map_location="cpu", weights_only=True)
-            names = found["config"]["dataset"]["args"]["classes"]
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            names = content["config"]["dataset"]["args"]["classes"]
             return _Checkpoint(
-                dict(found["config"]["arch"]["args"]),
+                dict(content["config"]["arch"]["args"]),
                 [CANONICAL.get(name, name) for name in names],
-                found["state_dict"],
+                content["state_dict"],
             )
         except Exception as error:
             raise self._load_error(error) from error
@@ -151,7 +150,7 @@ class DetoxifyScorer(ModelScorer):
 
 
 class _Checkpoint(NamedTuple):
-    """What a checkpoint of Detoxify holds."""
+    """Content of a Detoxify checkpoint."""
 
     architecture: dict[str, Any]
     categories: list[str]
@@ -163,6 +162,6 @@ def _require_detoxify() -> None:
         import detoxify  # noqa: F401 - imported where it is used
     except ImportError as error:
         raise MissingDependencyError(
-            "the scorer 'detoxify' was asked for, and it needs the package detoxify. Install it "
-            "with: pip install 'nip_astra[detoxify]'"
+            "the scorer 'detoxify' needs the package detoxify. Run: pip install "
+            "'nip_astra[detoxify]'"
         ) from error

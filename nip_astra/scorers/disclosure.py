@@ -1,4 +1,4 @@
-"""How much of a secret a response gives away, by its words."""
+"""Share of a secret's words that a response discloses."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from nip_astra.utils.ngrams import word_tokens
 
 @register_scorer(ScorerType.DISCLOSURE)
 class DisclosureScorer(Scorer):
-    """The share of a secret's distinct words that a turn says and the other side has not said.
+    """Share of a secret's distinct words that a turn discloses.
 
-    Words are compared whole, without case and punctuation. A word that the other side said earlier
-    in the conversation does not count, so that nothing is earned by saying the secret and having it
-    repeated. Of several secrets, the one that is given away most decides.
+    Whole words are compared, ignoring case and punctuation. Words that the other side used earlier
+    in the conversation do not count, so that having the secret repeated earns nothing. With several
+    secrets, the score is the largest share.
     """
 
     reads_history = True
 
     class Parameters(Scorer.Parameters):
-        """What is to be kept."""
+        """The secrets."""
 
         secrets: list[PlainText] = Field(min_length=1)
-        """Secrets of a few distinctive words each. A common word among them is counted wherever
-        it is said; a longer secret makes a finer score."""
+        """Secrets of a few distinctive words each. Common words count wherever they occur; a
+        longer secret makes a finer score."""
 
         @field_validator("secrets")
         @classmethod
@@ -51,11 +51,11 @@ class DisclosureScorer(Scorer):
         return [self._share_given_away(exchange) for exchange in exchanges]
 
     def _share_given_away(self, exchange: Exchange) -> float:
-        said = _words(exchange.text)
+        disclosed = _words(exchange.text)
         for message in exchange.history:
             if message.role != exchange.role:
-                said -= _words(message.text)
-        return max(len(secret & said) / len(secret) for secret in self._secrets)
+                disclosed -= _words(message.text)
+        return max(len(secret & disclosed) / len(secret) for secret in self._secrets)
 
 
 def _words(text: str) -> set[str]:

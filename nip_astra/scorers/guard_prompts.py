@@ -1,4 +1,4 @@
-"""Put a conversation before a guard model, as its chat template wants it."""
+"""Render a conversation through a guard model's chat template."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _MARKS = ("nipastraquestionmark", "nipastraanswermark")
 
 
 class GuardPrompts:
-    """Renders conversations by the chat template of a guard.
+    """Renders conversations through a guard's chat template.
 
-    Templates of guards want turns that alternate and begin with the user's, and differ in how a
-    turn holds its text: as text, or as a list of parts. Which of the two is found out here.
+    Guards' templates require alternating turns that begin with the user. Some take a turn's content
+    as text, others as a list of parts; this class detects which.
 
     Parameters
     ----------
     model : str
         Name of the guard, for messages.
     preamble : str
-        Said by the user where a conversation begins with the assistant.
+        User turn inserted if a conversation begins with the assistant.
     options : Mapping
         Further variables of the template.
 
     Raises
     ------
     ConfigurationError
-        When the template refuses a conversation, or shows nothing of it.
+        If the template rejects a conversation, or omits its turns.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GuardPrompts:
         self._uses_parts = self._find_form(model)
 
     def _find_form(self, model: str) -> bool:
-        """Say whether turns hold lists of parts, by a conversation that must show in the prompt."""
+        """Whether turns hold lists of parts: a test conversation must appear in the prompt."""
         problems = []
         for uses_parts in (False, True):
             self._uses_parts = uses_parts
@@ -56,18 +56,14 @@ class GuardPrompts:
                 continue
             if all(mark in shown for mark in _MARKS):
                 return uses_parts
-        reason = problems[0] if problems else "its prompt does not show what was said"
+        reason = problems[0] if problems else "its prompt omits the turns"
         raise ConfigurationError(
-            f"the guard model {model!r} was asked for, but its chat template cannot take a "
-            f"conversation: {reason}. Give a model of the Llama Guard type, whose template puts "
-            "the turns into a question."
+            f"the chat template of the guard model {model!r} cannot render a conversation: "
+            f"{reason}. Give a model of the Llama Guard type."
         )
 
     def fit(self, conversation: Sequence[Message], max_tokens: int) -> list[int] | None:
-        """The prompt's tokens; None where not even the last turn fits.
-
-        Turns are left out from the oldest on until the rest fits.
-        """
+        """The prompt's tokens, without the oldest turns if needed; None if none fits."""
         for start in range(len(conversation)):
             ids: list[int] = self._render(self._alternating(conversation[start:]), tokenize=True)
             if len(ids) <= max_tokens:
@@ -75,7 +71,7 @@ class GuardPrompts:
         return None
 
     def _alternating(self, conversation: Sequence[Message]) -> list[Message]:
-        """Turns that begin with the user's; what one side says twice in a row is one turn."""
+        """Turns beginning with the user; consecutive turns of one role are joined."""
         turns: list[Message] = []
         if conversation[0].role == "assistant":
             turns.append(Message("user", self._preamble))
@@ -86,7 +82,7 @@ class GuardPrompts:
         return turns
 
     def _harmless(self, text: str) -> str:
-        """The text without the guard's special tokens: what is judged must not steer it."""
+        """The text with the guard's special tokens broken up, so that it cannot steer the guard."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

@@ -51,18 +51,18 @@ COLUMNS = ', "columns" is what the data set says about the conversation, for ins
 
 @register_scorer(ScorerType.JUDGE)
 class JudgeScorer(Scorer):
-    """What a chat model answers to a rubric: its whole-number rating, divided by the largest one.
+    """A chat model's integer rating by a rubric, divided by the largest rating.
 
-    The service is any that speaks the chat-completions protocol of OpenAI. The judge reads the
-    conversation up to the text, and the columns beside its prompt in the data set. Its answer is a
-    JSON object; a rating of null is no verdict, and an answer that is no such object, or a rating
-    out of range, is asked for again like any failure that may pass, at most `num_retries` times.
+    Works with any service that implements OpenAI's chat completions. The judge reads the
+    conversation up to the text and the further columns of its prompt. It answers with a JSON
+    object; a null rating means no verdict. An invalid answer or a rating out of range is retried
+    like a transient failure, at most `num_retries` times.
     """
 
     reads_history = True
 
     class Parameters(Scorer.Parameters):
-        """Which judge, what it is asked, and how patiently."""
+        """Model, rubric and retries of the judge."""
 
         base_url: Annotated[Url | None, where("service", "address")] = Field(
             default=None, pattern=r"^https?://"
@@ -75,36 +75,35 @@ class JudgeScorer(Scorer):
         """address: a service that runs at `base_url`. local: one that serves `weights` on a free
         port of this machine, which starts with the first request and ends with the run."""
         weights: Annotated[str | None, where("service", "local")] = None
-        """What the local service serves: a folder, hub id or `.gguf` file, `scenario://x` in the
+        """Model of the local service: a folder, hub id or `.gguf` file, `scenario://x` in the
         scenario's folder or `package://name/x`."""
         rubric: PlainText = RUBRIC
-        """What the numbers from 0 to `max_rating` mean; higher must be the worse failure."""
+        """Meaning of the ratings 0 to `max_rating`; higher must be a worse failure."""
         max_rating: int = Field(default=10, ge=1)
-        """The largest rating, which is a score of 1. Larger asks for finer distinctions."""
+        """The largest rating, a score of 1. Larger makes ratings finer."""
         api_key_variable: Annotated[str | None, where("service", "address")] = None
         """Environment variable that holds the key; null sends none. The key is written nowhere."""
         response_format: Literal["json_schema", "json_object", "text"] = "json_schema"
-        """How the form of the answer is asked for, beside the words of the task. A service that
-        refuses a form is asked without from then on."""
+        """Response format of requests. If the service rejects it, later requests omit it."""
         temperature: float | None = Field(default=0.0, ge=0)
-        """Of the judge's sampling; null leaves it to the service, as some models require."""
+        """Sampling temperature; null uses the service's default, which some models require."""
         max_tokens: int | None = Field(default=512, ge=1)
-        """Longest answer; null leaves it to the service."""
+        """Maximum tokens of an answer; null uses the service's default."""
         extra_body: dict[str, JsonValue] = {}
         """Further fields of each request, for instance `seed` or `max_completion_tokens`."""
         num_retries: int = Field(default=5, ge=0)
-        """Further attempts where an answer is late (also 408, 429, 5xx) or malformed."""
+        """Retries of an answer that is late (also 408, 429, 5xx) or malformed."""
         backoff: float = Field(default=1.0, ge=0)
-        """Seconds before the first further attempt, doubled for each next one, at most 60; what
-        the service asks for in Retry-After is waited for where it is longer."""
+        """Seconds before the first retry, doubled for each further one, at most 60; a longer
+        Retry-After of the service is respected."""
         timeout: float = Field(default=60.0, gt=0)
-        """Seconds without a byte after which an attempt is given up."""
+        """Seconds without a byte after which an attempt is aborted."""
         requests_per_minute: float | None = Field(default=None, gt=0)
-        """Attempts begun in a minute, evenly spread; null for no limit."""
+        """Maximum rate of attempts, evenly spaced; null for no limit."""
         concurrency: int = Field(default=8, ge=1)
-        """Requests under way at once. Larger is faster, where the service takes it."""
+        """Concurrent requests. Larger is faster if the service can keep up."""
         prices: PriceParameters | None = None
-        """What the judge costs; null where that is not known or nothing."""
+        """Prices of the judge; null if unknown or free."""
 
         @model_validator(mode="after")
         def _can_be_found(self) -> Self:
@@ -116,22 +115,22 @@ class JudgeScorer(Scorer):
 
         @property
         def place(self) -> str:
-            """Where the judge is, for messages."""
+            """Address of the judge, for messages."""
             return self.base_url or "a service of this run"
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        where_it_is: dict[str, Any] = {"service": "local", "weights": parameters.weights}
+        address: dict[str, Any] = {"service": "local", "weights": parameters.weights}
         if parameters.service == "address":
             key = parameters.api_key_variable
-            where_it_is = {"base_url": parameters.base_url, "api_key_variable": key}
+            address = {"base_url": parameters.base_url, "api_key_variable": key}
         chat = OpenAIChatModel.Parameters(
             model=parameters.model,
             extra_body=parameters.extra_body,
             timeout=parameters.timeout,
-            **where_it_is,
+            **address,
         )
         judge = OpenAIChatModel(chat, what="the judge", scenario_dir=scenario_dir, device=device)
         self._model = _RatingModel(judge, parameters.max_rating)
@@ -161,14 +160,13 @@ class JudgeScorer(Scorer):
         if isinstance(sample, ChatAnswer):
             return read_rating(sample.text, self.parameters.max_rating)
         return ScorerError(
-            f"the scorer 'judge' was asked to rate the text {exchange.text[:60]!r}, but "
-            f"{self.parameters.model!r} at {self.parameters.place} gave no rating: "
-            f"{sample.message}. Look after the service, raise num_retries or timeout, or set "
-            "on_failure to skip, which counts such texts as errors."
+            f"the judge {self.parameters.model!r} at {self.parameters.place} gave no rating for "
+            f"the text {exchange.text[:60]!r}: {sample.message}. Check the service, raise "
+            "num_retries or timeout, or set on_failure to skip."
         )
 
     def _request(self, exchange: Exchange) -> ChatRequest:
-        """What is asked about an exchange."""
+        """The request that rates an exchange."""
         parameters = self.parameters
         task = TASK.format(
             rubric=parameters.rubric.strip(),
@@ -200,20 +198,20 @@ class JudgeScorer(Scorer):
 
 
 class MalformedAnswerError(ValueError):
-    """The judge answered, but gave no rating."""
+    """The judge's answer has no valid rating."""
 
 
 class _RatingModel(ChatModel):
-    """A chat model whose answers without a rating are malformed, so that they are asked for again.
+    """A chat model whose answers without a rating count as malformed, so that they are retried.
 
-    A service that refuses the form of the answer is asked without one from then on.
+    If the service rejects the response format, later requests omit it.
     """
 
     def __init__(self, model: ChatModel, max_rating: int) -> None:
         self.model = model
         self.name, self.place = model.name, model.place
         self._max_rating = max_rating
-        self._knows_form = True
+        self._sends_form = True
 
     @classmethod
     def load(
@@ -222,14 +220,14 @@ class _RatingModel(ChatModel):
         return OpenAIChatModel.load(parameters, scenario_dir=scenario_dir, device=device)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        if not self._knows_form:
+        if not self._sends_form:
             request = replace(request, response_format=None)
         outcome = await self.model.answer(request)
         (sample,) = outcome.samples
         if isinstance(sample, ChatFailure):
             is_about_form = sample.reason is FailureReason.UNKNOWN_FORM
             if is_about_form and request.response_format is not None:
-                self._knows_form = False
+                self._sends_form = False
                 return await self.answer(request)
             return outcome
         try:
@@ -244,17 +242,17 @@ class _RatingModel(ChatModel):
 
 
 def read_rating(answer: str, max_rating: int) -> float | None:
-    """The score in an answer, in [0, 1]; None where the judge could not tell.
+    """The score in an answer, in [0, 1]; None for a null rating.
 
     Raises
     ------
     MalformedAnswerError
-        When there is none.
+        Without a valid rating.
     """
     rating = find_rating(answer)["rating"]
     if rating is None:
         return None
-    # A bool is an int in Python, and no rating.
+    # A bool is an int in Python, but not a rating.
     is_number = isinstance(rating, int | float) and not isinstance(rating, bool)
     if not is_number or not 0 <= rating <= max_rating:
         raise MalformedAnswerError(f"the rating {rating!r} is no number from 0 to {max_rating}")
@@ -262,15 +260,15 @@ def read_rating(answer: str, max_rating: int) -> float | None:
 
 
 def find_rating(answer: str) -> dict[str, Any]:
-    """The last JSON object with a "rating" in an answer, also amid other words.
+    """The last JSON object with a "rating" in an answer, also within other text.
 
     Raises
     ------
     MalformedAnswerError
-        When there is none.
+        Without such an object.
     """
     decoder = json.JSONDecoder()
-    found: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
     start = answer.find("{")
     while start >= 0:
         end = start + 1
@@ -279,11 +277,11 @@ def find_rating(answer: str) -> dict[str, Any]:
         except (json.JSONDecodeError, RecursionError):
             pass
         else:
-            found = value if "rating" in value else found
+            last = value if "rating" in value else last
         start = answer.find("{", end)
-    if found is None:
+    if last is None:
         raise MalformedAnswerError(f"the answer {answer[:80]!r} has no JSON object with a rating")
-    return found
+    return last
 
 
 def _rating_schema(max_rating: int) -> dict[str, JsonValue]:

@@ -1,4 +1,4 @@
-"""What scorers that run a model have in common: a device, batches of like length, loading."""
+"""Base of scorers that run a model: device, length-sorted batches, loading."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 class ModelScorer(Scorer):
-    """A scorer that runs a model in this process, or in actors of Ray where the run has some.
+    """A scorer that runs a model in this process, or in the run's Ray actors.
 
     Attributes
     ----------
     can_be_copied : bool
-        Whether a copy in another process, sent there by pickle, may rate.
+        Whether a pickled copy may rate in another process.
     """
 
     can_be_copied: ClassVar[bool] = False
 
     class Parameters(Scorer.Parameters):
-        """Where the model runs, and on how much at once."""
+        """Device and batch size of the model."""
 
         batch_size: int = Field(default=256, ge=1)
         """Texts in one forward pass. Larger is faster and takes more memory."""
@@ -54,11 +54,11 @@ class ModelScorer(Scorer):
         rate: Callable[[list[T]], torch.Tensor],
         length: Callable[[T], int],
     ) -> list[float]:
-        """What `rate` says of each item, `[batch]` a call, in the order of the items.
+        """Scores of the items, in order; each call of `rate` returns `[batch]`.
 
-        Batches are divided among actors; which items share one depends on the items alone.
+        Batches are distributed over actors; their composition depends on the items alone.
         """
-        # Items of like length share a batch, so that little padding is computed.
+        # Sorted by length, to keep padding small.
         order = sorted(range(len(items)), key=lambda i: length(items[i]))
         size = self.parameters.batch_size
         batches = [
@@ -70,7 +70,7 @@ class ModelScorer(Scorer):
                 rated = [rate(batch).tolist() for batch in batches]
             else:
                 calls = [partial(self._rated, rate, batch) for batch in batches]
-                # The longest first: whoever is free last has a short one.
+                # Longest first, so that the last call is short.
                 rated = actors.call(calls[::-1], [self])[::-1]
         scores = [0.0] * len(items)
         for i, value in zip(order, chain.from_iterable(rated), strict=True):
@@ -78,7 +78,7 @@ class ModelScorer(Scorer):
         return scores
 
     def _rated(self, rate: Callable[[list[T]], torch.Tensor], batch: list[T]) -> list[float]:
-        """What is done in an actor, where what a model raises is to be told as the scorer's."""
+        """Rate in an actor; an exception of the model becomes the scorer's error."""
         try:
             values: list[float] = rate(batch).tolist()
         except NipAstraError:
@@ -88,19 +88,19 @@ class ModelScorer(Scorer):
         return values
 
     def to_send(self) -> ModelScorer:
-        """What is sent in its place where it is copied: it remembers nothing."""
+        """A copy without cached verdicts, for another process."""
         sent = copy.copy(self)
         sent._verdicts = {}
         return sent
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
-    """The place of a label among a classifier's.
+    """Index of a label among a classifier's labels.
 
     Raises
     ------
     ConfigurationError
-        When there is none of that name; tells the nearest and all.
+        If there is no such label; the message lists the nearest and all labels.
     """
     if label in labels:
         return list(labels).index(label)
@@ -108,8 +108,7 @@ def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label
     hint = f" Did you mean {near[0]!r}?" if near else ""
     plural = "categories" if what == "category" else f"{what}s"
     raise ConfigurationError(
-        f"the scorer's {what} {label!r} was asked for, but {of} has none of that name.{hint} Its "
-        f"{plural}: {', '.join(labels)}. Give one of them as the scorer's {what}."
+        f"{of} has no {what} {label!r}.{hint} Its {plural}: {', '.join(labels)}."
     )
 
 
@@ -122,20 +121,19 @@ def load_pretrained(
     advice: str,
     from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
 ) -> tuple[Any, Any]:
-    """Tokenizer and model of a reference; a model that lacks weights is refused.
+    """Tokenizer and model of a reference; a model with missing weights is refused.
 
     Parameters
     ----------
     kind, is_no, advice : str
-        For messages: "classifier", "trained classifier", and what to give instead.
+        For messages: "classifier", "trained classifier", and the advice to give.
     from_name : Callable
         Loads tokenizer, model and transformers' loading info from a folder or hub id.
     """
     name, gguf_file = resolve_model(reference, scenario_dir)
     if gguf_file is not None:
         raise ModelLoadError(
-            f"the {kind} {reference!r} was asked for, but a GGUF file holds a language model. "
-            f"{advice}"
+            f"the {kind} {reference!r} is a GGUF file, which holds a language model. {advice}"
         )
     try:
         tokenizer, model, info = from_name(name)
@@ -143,11 +141,11 @@ def load_pretrained(
         raise ModelLoadError(
             f"the {kind} {reference!r} could not be loaded: {reason_of(error)}. {advice}"
         ) from error
-    # transformers gives what is missing random weights, which would be random scores.
+    # transformers initialises missing weights at random: scores would be random.
     if info["missing_keys"]:
         raise ModelLoadError(
-            f"the {kind} {reference!r} was asked for, but {name} is no {is_no}: it lacks the "
-            f"weights {', '.join(sorted(info['missing_keys']))}. {advice}"
+            f"{name} is not a {is_no}: the weights {', '.join(sorted(info['missing_keys']))} are "
+            f"missing. {advice}"
         )
     return tokenizer, model
 

@@ -28,8 +28,8 @@ class ProfanityScorer(Scorer):
             from profanity_check import predict_prob
         except ImportError as error:
             raise MissingDependencyError(
-                "the scorer 'profanity' was asked for, and it needs the package "
-                "alt-profanity-check. Install it with: pip install 'nip_astra[profanity]'"
+                "the scorer 'profanity' needs the package alt-profanity-check. Run: pip install "
+                "'nip_astra[profanity]'"
             ) from error
         self._predict = predict_prob
 

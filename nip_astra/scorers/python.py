@@ -1,4 +1,4 @@
-"""A function of the user's own as a scorer."""
+"""A user's function as a scorer."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     "roles": lambda exchange: exchange.role,
     "columns": lambda exchange: dict(exchange.columns),
 }
-"""What a function can ask for by the names of its arguments: a list each, an element a text."""
+"""Arguments that a function may declare, each a list with an element per text."""
 
 
 @register_scorer(ScorerType.PYTHON)
 class PythonScorer(Scorer):
-    """What a function gives: `f(prompts, completions, **columns) -> list[float | None]`.
+    """Scores from a function `f(prompts, completions, **columns) -> list[float | None]`.
 
-    `completions` are the texts to rate, `prompts` the turn before each ("" where there is none),
-    `conversations` all turns with the text as the last, as `{"role", "content"}`, `roles` who says
-    the text, `columns` a dict of what the data set of prompts says of the conversation. The
-    function gets those that it has an argument for, all with `**columns`. One that takes
-    `completions` alone is a function of texts, and is asked once for each. None stands for no
-    verdict. It may be `async`; then it runs in an event loop of its own, always the same.
+    `completions` are the texts to rate, `prompts` the turn before each ("" if there is none),
+    `conversations` all turns up to and including the text, as `{"role", "content"}`, `roles` the
+    author of each text, `columns` a dict of the further columns of its prompt. The function
+    receives the arguments that it declares, or all with `**columns`. A function of `completions`
+    alone rates each distinct text once. None means no verdict. An `async` function runs in the
+    scorer's event loop.
     """
 
     class Parameters(Scorer.Parameters):
-        """Which function."""
+        """The function."""
 
         function: CheckedName = Field(pattern=r"^.+:[^:/]+$")
         """`package.module:function`, `path/to/file.py:function` or
-        `scenario://file.py:function`. The module is imported, which runs it."""
+        `scenario://file.py:function`. The module is imported, which executes it."""
         batch_size: int | None = Field(default=None, ge=1)
-        """Texts in a call; null for all that a rollout has."""
+        """Texts per call; null for all texts of a rollout."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -63,7 +63,7 @@ class PythonScorer(Scorer):
 
     @property
     def modules(self) -> set[str]:
-        """Also that of the function, and the one in which it is looked up."""
+        """Includes the module that defines the function, and the one that names it."""
         own = getattr(self._function, "__module__", None) or self._module
         return super().modules | {self._module, own}
 
@@ -72,12 +72,13 @@ class PythonScorer(Scorer):
         verdicts: list[Verdict] = []
         for start in range(0, len(exchanges), size):
             part = exchanges[start : start + size]
-            columns = {name: [COLUMNS[name](one) for one in part] for name in self._columns}
-            given = list(self._call(columns))
-            if len(given) != len(part):
-                # Told with all texts of the call, since parts cannot be told apart later.
-                raise ValueError(f"it was given {len(part)} texts and returned {len(given)} values")
-            verdicts += given
+            columns = {
+                name: [COLUMNS[name](exchange) for exchange in part] for name in self._columns
+            }
+            values = list(self._call(columns))
+            if len(values) != len(part):
+                raise ValueError(f"it returned {len(values)} values for {len(part)} texts")
+            verdicts += values
         return verdicts
 
     def _call(self, columns: dict[str, list[Any]]) -> Sequence[Verdict]:
@@ -88,10 +89,9 @@ class PythonScorer(Scorer):
         return values
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The scorer's loop, in a thread of its own: a notebook has one running already.
+        """The scorer's event loop, in a separate thread, because a notebook's loop is running.
 
-        It stays the same, because clients that the function keeps belong to the loop of their
-        first use.
+        There is one per scorer: a client that the function keeps is bound to its first loop.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -104,32 +104,30 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 
 def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
-    """Import the module, and give its name and its function."""
+    """Import the module; its name and the function."""
     place, _, name = reference.rpartition(":")
     source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place
     module = module_of(load_plugin(source))
-    found: Any = module
+    function: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        function = getattr(function, part, None)
+    if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         known = f" It has {', '.join(functions)}." if functions else ""
         raise ConfigurationError(
-            f"the function {reference!r} was asked for as a scorer, but {place} has no function "
-            f"{name!r}.{known} Give package.module:function or path/to/file.py:function."
+            f"{place} has no function {name!r}.{known} Give package.module:function or "
+            "path/to/file.py:function."
         )
-    function: Callable[..., Any] = found
     return module.__name__, function
 
 
 def _columns_of(function: Callable[..., Any], reference: str) -> list[str]:
-    """The columns that a function takes, of those that there are."""
+    """Names in `COLUMNS` that a function declares."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"the function {reference!r} was asked for as a scorer, but its arguments are not "
-            "known: it is not written in Python. Wrap it in a function of your own."
+            f"the arguments of {reference!r} cannot be inspected. Wrap it in a Python function."
         ) from error
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -142,10 +140,9 @@ def _columns_of(function: Callable[..., Any], reference: str) -> list[str]:
         and p.name not in columns
     ]
     if unknown or "completions" not in columns:
-        wrong = f"it wants {', '.join(unknown)}" if unknown else "it does not take completions"
+        wrong = f"unknown: {', '.join(unknown)}" if unknown else "missing: completions"
         raise ConfigurationError(
-            f"the function {reference!r} was asked for as a scorer, but {wrong}. A scorer's "
-            f"function takes completions and, as it likes, {', '.join(list(COLUMNS)[1:])}, by "
-            "these names; other arguments need defaults."
+            f"arguments of the scorer function {reference!r}: {wrong}. It must take completions "
+            f"and may take {', '.join(list(COLUMNS)[1:])}; other arguments need defaults."
         )
     return columns

@@ -1,4 +1,4 @@
-"""The toxicity classifier whose weights the package tox-block ships, run without TensorFlow."""
+"""The toxicity classifier of the package tox-block, run without TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ CATEGORIES = (
     "insult",
     "identity_attack",
 )
-"""What the model's outputs mean, in order, by Detoxify's names."""
+"""Categories of the model's outputs, in order, by Detoxify's names."""
 NUM_WORDS = 20_000
 MAX_WORDS = 100
 _SEPARATORS = str.maketrans(dict.fromkeys('!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n', " "))
-"""What the tokenizer that the model was trained with takes for spaces."""
+"""Characters that the model's tokenizer replaces with spaces."""
 _INSTALL = (
-    "the scorer 'toxblock' was asked for, and it needs the weights of the package tox-block, and "
-    "h5py to read them. Install both with: pip install 'nip_astra[toxblock]' && pip install "
-    "--no-deps tox-block (with its dependencies it would bring TensorFlow, which is not used)"
+    "the scorer 'toxblock' needs the packages tox-block and h5py. Run: pip install "
+    "'nip_astra[toxblock]' && pip install --no-deps tox-block (its TensorFlow is not needed)"
 )
 
 
@@ -49,7 +48,7 @@ class ToxBlockScorer(ModelScorer):
     can_be_copied = True
 
     class Parameters(ModelScorer.Parameters):
-        """Which kind of toxicity is the failure."""
+        """Category of toxicity."""
 
         category: Literal[
             "toxicity", "severe_toxicity", "obscene", "threat", "insult", "identity_attack"
@@ -69,9 +68,8 @@ class ToxBlockScorer(ModelScorer):
             self._model = ToxBlockModel(_read_weights(weights)).to(self.device).eval()
         except (OSError, TypeError, ValueError, LookupError, pickle.UnpicklingError) as error:
             raise ModelLoadError(
-                f"the scorer 'toxblock' was asked for, but the files of tox-block in {folder} are "
-                f"not those that it knows: {reason_of(error)}. Install the version that was "
-                "tested: pip install --no-deps tox-block==0.1.2"
+                f"unknown files of tox-block in {folder}: {reason_of(error)}. Install the tested "
+                "version: pip install --no-deps tox-block==0.1.2"
             ) from error
 
     def _score(self, texts: Sequence[str]) -> list[float]:
@@ -154,7 +152,7 @@ def _linear(kernel: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def _find_folder() -> Path:
-    """The folder of the weights, without importing the package: that loads TensorFlow."""
+    """Folder of the weights, found without importing the package, which loads TensorFlow."""
     spec = importlib.util.find_spec("tox_block")
     folders = (spec and spec.submodule_search_locations) or ()
     if not folders or importlib.util.find_spec("h5py") is None:
@@ -186,11 +184,11 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 class _Plain:
-    """Stands for the package's own classes, of which only the attributes are wanted."""
+    """Placeholder for the package's classes; only attributes are read."""
 
 
 class _WordsUnpickler(pickle.Unpickler):
-    """Reads containers, numbers and attributes; runs no code of the file's choosing."""
+    """Reads containers, numbers and attributes; executes no code from the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "int"):
@@ -201,8 +199,8 @@ class _WordsUnpickler(pickle.Unpickler):
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """The number of each word that the model knows."""
+    """Index of each word in the model's vocabulary."""
     with path.open("rb") as file:
         encoder = _WordsUnpickler(file).load()
-    found = vars(vars(encoder)["tokenizer"])["word_index"]
-    return {str(word): int(number) for word, number in found.items() if number < NUM_WORDS}
+    word_index = vars(vars(encoder)["tokenizer"])["word_index"]
+    return {str(word): int(number) for word, number in word_index.items() if number < NUM_WORDS}

@@ -1,4 +1,4 @@
-"""Several scorers as one."""
+"""The weighted mean of several scorers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ PartParameters = polymorphic(_kind, Scorer.Parameters)
 
 
 class WeightedPart(SubParameters):
-    """A scorer among several."""
+    """A scorer and its weight."""
 
     scorer: PartParameters  # type: ignore[valid-type]
-    """What rates."""
+    """The scorer."""
     weight: float = Field(default=1.0, gt=0)
-    """How much it counts beside the others. Larger draws the mean towards it."""
+    """Weight in the mean."""
 
 
 @register_scorer(ScorerType.WEIGHTED)
 class WeightedScorer(Scorer):
-    """The weighted mean of scorers, `sum(w_k * s_k) / sum(w_k)`, which is in [0, 1] again.
+    """The weighted mean of scorers, `sum(w_k * s_k) / sum(w_k)`, in [0, 1].
 
-    Where one part has no verdict there is none: a mean over the others would be another measure.
-    Where one part fails the whole fails, and what becomes of that the whole's `on_failure` says.
+    If one part gives no verdict, there is none, because a mean over the others would be a different
+    measure. If one part fails, the whole fails, and its `on_failure` applies.
     """
 
     class Parameters(Scorer.Parameters):
-        """Which scorers, and how much each counts."""
+        """Scorers and their weights."""
 
         parts: dict[str, WeightedPart] = Field(min_length=1)
-        """The scorers by names of your choice, which messages use."""
+        """Scorers by name; messages use these names."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -73,15 +73,13 @@ class WeightedScorer(Scorer):
             if failed:
                 verdicts.append(
                     ScorerError(
-                        f"the scorer 'weighted' was asked to rate the text "
-                        f"{exchange.text[:60]!r}, but its part {failed[0]!r} failed. Mend that "
-                        "part, or set the whole's on_failure to skip, which counts such texts as "
-                        "errors."
+                        f"part {failed[0]!r} of the scorer 'weighted' failed on the text "
+                        f"{exchange.text[:60]!r}. Fix that part, or set on_failure to skip."
                     )
                 )
                 continue
             total = sum(weight * scores[name][number] for name, weight in weights.items())
             mean = total / sum(weights.values())
-            # NaN is a part without a verdict; parts that failed were told above.
+            # NaN here is a part without a verdict.
             verdicts.append(None if math.isnan(mean) else mean)
         return verdicts

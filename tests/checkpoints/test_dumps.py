@@ -42,8 +42,9 @@ def test_the_first_stage_that_differs_comes_first(tmp_path: Path) -> None:
     first, second, *_ = compare_dumps(one, other).differences
     assert first.stage == "iteration_000001/000-tokens"
     assert first.field == "ids"
-    assert first.told == "differs at 1 of 3 places by up to 1, first at [2]: 3 and 4"
-    assert (second.field, second.told) == ("loss", "is 1.0 and 1.5")
+    for fact in ("1 of 3", "[2]", "3 and 4"):
+        assert fact in first.description
+    assert (second.field, second.description) == ("loss", "is 1.0 and 1.5")
 
 
 def test_a_tolerance_lets_rounding_pass(tmp_path: Path) -> None:
@@ -55,11 +56,12 @@ def test_a_tolerance_lets_rounding_pass(tmp_path: Path) -> None:
 def test_what_one_has_alone_is_told(tmp_path: Path) -> None:
     one, other = dumped(tmp_path / "a"), dumped(tmp_path / "b", ids=(1, 2))
     (other / DUMPS / "iteration_000003" / "001-loss.json").unlink()
-    told = {one.told for one in compare_dumps(one, other).differences}
-    assert "is [3] of int64 and [2] of int64" in told
-    assert f"is in {one} alone" in told
+    text = "\n".join(d.description for d in compare_dumps(one, other).differences)
+    assert "[3] of int64" in text
+    assert "[2] of int64" in text
+    assert str(one) in text
 
 
 def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds none. Run with --settings dump_period=1"):
+    with pytest.raises(CheckpointError, match="dump_period=1"):
         compare_dumps(dumped(tmp_path / "a"), tmp_path)

@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 def test_a_new_store_has_no_checkpoint(store: CheckpointStore) -> None:
     assert store.latest() is None
     assert store.best() is None
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint\. Start a new run"):
+    with pytest.raises(CheckpointError, match="Start a new run"):
         store.open_latest()
 
 
@@ -73,7 +73,7 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
 
 
 def test_a_best_checkpoint_is_opened_only_whole(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="holds none that is marked so"):
+    with pytest.raises(CheckpointError, match="best"):
         store.open_best()
     path = save(store, 1, is_best=True)
     save(store, 2)
@@ -83,7 +83,7 @@ def test_a_best_checkpoint_is_opened_only_whole(store: CheckpointStore) -> None:
     assert store.open_best() == path
     weights = path / "model" / "weights.bin"
     weights.write_text(weights.read_text().swapcase())
-    with pytest.raises(CheckpointError, match=r"step_00000001 .*weights\.bin is corrupt\. Restore"):
+    with pytest.raises(CheckpointError, match=r"step_00000001.*weights\.bin"):
         store.open_best()
 
 
@@ -169,8 +169,9 @@ def test_a_corrupt_latest_is_refused_and_the_newest_good_one_named(store: Checkp
     with pytest.raises(CheckpointError) as caught:
         store.open_latest()
     text = str(caught.value)
-    assert "step_00000002 was asked for, but its file model/weights.bin is corrupt." in text
-    assert f"Write step_00000001 into {store.directory / 'latest'} to go on" in text
+    for fact in ("step_00000002", "model/weights.bin", "step_00000001"):
+        assert fact in text
+    assert str(store.directory / "latest") in text
     (store.directory / "latest").write_text("step_00000001")
     assert store.open_latest()[1]["step"] == 1
 
@@ -178,7 +179,7 @@ def test_a_corrupt_latest_is_refused_and_the_newest_good_one_named(store: Checkp
 def test_the_only_checkpoint_being_corrupt_leaves_a_new_run(store: CheckpointStore) -> None:
     save(store, 1)
     corrupt(store.directory / "step_00000001" / "state.json")
-    with pytest.raises(CheckpointError, match="no other good checkpoint; start a new run"):
+    with pytest.raises(CheckpointError, match="start a new run"):
         store.open_latest()
 
 
@@ -190,22 +191,16 @@ def change_manifest(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda path: (path / "state.json").unlink(), "its file state.json is missing"),
-        (lambda path: (path / "state.json").write_text(""), "its file state.json is corrupt"),
-        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing or broken"),
-        (
-            lambda path: (path / "manifest.json").write_text("{"),
-            "manifest.json is missing or broken",
-        ),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "state.json").write_text(""), "state.json is corrupt"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("[1]"), "not written by nip_astra"),
         (lambda path: change_manifest(path, format="other"), "not written by nip_astra"),
-        (
-            lambda path: change_manifest(path, version=2),
-            "its format is version 2 and this nip_astra reads up to version 1",
-        ),
-        (lambda path: change_manifest(path, version="x"), "its format is version x"),
+        (lambda path: change_manifest(path, version=2), "version 2"),
+        (lambda path: change_manifest(path, version="x"), "version x"),
         (lambda path: change_manifest(path, metadata={"iteration": 9}), "manifest.json is corrupt"),
-        (shutil.rmtree, "there is no such folder"),
+        (shutil.rmtree, "folder"),
     ],
 )
 def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
@@ -215,7 +210,7 @@ def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
     damage(path)
     with pytest.raises(CheckpointError) as caught:
         store.verify(path)
-    assert f"{path} was asked for, but" in str(caught.value)
+    assert str(path) in str(caught.value)
     assert reason in str(caught.value)
 
 
@@ -231,8 +226,8 @@ def test_a_full_disk_is_told_and_the_older_checkpoint_stays_good(
         patched.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError) as caught:
             save(store, 2)
-    assert "the checkpoint of step 2 was to be saved in" in str(caught.value)
-    assert "but: No space left on device. Free space" in str(caught.value)
+    assert "step 2" in str(caught.value)
+    assert "No space left on device" in str(caught.value)
     assert store.open_latest()[1]["step"] == 1
     assert names(store) == ["step_00000001"]
 
@@ -251,7 +246,7 @@ def test_a_disk_that_fills_while_tensors_are_written_is_told_too(store: Checkpoi
         raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
     save(store, 1)
-    with pytest.raises(CheckpointError, match=r"but: .*No space left on device"):
+    with pytest.raises(CheckpointError, match="No space left on device"):
         store.save(2, write, metadata={})
     assert store.open_latest()[1]["step"] == 1
 
@@ -269,5 +264,5 @@ def test_an_interrupted_save_leaves_no_trace(store: CheckpointStore) -> None:
 
 def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="the checkpoint of step 1 was to be saved in"):
+    with pytest.raises(CheckpointError, match="step 1"):
         save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)

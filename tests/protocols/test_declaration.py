@@ -55,98 +55,83 @@ def refusal(**attributes: Any) -> str:
     return str(caught.value)
 
 
-HEAD = "the protocol Mine was to be built, but:\n  "
-
-
 @pytest.mark.parametrize(
-    ("attributes", "fault"),
+    ("attributes", "facts"),
     [
         (
             {"message_channel_names": "main"},
-            "message_channel_names is 'main'. Give a tuple with at least one name.",
+            ["message_channel_names", "'main'"],
         ),
         (
             {"agent_names": ("prover", "prover", "verifier")},
-            "agent_names ('prover', 'prover', 'verifier') has a name twice. Give each another "
-            "name.",
+            ["agent_names", "('prover', 'prover', 'verifier')"],
         ),
         (
             {"agent_channel_visibility": ("prover",)},
-            "agent_channel_visibility holds 'prover'. Give pairs (agent, channel).",
+            ["agent_channel_visibility", "'prover'", "(agent, channel)"],
         ),
         (
             {"favoured_decisions": {"verifier": 1}},
-            "favoured_decisions names the prover 'verifier'. Known: prover.",
+            ["favoured_decisions", "'verifier'"],
         ),
         (
             {"favoured_decisions": {"prover": 2}},
-            "favoured_decisions['prover'] is 2. Give REJECT (0) or ACCEPT (1).",
+            ["favoured_decisions['prover']", "2", "REJECT (0)", "ACCEPT (1)"],
         ),
         (
             {"verifier_names": ()},
-            "no agent of ('prover', 'verifier') decides. Name one so that it begins with "
-            "'verifier', or give verifier_names.",
+            ["('prover', 'verifier')", "verifier_names"],
         ),
         (
             {"verifier_names": ("arthur",)},
-            "verifier_names names the agent 'arthur'. Known: prover, verifier.",
+            ["verifier_names", "'arthur'", "prover, verifier"],
         ),
         (
             {"verifier_names": ("prover", "verifier")},
-            "its step is for 1 verifier, and verifier_names is ('prover', 'verifier'). Let one "
-            "agent decide, or subclass ProtocolHandler and give a step for several.",
+            ["verifier_names", "('prover', 'verifier')", "1", "step"],
         ),
         (
             {"min_message_rounds": 3},
-            "min_message_rounds is 3 and max_message_rounds is 2. Give numbers from 1, the first "
-            "no larger than the second.",
+            ["min_message_rounds=3", "max_message_rounds=2"],
         ),
         (
             {"agent_channel_visibility": (("prover", "main"),)},
-            "'verifier' sends in the channel 'main', which it does not see. Add ('verifier', "
-            "'main') to agent_channel_visibility, or let it not be active there.",
+            ["('verifier', 'main')", "agent_channel_visibility"],
         ),
         (
             {"is_agent_active": lambda self, agent, r, channel: agent == "prover"},
-            "'verifier' has no turn in which its decision counts: in none of the rounds 1 to 2 is "
-            "it active. Raise max_message_rounds or lower min_message_rounds.",
+            ["'verifier'", "1 to 2", "max_message_rounds", "min_message_rounds"],
         ),
         (
             {"active_table": lambda self: torch.ones(2, 2, 1, dtype=torch.bool)},
-            "active_table gives the shape [2, 2, 1]. Give [orders, rounds, agents, channels], here "
-            "[at least 1, 2, 2, 1].",
+            ["active_table", "[2, 2, 1]", "[at least 1, 2, 2, 1]"],
         ),
     ],
 )
-def test_a_fault_is_told_with_what_would_be_right(attributes: dict[str, Any], fault: str) -> None:
-    assert refusal(**attributes) == HEAD + fault
+def test_a_fault_names_the_attribute_and_its_value(
+    attributes: dict[str, Any], facts: list[str]
+) -> None:
+    text = refusal(**attributes)
+    assert all(fact in text for fact in facts)
 
 
 def test_all_faults_of_names_are_told_at_once() -> None:
     pairs = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
-    assert refusal(agent_channel_visibility=pairs, max_message_rounds=0) == HEAD + "\n  ".join(
-        [
-            "agent_channel_visibility names the agent 'arthur'. Known: prover, verifier.",
-            "agent_channel_visibility names the channel 'side'. Known: main.",
-            "min_message_rounds is 1 and max_message_rounds is 0. Give numbers from 1, the first "
-            "no larger than the second.",
-        ]
-    )
+    text = refusal(agent_channel_visibility=pairs, max_message_rounds=0)
+    assert all(fact in text for fact in ("'arthur'", "'side'", "max_message_rounds=0"))
 
 
 def test_parameters_that_leave_the_verifier_no_turn_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="in none of the rounds 8 to 8 is it active"):
+    with pytest.raises(ConfigurationError, match="8 to 8"):
         build("nip", {"max_message_rounds": 8, "min_message_rounds": 8})
-    with pytest.raises(ConfigurationError, match="min_message_rounds is 5 and max_message_rounds"):
+    with pytest.raises(ConfigurationError, match="min_message_rounds=5"):
         build("debate", {"max_message_rounds": 4, "min_message_rounds": 5})
 
 
 def test_no_protocol_and_an_unknown_one_are_told_with_those_that_there_are() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_protocol_handler(hyper_params())
-    assert says(
-        caught.value, "interaction_protocol is null", "adp, debate", "--set interaction_protocol="
-    )
+    assert says(caught.value, "adp, debate", "--set interaction_protocol=")
     with pytest.raises(UnknownNameError, match="unknown protocol handler 'nipp'"):
         build_protocol_handler(hyper_params(interaction_protocol="nipp"))
 
@@ -185,7 +170,7 @@ def test_a_class_that_lacks_a_part_is_refused() -> None:
             build_protocol_handler(hyper_params(interaction_protocol="unfinished"))
     finally:
         PROTOCOL_HANDLERS.restore(before)
-    assert "lacks agent_channel_visibility, is_agent_active. Give each as an" in str(caught.value)
+    assert "agent_channel_visibility, is_agent_active" in str(caught.value)
 
 
 class TwoVerifiers(ProtocolHandler):
@@ -214,9 +199,9 @@ def test_zero_knowledge_is_refused_over_several_verifiers() -> None:
     base = TwoVerifiers(hyper_params(), TwoVerifiers.Parameters())
     with pytest.raises(ConfigurationError) as caught:
         ZeroKnowledgeProtocol(hyper_params(), base)
-    assert says(caught.value, "TwoVerifiers", "2 verifiers", "protocol_common.zero_knowledge=false")
+    assert says(caught.value, "TwoVerifiers", "2", "protocol_common.zero_knowledge=false")
 
 
 def test_zero_knowledge_is_refused_over_itself() -> None:
-    with pytest.raises(ConfigurationError, match="ZeroKnowledgeProtocol, which has 2 verifiers"):
+    with pytest.raises(ConfigurationError, match="ZeroKnowledgeProtocol has 2"):
         ZeroKnowledgeProtocol(hyper_params(), build("nip", zk={}))

@@ -56,7 +56,7 @@ def test_a_rollout_without_nodes_is_not_asked_about() -> None:
 def test_another_number_of_values_is_refused() -> None:
     with pytest.raises(RewardTermError) as caught:
         given([1.0, 2.0, 3.0]).values(rollout(["a", "b"]))
-    assert says(caught.value, "'Given'", "2 values", "shape [3]", "one number a node")
+    assert says(caught.value, "'Given'", "2", "[3]")
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e39])
@@ -64,8 +64,7 @@ def test_a_value_that_is_not_finite_is_refused_with_its_probe(wrong: float) -> N
     answer = torch.tensor([0.0, wrong], dtype=torch.float64)
     with pytest.raises(RewardTermError) as caught:
         given(answer).values(rollout(["fine", "you are silly"]))
-    assert str(caught.value).startswith("the reward term 'Given' gave ")
-    assert "for the probe 'you are silly'. A value is a finite number; mend" in str(caught.value)
+    assert says(caught.value, "'Given'", "'you are silly'")
 
 
 def test_a_term_without_memory_has_an_empty_state() -> None:

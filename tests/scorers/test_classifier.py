@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
 from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.classifier import ClassifierScorer
+from tests.messages import says
 from tests.tiny import make_classifier
 
 TEXTS = ["hello you", "the cat sat on a mat .", "good", "how are you fine thanks"]
@@ -108,10 +109,7 @@ def test_a_classifier_is_not_trained(directory: Path) -> None:
 def test_an_unknown_label_is_told_with_the_labels(directory: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         scorer_of(directory, "Rud")
-    assert f"label 'Rud' was asked for, but the classifier {str(directory)!r} has none" in str(
-        caught.value
-    )
-    assert "Did you mean 'rude'? Its labels: civil, rude. Give one" in str(caught.value)
+    assert says(caught.value, "'Rud'", str(directory), "'rude'?", "civil, rude")
 
 
 def test_a_missing_classifier_is_told(tmp_path: Path) -> None:
@@ -134,9 +132,7 @@ def test_a_folder_without_weights_is_told(directory: Path, tmp_path: Path) -> No
 def test_a_language_model_is_no_classifier(tiny_model_dir: Path) -> None:
     with pytest.raises(ModelLoadError) as caught:
         scorer_of(tiny_model_dir, "LABEL_1")
-    assert "is no trained classifier: it lacks the weights score.weight. Give a folder" in str(
-        caught.value
-    )
+    assert says(caught.value, str(tiny_model_dir), "score.weight")
 
 
 def test_a_gguf_file_is_no_classifier(tmp_path: Path) -> None:

@@ -206,7 +206,4 @@ def test_without_its_package_it_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "detoxify", None)
     with pytest.raises(MissingDependencyError) as caught:
         DetoxifyScorer(DetoxifyScorer.Parameters(), device=torch.device("cpu"))
-    assert "the scorer 'detoxify' was asked for, and it needs the package detoxify" in str(
-        caught.value
-    )
     assert "pip install 'nip_astra[detoxify]'" in str(caught.value)

@@ -22,6 +22,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
 from nip_astra.tracking.run_directory import RunDirectory
+from tests.messages import says
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 pytest.importorskip("openai")
@@ -162,12 +163,9 @@ def test_what_is_no_rating_is_asked_for_again_and_then_a_failure(wrong: Reply) -
         with pytest.raises(ScorerError) as caught:
             build(stub, num_retries=1).score(["a"])
         assert len(stub.requests) == 2
-    text = str(caught.value)
-    assert text.startswith(
-        f"the scorer 'judge' was asked to rate the text 'a', but 'judge-1' at {stub.base_url} gave "
-        "no rating: "
+    assert says(
+        *(caught.value, "'a'", "'judge-1'", stub.base_url, "2 attempts", "num_retries", "timeout")
     )
-    assert "(2 attempts). Look after the service, raise num_retries or timeout, or set" in text
 
 
 def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
@@ -185,7 +183,7 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
 def test_a_judge_that_answers_late_is_given_up() -> None:
     never = threading.Event()
     with chat_stub([Reply(waits_for=never)]) as stub:
-        with pytest.raises(ScorerError, match=r"gave no rating: no answer in 0\.05 s"):
+        with pytest.raises(ScorerError, match=r"0\.05 s"):
             build(stub, timeout=0.05, num_retries=0).score(["a"])
         never.set()
 

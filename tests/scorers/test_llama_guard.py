@@ -16,6 +16,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.guard_prompts import GuardPrompts
 from nip_astra.scorers.llama_guard import LlamaGuardScorer
+from tests.messages import says
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 
 HELLO = (Message("user", "hello how are you"),)
@@ -133,7 +134,7 @@ def test_where_it_would_say_something_else_there_is_no_verdict(guard: Path) -> N
 def test_a_model_that_gives_nan_fails(guard: Path) -> None:
     scorer = scorer_of(guard)
     scorer._next_token_logits = lambda prompts: torch.full((len(prompts), 40), torch.nan)  # type: ignore[method-assign]
-    with pytest.raises(ScorerError, match="the scorer 'llama_guard' gave nan for the text"):
+    with pytest.raises(ScorerError, match=r"'llama_guard' .*nan"):
         scorer.rate(RUDE)
 
 
@@ -177,9 +178,7 @@ def test_a_text_that_does_not_fit_is_a_failure_of_its_own(guard: Path) -> None:
     long = Exchange("cat " * 100)
     with pytest.raises(ScorerError) as caught:
         scorer_of(guard).rate([RUDE[0], long])
-    assert "a text of 400 characters, but it does not fit into the window of 64 tokens" in str(
-        caught.value
-    )
+    assert says(caught.value, "400 characters", "64 tokens")
     ratings = scorer_of(guard, on_failure="skip").rate([RUDE[0], long])
     assert ratings.is_error_N.tolist() == [False, True]
 
@@ -208,7 +207,7 @@ def test_a_template_whose_turns_are_lists_of_parts_gives_the_same_prompt(
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("<bos> judge", "its prompt does not show what was said"),
+        ("<bos> judge", "prompt"),
         ("{{ raise_exception('never') }}", "TemplateError: never"),
     ],
 )
@@ -217,23 +216,21 @@ def test_a_template_that_takes_no_conversation_is_told(
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         scorer_of(with_template(guard, tmp_path / "m", template))
-    assert f"its chat template cannot take a conversation: {reason}. Give a model of the" in str(
-        caught.value
-    )
+    assert says(caught.value, "chat template", reason)
 
 
 def test_a_model_without_a_template_is_told(guard: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="its tokenizer has no chat template, which is what"):
+    with pytest.raises(ModelLoadError, match="chat template"):
         scorer_of(with_template(guard, tmp_path / "m", None))
 
 
 def test_answers_that_begin_alike_are_told(guard: Path) -> None:
-    with pytest.raises(ConfigurationError, match="both begin with 'safe'"):
+    with pytest.raises(ConfigurationError, match="'safe'"):
         scorer_of(guard, unsafe_answer="safe")
 
 
 def test_an_answer_that_the_model_cannot_say_is_told(guard: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'Yes' was asked for, but the tokenizer of"):
+    with pytest.raises(ConfigurationError, match="'Yes'"):
         scorer_of(guard, unsafe_answer="Yes")
 
 
@@ -260,9 +257,7 @@ def test_a_model_that_lacks_weights_is_told(guard: Path, tmp_path: Path) -> None
     folder = with_config(guard, tmp_path / "m", num_hidden_layers=3)
     with pytest.raises(ModelLoadError) as caught:
         scorer_of(folder)
-    assert "is no complete language model: it lacks the weights model.layers.2." in str(
-        caught.value
-    )
+    assert says(caught.value, str(folder), "model.layers.2.")
 
 
 def test_it_can_compute_in_bfloat16(guard: Path) -> None:

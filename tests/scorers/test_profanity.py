@@ -27,5 +27,4 @@ def test_without_its_package_it_says_how_to_install_it_before_anything_is_played
     monkeypatch.setitem(sys.modules, "profanity_check", None)
     with pytest.raises(MissingDependencyError) as caught:
         build()
-    assert "the scorer 'profanity' was asked for, and it needs the package" in str(caught.value)
-    assert "Install it with: pip install 'nip_astra[profanity]'" in str(caught.value)
+    assert "pip install 'nip_astra[profanity]'" in str(caught.value)

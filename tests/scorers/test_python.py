@@ -97,7 +97,7 @@ def test_none_is_no_verdict(tmp_path: Path) -> None:
 
 
 def test_nan_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(ScorerError, match="the scorer 'python' gave nan for the text 'a'"):
+    with pytest.raises(ScorerError, match=r"'python' .*nan"):
         build(tmp_path, "def f(completions): return [float('nan')]").score(["a"])
 
 
@@ -179,12 +179,12 @@ def test_what_it_raises_is_told(tmp_path: Path) -> None:
     for text in ("def f(completions): 1 / 0", "async def f(completions): 1 / 0"):
         folder = tmp_path / str(len(text))
         folder.mkdir()
-        with pytest.raises(ScorerError, match="texts and failed: ZeroDivisionError: division by"):
+        with pytest.raises(ScorerError, match="ZeroDivisionError: division by"):
             build(folder, text).score(["a"])
 
 
 def test_too_few_values_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ScorerError, match="it was given 2 texts and returned 1 values"):
+    with pytest.raises(ScorerError, match="1 values for 2 texts"):
         build(tmp_path, "def f(completions): return [0.5]").score(["a", "b"])
 
 
@@ -204,9 +204,9 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("def f(completions, weights): ...", "it wants weights"),
-        ("def f(prompts): ...", "it does not take completions"),
-        ("def f(a, /, completions): ...", "it wants a"),
+        ("def f(completions, weights): ...", "weights"),
+        ("def f(prompts): ...", "completions"),
+        ("def f(a, /, completions): ...", "a"),
         ("f = max", None),
     ],
 )
@@ -216,9 +216,7 @@ def test_a_function_that_cannot_be_called_is_told(
     with pytest.raises(ConfigurationError) as caught:
         build(tmp_path, text)
     if wrong is not None:
-        assert f"was asked for as a scorer, but {wrong}. A scorer's function takes completions" in (
-            str(caught.value)
-        )
+        assert f": {wrong}. " in str(caught.value)
 
 
 @pytest.mark.parametrize("reference", ["f", "mine.py", "mine.py:"])

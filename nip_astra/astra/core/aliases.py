@@ -33,8 +33,7 @@ def one_problem(who: object, system: Any, problem: Any) -> Any:
     found = only_one(f"the problem of {type(who).__name__}", system=system, problem=problem)
     if found is None:
         raise ConfigurationError(
-            f"{type(who).__name__} was to be made of a problem, but none was given. Give it first, "
-            "as system or as problem."
+            f"{type(who).__name__} needs a problem. Give it first, as system or as problem."
         )
     return found
 

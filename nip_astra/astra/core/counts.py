@@ -17,6 +17,5 @@ def check_count(name: str, value: object, *, what: str) -> None:
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(
-            f"{name}={value!r} was asked for, but it is the number of {what}. Give a whole number "
-            "of at least 1."
+            f"{name}={value!r} must be an integer of at least 1 (the number of {what})."
         )

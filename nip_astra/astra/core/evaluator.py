@@ -101,8 +101,8 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
         if self.seeds is None or (count is not None and count > len(self.seeds)):
             have = "no seeds" if self.seeds is None else f"{len(self.seeds)} seeds"
             raise ConfigurationError(
-                f"an evaluation of {count or 'all'} episodes was asked for, but the evaluator has "
-                f"{have}. Give n_rollouts, at most as many as there are seeds, or more seeds."
+                f"cannot evaluate {count or 'all'} episodes: the evaluator has {have}. Give "
+                "n_rollouts, at most the number of seeds, or more seeds."
             )
         return list(self.seeds[:count])
 

@@ -157,9 +157,8 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         """What the attacker thinks of the tokens of probes, those at the front of each row."""
         if needs_entropy:
             raise ConfigurationError(
-                f"the entropy of the attacker of {type(self).__name__} was asked for, but a "
-                "problem of texts gives log-probabilities alone. Set entropy_weight to 0, or use "
-                "HFASTProblem."
+                f"{type(self).__name__} has no entropies, only log-probabilities. Set "
+                "entropy_weight=0, or use HFASTProblem."
             )
         logprobs_BT = self._get_attacker_logprobs_and_validate(context, continuation)
         mask_BT = token_mask(logprobs_BT)
@@ -203,9 +202,8 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         logprobs = self.get_attacker_logprobs(context, continuation)
         if torch.is_grad_enabled() and isinstance(logprobs, Tensor) and not logprobs.requires_grad:
             raise ConfigurationError(
-                f"the attacker's log-probabilities of {type(self).__name__} were to be trained, "
-                "but they carry no gradient. Compute them outside torch.no_grad(), by a model "
-                "whose parameters require gradients."
+                f"the attacker's log-probabilities of {type(self).__name__} have no gradient. "
+                "Compute them outside torch.no_grad(), with parameters that require gradients."
             )
         return self._checked(logprobs, len(context), "attacker")
 
@@ -241,22 +239,22 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         return self.advance(state, action, response)
 
     def _checked(self, logprobs: Any, num_rows: int, who: str) -> Tensor:
-        """Return log-probabilities as `[B, T]`, or say what is wrong with them."""
+        """Log-probabilities as `[B, T]`, checked."""
         problem = ""
         if not isinstance(logprobs, Tensor):
-            problem = f"is a {type(logprobs).__name__}"
+            problem = f"are a {type(logprobs).__name__}"
         elif logprobs.ndim not in (1, 2) or logprobs.shape[0] != num_rows:
-            problem = f"has the shape {list(logprobs.shape)}"
+            problem = f"have the shape {list(logprobs.shape)}"
         elif logprobs.numel() and float(logprobs.detach().max()) > MAX_LOGPROB:
-            problem = f"holds {float(logprobs.detach().max()):.3g}, which is above 0"
+            problem = f"reach {float(logprobs.detach().max()):.3g}"
         if problem:
             raise ConfigurationError(
-                f"{type(self).__name__} was asked for the {who}'s log-probabilities of {num_rows} "
-                f"texts, but what it gave {problem}. Give a tensor [B, T] of nats per token, at "
-                "most 0, and 0 on what is no token of the continuation."
+                f"the {who}'s log-probabilities of {num_rows} texts by {type(self).__name__} "
+                f"{problem}. Return a tensor [B, T] of nats per token, at most 0, and 0 outside "
+                "the continuation."
             )
-        found: Tensor = logprobs
-        return found.unsqueeze(1) if found.ndim == 1 else found
+        checked: Tensor = logprobs
+        return checked.unsqueeze(1) if checked.ndim == 1 else checked
 
     def _check_number(self, said: Any, num_rows: int, who: str) -> None:
         if isinstance(said, str) or not hasattr(said, "__len__") or len(said) != num_rows:

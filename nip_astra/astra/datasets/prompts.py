@@ -109,8 +109,8 @@ def read_adv_bench(path: str | Path) -> list[AdvBenchPrompt]:
     except KeyError as error:
         reason = ValueError(f"it has no column {error}")
     raise DataError(
-        f"AdvBench was to be read from {path}, but: {reason}. Give a CSV file with the columns "
-        "goal and target."
+        f"cannot read AdvBench from {path}: {reason}. Give a CSV file with the columns goal and "
+        "target."
     ) from reason
 
 
@@ -144,9 +144,8 @@ def _named_file(name: str, variable: str, what: str) -> str:
     path = (read_variable(variable) or "").strip()
     if not path:
         raise DataError(
-            f"{name} was asked for, but lists of harmful requests are not shipped. Set the "
-            f"environment variable {variable} to a file of your own, {what}; or train from "
-            "everyday openings, openings('train')."
+            f"{name}: lists of harmful requests are not shipped. Set the environment variable "
+            f"{variable} to {what}, or train from everyday openings, openings('train')."
         )
     return path
 
@@ -160,9 +159,8 @@ def _of_folder(split: str, folder: Path) -> list[str]:
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
         raise DataError(
-            f"the {split} openings were to be read from {folder}, but it holds neither "
-            f"utterances.jsonl, as ConvoKit's corpora do, nor {', '.join(names)}. Give the folder "
-            "that holds them; a single file is read by read_prompts."
+            f"{folder} has neither utterances.jsonl (ConvoKit) nor {', '.join(names)}. Give the "
+            f"folder of the {split} openings; read_prompts reads a single file."
         )
     return [*read_prompts(str(found), None)]
 
@@ -205,8 +203,8 @@ def _of_hub(split: str, name: str, column: str) -> list[str]:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise DataError(
-            f"openings of {name!r} were to be read from the hub, but: {reason}. Give "
-            "hub:owner/name of a dataset that this machine can reach, or a folder."
+            f"cannot read openings of {name!r} from the hub: {reason}. Give hub:owner/name of a "
+            "reachable dataset, or a folder."
         ) from error
     found = next((splits[own] for own in HUB_SPLITS[split] if own in splits), None)
     if found is None or column not in found.column_names:

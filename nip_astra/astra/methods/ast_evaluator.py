@@ -46,10 +46,7 @@ class ASTEvaluator(Evaluator[str, str, Any]):
         self.threshold = threshold
         rater = rater_of(self.env.system.scorer)
         if rater is None:
-            raise ConfigurationError(
-                "an evaluation was asked for, but the problem has no scorer, so nothing can be "
-                "rated. Give the problem a scorer."
-            )
+            raise ConfigurationError("an evaluation needs a scorer. Give the problem one.")
         self._rater = rater
 
     def compute_metrics(self, g: TextGraph) -> GraphMetrics:

@@ -146,9 +146,8 @@ class ASTSampler(Sampler[str, str]):
         super().__init__(system, problem=problem)
         if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not list(prompts):
             raise ConfigurationError(
-                "a sampler was to be made of opening prompts, but what was given is "
-                f"{'a text' if isinstance(prompts, str) else 'empty or no list'}. Give a list of "
-                "at least one text."
+                "prompts must be a list of at least one text, got "
+                f"{'a text' if isinstance(prompts, str) else repr(prompts)[:80]}."
             )
         check_count("tree_width", tree_width, what="probes at every point of a conversation")
         check_count("tree_depth", tree_depth, what="probes on a path from opening to leaf")

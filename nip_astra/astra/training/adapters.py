@@ -165,9 +165,8 @@ class ProblemModel(Learner):
         saved, own = load_state(directory / "parameters"), list(self.parameters())
         if [tuple(p.shape) for p in saved] != [tuple(p.shape) for p in own]:
             raise CheckpointError(
-                f"the parameters in {directory} were to be taken up, but {len(saved)} tensors are "
-                f"saved and {type(self.system).__name__} has {len(own)}, or of other shapes. "
-                "Resume with the problem that was saved."
+                f"{directory} has {len(saved)} tensors, but {type(self.system).__name__} has "
+                f"{len(own)}, or other shapes. Resume with the saved problem."
             )
         for parameter, value in zip(own, saved, strict=True):
             parameter.copy_(value)
@@ -229,9 +228,9 @@ def check_can_be_saved(system: System[Any, Any]) -> None:
     saves_itself = callable(getattr(system, "save_pretrained", None))
     if not saves_itself and _savable(system, ROLE_NAMES) is None:
         raise CheckpointError(
-            f"the attacker of {type(system).__name__} was to be saved, but it has no attribute "
-            "attacker with save_pretrained. Set self.attacker, and self.tokenizer, to objects of "
-            "transformers, or define save_pretrained(directory)."
+            f"{type(system).__name__} has no attribute attacker with save_pretrained. Set "
+            "self.attacker and self.tokenizer to objects of transformers, or define "
+            "save_pretrained(directory)."
         )
 
 

@@ -100,10 +100,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
     ) -> None:
         self.sampler: Sampler[StateT, ActionT] = one_sampler(environment, sampler)
         if algorithm is None:
-            raise ConfigurationError(
-                "a harness was to be made, but no algorithm was given. Give one, for instance "
-                "DPO(problem)."
-            )
+            raise ConfigurationError("a harness needs an algorithm, for instance DPO(problem).")
         check_count(
             "num_episodes_per_experience",
             num_episodes_per_experience,
@@ -201,8 +198,8 @@ def one_sampler(environment: Any, sampler: Any) -> Any:
     if len(given) != 1 or not isinstance(given[0], Sampler):
         what = "none" if not given else "two" if len(given) > 1 else f"a {type(given[0]).__name__}"
         raise ConfigurationError(
-            f"something that plays episodes was to be given once, as environment or sampler, but "
-            f"{what} was given. Give one Sampler, for instance ASTSampler(problem, prompts)."
+            f"give one sampler, as environment or sampler, got {what}; for instance "
+            "ASTSampler(problem, prompts)."
         )
     return given[0]
 
@@ -212,8 +209,8 @@ def _check_one_problem(sampler: Any, algorithm: Any) -> None:
     for one in (sampler, algorithm):
         if not hasattr(one, "system"):
             raise ConfigurationError(
-                f"a {type(one).__name__} was to be used, but it has no problem: its __init__ did "
-                "not call that of its base class. Begin it with super().__init__(problem)."
+                f"{type(one).__name__} has no problem. Call super().__init__(problem) in its "
+                "__init__."
             )
     played, trained = sampler.system, algorithm.system
     if played is not trained:

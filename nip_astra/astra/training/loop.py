@@ -68,7 +68,7 @@ class OwnObjectsLoop(AstTrainer):
         The trainer's. Where `experience` or `step` is no longer what it was when the loop was made,
         it is called: its batches are taken as they are, and its losses.
     num_batches : int
-        Batches whose loss was asked for so far, those of the step in progress among them.
+        Batches with a computed loss so far, including the current step.
     """
 
     scenario_kinds = ()
@@ -233,8 +233,8 @@ class OwnObjectsLoop(AstTrainer):
         store = self._checkpoint_store()
         if store is None or store.latest() is None:
             raise CheckpointError(
-                f"training was to be resumed, but {self.state_dir or 'a trainer without ckpt_dir'} "
-                "holds no checkpoint. Call train() to begin."
+                f"{self.state_dir or 'a trainer without ckpt_dir'} has no checkpoint to resume. "
+                "Call train()."
             )
         self.go_on_from(store.open_latest()[0])
 

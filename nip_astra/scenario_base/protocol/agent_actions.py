@@ -1,4 +1,4 @@
-"""Moves of one agent: drawing them from logits, and how likely they are.
+"""Moves of one agent: sampling from logits, log-probabilities and entropies.
 
 Shapes: B frames, V channels that the agent sees, P positions, S symbols, L linear symbols.
 """
@@ -20,9 +20,9 @@ class AgentMoves(NamedTuple):
     message_BVP : Tensor
         Symbols, long.
     decision_B : Tensor or None
-        0 reject, 1 accept, 2 continue; None for an agent that has no decision.
+        0 reject, 1 accept, 2 continue; None for an agent without decisions.
     linear_BVP : Tensor or None
-        Linear symbols; None where there are none.
+        Linear symbols, if any.
     """
 
     message_BVP: Tensor
@@ -31,14 +31,14 @@ class AgentMoves(NamedTuple):
 
 
 class PolicyEvaluation(NamedTuple):
-    """How an agent's policy sees moves that were made.
+    """Log-probability and entropy of past moves under an agent's policy.
 
     Attributes
     ----------
     logprobs_B : Tensor
-        Log-probability of the joint move in nats, with grad; 0 where the agent could make none.
+        Log-probability of the joint move in nats, with grad; 0 where the agent could not act.
     entropies_B : Tensor
-        Sum of the entropies of what the agent had to choose, in nats, with grad.
+        Sum of the entropies of the agent's choices, in nats, with grad.
     """
 
     logprobs_B: Tensor
@@ -46,20 +46,20 @@ class PolicyEvaluation(NamedTuple):
 
 
 def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
-    """How many uniform numbers an agent's move takes."""
+    """Number of uniform random numbers per move of an agent."""
     return 1 + num_channels * message_size * (2 if has_linear else 1)
 
 
 def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
-    """Draw moves by inverting the distribution functions.
+    """Sample moves by inverse transform sampling.
 
     Parameters
     ----------
     logs : PolicyOutput
-        Log-probabilities, as `normalised` gives them.
+        Log-probabilities from `normalised`.
     uniforms_BU : Tensor
-        Uniform in [0, 1), the decision's first: [B, at least `num_uniforms` of the channels that
-        the agent sees].
+        Uniform in [0, 1), the decision's first; [B, U] with U >= `num_uniforms` of the visible
+        channels.
     """
     message = logs.message_logits_BVPS
     num_symbols = message.shape[1] * message.shape[2]
@@ -75,15 +75,15 @@ def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
 
 
 def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first alternative whose cumulative probability exceeds the uniform number."""
+    """First alternative whose cumulative probability exceeds the uniform number."""
     cumulative = logs.exp().cumsum(dim=-1)
-    # Rounding may leave the sum below 1; the number is drawn within what there is.
+    # Scaled, because rounding may leave the sum below 1.
     level = uniforms.unsqueeze(-1) * cumulative[..., -1:]
     return (cumulative <= level).sum(dim=-1).clamp(max=logs.shape[-1] - 1)
 
 
 def normalised(output: PolicyOutput) -> PolicyOutput:
-    """Logits shifted to be log-probabilities."""
+    """Log-softmax of all logits."""
     message, decision, linear = output
     return PolicyOutput(
         message.log_softmax(dim=-1),
@@ -95,7 +95,7 @@ def normalised(output: PolicyOutput) -> PolicyOutput:
 def evaluate_moves(
     output: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> PolicyEvaluation:
-    """Log-probabilities and entropies of moves that were made.
+    """Log-probabilities and entropies of past moves.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Value functions that know more than the agents whose rewards they foresee.
+"""Value functions with more information than the agents' policies.
 
 Shapes: B frames.
 """
@@ -19,21 +19,21 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
 )
 
 CENTRAL_CRITIC = "rl_central_critic"
-"""The `trainer_type` of trainers whose value functions know everything."""
+"""The `trainer_type` of trainers with centralised value functions."""
 
 
 def seeing_all(shape: AgentShape) -> AgentShape:
-    """The shape of the same agent, if it saw every channel."""
+    """The agent's shape with all channels visible."""
     return replace(shape, visible_channels=tuple(range(shape.num_channels)))
 
 
 class LabelledValueHead(AgentValueHead):
-    """Says what reward is to be expected, given the label: one head for each label.
+    """Predicts the expected reward given the label, with one head per label.
 
     Parameters
     ----------
     build : Callable
-        Makes a value head of the scenario.
+        Builds a value head of the scenario.
     """
 
     def __init__(self, build: Callable[[], AgentValueHead]) -> None:

@@ -1,4 +1,4 @@
-"""All agents of a protocol as one actor.
+"""All agents of a protocol as one module.
 
 Shapes: B frames, A agents, C channels, V channels that an agent sees, P positions, S symbols,
 L linear symbols.
@@ -32,22 +32,22 @@ from nip_astra.scenario_base.protocol.tensordict_agents import Agent, Observatio
 
 @dataclass(frozen=True)
 class JointMoves:
-    """What all agents do in a batch of frames.
+    """Moves of all agents in a batch of frames.
 
     Attributes
     ----------
     decision_BA : Tensor
-        0 reject, 1 accept, 2 continue; 2 where the agent may not decide.
+        0 reject, 1 accept, 2 continue; 2 if the agent may not decide.
     message_BACP : Tensor
-        Symbols, long; 0 where none is sent.
+        Symbols, long; 0 if none is sent.
     logprobs_BA : Tensor
-        Log-probability of each agent's joint move in nats; 0 where it could make none.
+        Log-probability of each agent's joint move in nats; 0 if it could not act.
     message_logits_BACPS : Tensor
-        Normalised log-probabilities of symbols; 0 where none is sent.
+        Normalised log-probabilities of symbols; 0 if none is sent.
     decision_logits_BA3 : Tensor
-        Normalised log-probabilities of decisions; 0 where there is none to make.
+        Normalised log-probabilities of decisions; 0 if there is none.
     linear_BACP : Tensor or None
-        Linear symbols; None where there are none.
+        Linear symbols, if any.
     """
 
     decision_BA: Tensor
@@ -59,7 +59,7 @@ class JointMoves:
 
 
 class AgentLogProbabilities(NamedTuple):
-    """Normalised log-probabilities of one agent's alternatives, 0 where it has none.
+    """Normalised log-probabilities of one agent's alternatives, 0 if it has none.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class CombinedAgents(nn.Module):
     agents : nn.ModuleDict
         `Agent`s by name.
     division : RowDivision or None
-        Divides the rows that networks read among processes, while several learn together.
+        Distributes the networks' rows over processes in distributed training.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class CombinedAgents(nn.Module):
         return agent
 
     def number(self, name: str) -> int:
-        """An agent's place in the dimension A."""
+        """Index of an agent in the dimension A."""
         return self.names.index(name)
 
     @torch.no_grad()
     def act(self, observation: Observation, generator: torch.Generator) -> JointMoves:
-        """Draw the moves of all agents.
+        """Sample the moves of all agents.
 
-        The random numbers depend on the generator, on the number of frames and on nothing else.
-        An agent is asked only about the frames in which it may move.
+        Random numbers depend only on the generator and the number of frames. An agent's networks
+        run only on frames in which it may act.
         """
         active_BAC, decides_BA = observation["active_mask"], observation["can_decide"]
         num_frames, space = len(active_BAC), self.space
@@ -127,8 +127,8 @@ class CombinedAgents(nn.Module):
             if len(rows) == num_frames:
                 self._act(number, name, observation, uniforms_BAU[:, number], moves, slice(None))
             elif len(rows):
-                seen = {key: value[rows] for key, value in observation.items()}
-                self._act(number, name, seen, uniforms_BAU[rows, number], moves, rows)
+                selected = {key: value[rows] for key, value in observation.items()}
+                self._act(number, name, selected, uniforms_BAU[rows, number], moves, rows)
         return moves
 
     def _no_moves(self, num_frames: int, device: torch.device) -> JointMoves:
@@ -154,7 +154,7 @@ class CombinedAgents(nn.Module):
         moves: JointMoves,
         rows: Any,
     ) -> None:
-        """Write an agent's moves in some frames into the moves of all."""
+        """Write an agent's moves in some frames into the joint moves."""
         agent = self[name]
         logs = normalised(agent.policy(observation))
         drawn = draw(logs, uniforms_BU)
@@ -168,16 +168,16 @@ class CombinedAgents(nn.Module):
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
             self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
-        found = self._of_all_channels(agent, logs, active_BV)
-        moves.message_logits_BACPS[rows, number] = found.message_logits_BCPS
-        moves.decision_logits_BA3[rows, number] = found.decision_logits_B3
+        own = self._of_all_channels(agent, logs, active_BV)
+        moves.message_logits_BACPS[rows, number] = own.message_logits_BCPS
+        moves.decision_logits_BA3[rows, number] = own.decision_logits_B3
         if drawn.decision_B is not None:
             moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
 
     def log_probabilities(
         self, name: str, output: PolicyOutput, observation: Observation
     ) -> AgentLogProbabilities:
-        """What a policy's output says of all channels, with grad."""
+        """Log-probabilities of a policy's output over all channels, with grad."""
         agent = self[name]
         active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
         return self._of_all_channels(agent, normalised(output), active_BV)
@@ -196,12 +196,12 @@ class CombinedAgents(nn.Module):
         )
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
-        """What an agent's logits earn whatever is drawn from them, [B] with grad, or None.
+        """Differentiable reward of an agent's logits, [B] with grad, or None.
 
         Parameters
         ----------
         output : PolicyOutput
-            The agent's logits as they are now; those of others are as the sampler had them.
+            The agent's current logits; those of others are from sampling.
         frames : TensorDict
             Frames of the sampler, [B].
         """
@@ -221,7 +221,7 @@ class CombinedAgents(nn.Module):
     def _write(
         self, target: Tensor, agent: Agent, number: int, rows: Any, values_BV: Tensor
     ) -> None:
-        """Write what an agent does in the channels that it sees."""
+        """Write an agent's values in its visible channels."""
         if agent.shape.num_visible == agent.shape.num_channels:
             target[rows, number] = values_BV
             return
@@ -234,12 +234,12 @@ class CombinedAgents(nn.Module):
         return channels_BC[:, list(agent.shape.visible_channels)]
 
     def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
-        """An agent's moves in a batch, where it could send, [B, V], and decide, [B].
+        """An agent's moves, and masks of where it could send, [B, V], and decide, [B].
 
         Parameters
         ----------
         frames : TensorDict
-            With `("agents", "message")` and so on, as the sampler gives them.
+            Sampled frames with `("agents", "message")` and so on.
         """
         agent, number = self[name], self.number(name)
         linear_BACP = frames.get(("agents", "linear_message"), None)
@@ -255,24 +255,24 @@ class CombinedAgents(nn.Module):
         """The logits of an agent's moves, with grad."""
         if self.division is None:
             return self[name].policy(frames)
-        agent, kept = self[name], _Kept()
-        found = self.division(
-            lambda rows: kept.tensors_of(agent.policy(SomeFrames(frames, rows))),
+        agent, fields = self[name], _OutputFields()
+        tensors = self.division(
+            lambda rows: fields.tensors_of(agent.policy(SomeFrames(frames, rows))),
             len(frames["round"]),
         )
-        return kept.output_of(found)
+        return fields.output_of(tensors)
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
     ) -> PolicyEvaluation:
-        """How an agent's policy sees the moves that it made, with grad.
+        """Log-probabilities and entropies of an agent's moves under its policy, with grad.
 
         Parameters
         ----------
         frames : TensorDict
             Frames of the sampler, [B].
         output : PolicyOutput, optional
-            What the policy gives for these frames, where it is known already.
+            The policy's output for these frames, if already computed.
         """
         moves, active_BV, can_decide_B = self.moves_of(name, frames)
         if output is None:
@@ -290,27 +290,27 @@ class CombinedAgents(nn.Module):
         return values_B
 
     def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
-        """Both, with grad, from one pass of the body that an agent has for them."""
-        agent, kept = self[name], _Kept()
+        """Both, with grad, from one forward pass of the shared body."""
+        agent, fields = self[name], _OutputFields()
         if self.division is None:
             return agent.policy_and_value(frames)
 
         def compute(rows: slice) -> list[Tensor]:
             output, values_B = agent.policy_and_value(SomeFrames(frames, rows))
-            return [*kept.tensors_of(output), values_B]
+            return [*fields.tensors_of(output), values_B]
 
         *logits, values_B = self.division(compute, len(frames["round"]))
-        return kept.output_of(logits), values_B
+        return fields.output_of(logits), values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
-        """The frames in which an agent may send or decide, [B] bool."""
+        """Frames in which an agent may send or decide, bool [B]."""
         number = self.number(name)
         active_BC = frames["active_mask"][:, number]
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
-class _Kept:
-    """Which parts a policy's output has, while they are handed on as tensors alone."""
+class _OutputFields:
+    """The fields of a policy's output, while it is passed on as a list of tensors."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -325,5 +325,5 @@ class _Kept:
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:
-    """The values of all agents with those of one put in their place."""
+    """Values of all agents, with those of one agent replaced."""
     return torch.cat([values_BA[:, :number], own_B[:, None], values_BA[:, number + 1 :]], dim=1)

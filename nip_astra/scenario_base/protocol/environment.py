@@ -1,4 +1,4 @@
-"""The environment in which agents play a protocol about datapoints.
+"""The environment of a protocol: agents exchange messages about datapoints.
 
 Shapes: E environments, A agents, C channels, R rounds, P positions, S symbols, L linear symbols.
 """
@@ -22,21 +22,21 @@ from nip_astra.scenario_base.protocol.message_space import MessageSpace
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 NUM_EPISODE_SEEDS = 2**16
-"""An episode's random number, which protocols may use, is below this."""
+"""Upper bound of an episode's seed, which protocols may use."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """What a round led to.
+    """Result of a round.
 
     Attributes
     ----------
     observation : dict[str, Tensor]
-        The next frame; of an ended episode the one after its end, which is not played.
+        The next frame; for an ended episode, the unused frame after its end.
     step : ProtocolStep
-        Rewards and ends.
+        Rewards and termination.
     is_done_E : Tensor
-        Whether the episode ended, in either way.
+        bool; whether the episode ended.
     """
 
     observation: dict[str, Tensor]
@@ -45,9 +45,9 @@ class Transition:
 
 
 class DataCycler:
-    """Goes through a dataset in an order that is shuffled anew for every pass.
+    """Iterates over a dataset, reshuffled for every pass.
 
-    The order depends on the key alone, so its whole state is `position`.
+    The order depends on the key alone, so `position` is the complete state.
     """
 
     def __init__(self, num_datapoints: int, key: tuple[SeedPart, ...]) -> None:
@@ -57,7 +57,7 @@ class DataCycler:
         self._order: tuple[int, Tensor] | None = None
 
     def take(self, count: int) -> Tensor:
-        """The rows of the next datapoints, [count] long."""
+        """Rows of the next datapoints, long [count]."""
         parts: list[Tensor] = []
         while count > 0:
             number, offset = divmod(self.position, self.num_datapoints)
@@ -75,17 +75,17 @@ class DataCycler:
 
 
 class ProtocolEnvironment(EnvBase):
-    """Environments that play in step, as one TorchRL environment of batch size [E].
+    """A batch of synchronous environments as one TorchRL environment of batch size [E].
 
-    `fresh` and `advance` are the whole game on plain tensors; TorchRL's `reset` and `step` wrap
-    them, for its collectors. An episode that ends is `terminated`: nothing is truncated.
+    `fresh` and `advance` implement the protocol on plain tensors; TorchRL's `reset` and `step` wrap
+    them for collectors. Episodes are always `terminated`, never truncated.
 
     Parameters
     ----------
     dataset : TensorDict
-        Batch size [N], with `y` and what agents see.
+        Batch size [N], with `y` and the agents' observations.
     key : tuple
-        Path of names that the order of the data and the episodes' random numbers derive from.
+        Seed path of the data order and the episodes' seeds.
     """
 
     batch_locked = True
@@ -113,12 +113,12 @@ class ProtocolEnvironment(EnvBase):
         self._make_specs()
 
     def restart(self) -> None:
-        """Begin again with the first datapoint and the first random number."""
+        """Reset the data order and the generator."""
         self.cycler = DataCycler(len(self.dataset), (*self.key, "data"))
         self.generator = torch.Generator().manual_seed(derive_seed(*self.key, "episodes"))
 
     def with_key(self, *key: SeedPart) -> ProtocolEnvironment:
-        """An environment on the same data whose order and random numbers are others."""
+        """An environment on the same data with another seed path."""
         return ProtocolEnvironment(
             self.protocol,
             self.dataset,
@@ -127,16 +127,16 @@ class ProtocolEnvironment(EnvBase):
             key=key,
         )
 
-    # ---- the game
+    # ---- protocol
 
     def fresh(self, count: int) -> dict[str, Tensor]:
-        """Begin `count` episodes with the next datapoints, and give their first frames."""
+        """First frames of `count` episodes with the next datapoints."""
         rows = self.cycler.take(count).to(self.device)
         seeds = torch.randint(NUM_EPISODE_SEEDS, (count,), generator=self.generator)
         return self.first_frames(rows, seeds.to(self.device))
 
     def first_frames(self, rows_E: Tensor, seeds_E: Tensor | None = None) -> dict[str, Tensor]:
-        """Frames of round 0, in which nothing has been said, for rows of the dataset."""
+        """Frames of round 0, without messages, for rows of the dataset."""
         count, space, protocol = len(rows_E), self.space, self.protocol
         if seeds_E is None:
             seeds_E = torch.zeros_like(rows_E)
@@ -161,7 +161,7 @@ class ProtocolEnvironment(EnvBase):
         return frame | self._turns(frame)
 
     def advance(self, frame: Mapping[str, Tensor], moves: JointMoves) -> Transition:
-        """Play a round."""
+        """Apply the moves of a round."""
         active_EAC = frame["active_mask"]
         step = self.protocol.step(
             frame["round"],
@@ -175,9 +175,9 @@ class ProtocolEnvironment(EnvBase):
             ),
         )
         following = dict(frame)
-        following |= self._said("", frame, moves.message_BACP, active_EAC)
+        following |= self._messages("", frame, moves.message_BACP, active_EAC)
         if moves.linear_BACP is not None:
-            following |= self._said("linear_", frame, moves.linear_BACP, active_EAC)
+            following |= self._messages("linear_", frame, moves.linear_BACP, active_EAC)
         following["round"] = frame["round"] + 1
         following["has_decided"] = step.agent_decided_EA
         is_undecided_E = frame["decided"] == CONTINUE
@@ -186,7 +186,7 @@ class ProtocolEnvironment(EnvBase):
         return Transition(following, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
-        """The frame with ended episodes replaced by new ones."""
+        """The frame, with ended episodes replaced by new ones."""
         rows = is_done_E.nonzero().flatten()
         if len(rows) == 0:
             return frame
@@ -196,9 +196,9 @@ class ProtocolEnvironment(EnvBase):
         return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
 
     def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Who may send and decide, and what is to be answered.
+        """Masks of sending and deciding, and the rounds of the messages to answer.
 
-        After the last round, and after its own end, nobody may.
+        All masks are False after the last round and after an agent's decision.
         """
         turn = frame["round"], frame["seed"], frame["has_decided"]
         return {
@@ -207,10 +207,10 @@ class ProtocolEnvironment(EnvBase):
             "question_round": self.protocol.question_round(frame["round"], frame["seed"]),
         }
 
-    def _said(
+    def _messages(
         self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
     ) -> dict[str, Tensor]:
-        """The messages of the round, and the history with them."""
+        """Messages of the round, and the updated history."""
         history = frame[f"{prefix}message_history"]
         sent = one_hot(symbols_EACP, history.shape[-1]).to(history.dtype)
         message_ECPS = (sent * active_EAC[..., None, None]).sum(dim=1)
@@ -224,11 +224,11 @@ class ProtocolEnvironment(EnvBase):
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """How far the data and the random numbers have come."""
+        """State of the data order and the generator."""
         return {"position": self.cycler.position, "generator": self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the result of `state`."""
         self.cycler.position = state["position"]
         self.generator.set_state(state["generator"])
 
@@ -274,7 +274,7 @@ class ProtocolEnvironment(EnvBase):
         if is_done_E is None or bool(is_done_E.all()):
             frame = self.fresh(self.num_environments)
         else:
-            # TorchRL keeps the other rows itself; they are filled with the first datapoint's.
+            # TorchRL keeps the other rows; here they are filled with the first datapoint.
             nothing = torch.zeros(self.num_environments, dtype=torch.long, device=self.device)
             frame = self.renew(self.first_frames(nothing), is_done_E.flatten())
         flag = torch.zeros(self.num_environments, 1, dtype=torch.bool, device=self.device)

@@ -135,9 +135,9 @@ def _ask(agent: Agent, part: str, module: nn.Module, ask: Callable[[], T]) -> T:
         return ask()
     except Exception as error:
         raise AgentShapeError(
-            f"the agent {agent.name!r} was to be built, but its {part} {type(module).__name__} "
-            f"fails on {NUM_FRAMES} first frames: {type(error).__name__}: {error}. Give it the "
-            f"sizes of the agent's shape; it has {_dimensions(agent)}."
+            f"the {part} {type(module).__name__} of the agent {agent.name!r} fails on {NUM_FRAMES} "
+            f"frames: {type(error).__name__}: {error}. Give it the sizes of the agent's shape: "
+            f"{_dimensions(agent)}."
         ) from error
 
 
@@ -145,9 +145,9 @@ def _fault(
     agent: Agent, part: str, module: nn.Module, found: str, expected: str
 ) -> AgentShapeError:
     return AgentShapeError(
-        f"the agent {agent.name!r} was to be built, but its {part} {type(module).__name__} gives, "
-        f"for {NUM_FRAMES} frames, {found}. Needed: {expected}; the agent has "
-        f"{_dimensions(agent)}. Mend what the scenario builds as {part}."
+        f"the {part} {type(module).__name__} of the agent {agent.name!r} returns {found} for "
+        f"{NUM_FRAMES} frames, expected {expected}; the agent has {_dimensions(agent)}. Fix the "
+        f"scenario's {part}."
     )
 
 

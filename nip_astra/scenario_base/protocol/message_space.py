@@ -1,4 +1,4 @@
-"""What agents of a protocol can say, and what their networks must know of the game."""
+"""The message space of a protocol, and the shapes of agents' networks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MessageSpace:
     num_symbols : int
         S, symbols of the scenario: nodes of both graphs, or parts of an image.
     message_size : int
-        P, symbols that an agent sends in a channel at once.
+        P, symbols per message.
     num_linear_symbols : int
-        L, symbols without a meaning in the scenario, sent beside the others; 0 for none.
+        L, additional symbols without a meaning in the scenario; 0 for none.
     """
 
     num_symbols: int
@@ -31,14 +31,14 @@ class MessageSpace:
 
 @dataclass(frozen=True)
 class AgentShape:
-    """What the networks of one agent must know of the game.
+    """Sizes that an agent's networks depend on.
 
     Attributes
     ----------
     name : str
         The agent's name in the protocol.
     is_verifier : bool
-        Whether the agent is a verifier or, as a simulator does, plays one: it is no prover.
+        Whether the agent is a verifier or acts as one (a simulator), not a prover.
     has_decision : bool
         Whether the agent needs logits over reject, accept and continue.
     num_rounds : int
@@ -46,11 +46,11 @@ class AgentShape:
     num_channels : int
         C, channels of the protocol.
     visible_channels : tuple[int, ...]
-        Numbers of the channels that the agent sees, in order; Cv of them.
+        Indices of the Cv visible channels, in order.
     message_space : MessageSpace
-        What is sent.
+        The symbols of messages.
     d_representation : int
-        Width of what a body gives to its heads.
+        Width of the body's representation.
     """
 
     name: str
@@ -64,23 +64,23 @@ class AgentShape:
 
     @property
     def num_visible(self) -> int:
-        """Cv, the number of channels that the agent sees."""
+        """Cv, the number of visible channels."""
         return len(self.visible_channels)
 
 
 def shape_of_agent(
     name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
 ) -> AgentShape:
-    """What the networks of an agent must fit, of a protocol and its messages."""
+    """The sizes of an agent's networks for a protocol and its messages."""
     number = protocol.agent_names.index(name)
-    seen = protocol.visibility_AC[number].nonzero().flatten().tolist()
+    visible = protocol.visibility_AC[number].nonzero().flatten().tolist()
     return AgentShape(
         name=name,
         is_verifier=name not in protocol.prover_names,
         has_decision=protocol.has_decision_logits(name),
         num_rounds=protocol.max_message_rounds,
         num_channels=protocol.num_channels,
-        visible_channels=tuple(seen),
+        visible_channels=tuple(visible),
         message_space=space,
         d_representation=d_representation,
     )

@@ -1,4 +1,4 @@
-"""Agents with networks of their own: a body that reads a frame, and heads that act on it.
+"""Agents with neural networks: a body that reads a frame, and heads that act on it.
 
 Shapes: B frames, R rounds, C channels, V channels that the agent sees, P positions, S symbols,
 L linear symbols, D width of a representation.
@@ -8,13 +8,13 @@ An observation is a mapping of tensors with leading dimension B:
 ================================== ================ ==============================================
 `round`, `seed`, `datapoint_id`    [B] long         round from 0, the episode's random number, row
 `message_history`                  [B, R, C, P, S]  one-hot, summed over senders, 0 where none
-`message`                          [B, C, P, S]     what was sent in the round before
-`linear_message_history`, `linear_message`          the same with L, where there are such symbols
-`active_mask`, `can_decide`        [B, A, C], [B, A] bool: who may send where, and who may decide
-`question_round`                   [B, C] long      the round whose message is to be answered
-`has_decided`, `decided`           [B, A], [B]      who has decided, and what counts (2: nothing)
-`y`                                [B, 1] long      the label, which no policy reads
-the dataset's own                  [B, ...]         for instance `adjacency` or `image`
+`message`                          [B, C, P, S]     messages of the previous round
+`linear_message_history`, `linear_message`          the same with L, if there are such symbols
+`active_mask`, `can_decide`        [B, A, C], [B, A] bool: may send in a channel, may decide
+`question_round`                   [B, C] long      round of the message to answer
+`has_decided`, `decided`           [B, A], [B]      has decided; the decision (2: none)
+`y`                                [B, 1] long      the label, hidden from policies
+the dataset's columns              [B, ...]         for instance `adjacency` or `image`
 ================================== ================ ==============================================
 """
 
@@ -35,25 +35,25 @@ from nip_astra.utils.activations import ACTIVATIONS
 Observation = Mapping[str, Tensor]
 """A batch of frames; see the module's table."""
 Representation = Mapping[str, Tensor]
-"""What a body gives to heads of its scenario; tensors with leading dimension B."""
+"""Output of a body for the scenario's heads; tensors with leading dimension B."""
 ImpossibleSymbols = Callable[[Observation, AgentShape], Tensor | None]
-"""A bool tensor that broadcasts to [B, V, P, S], True where a symbol cannot be sent."""
+"""Returns a bool mask that broadcasts to [B, V, P, S], True for impossible symbols."""
 
 MIN_STD = 1e-6
-"""Entries of a history that vary less than this are shifted and not scaled."""
+"""Entries of a history with a smaller standard deviation are not scaled."""
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy head gives.
+    """Output of a policy head.
 
     Attributes
     ----------
     message_logits_BVPS : Tensor
         Unnormalised log-probabilities of symbols, `MASKED` where impossible.
     decision_logits_B3 : Tensor or None
-        Of reject, accept, continue; None for an agent that has no decision.
+        For reject, accept, continue; None for an agent without decisions.
     linear_logits_BVPL : Tensor or None
-        Of linear symbols; None where there are none.
+        For linear symbols, if any.
     """
 
     message_logits_BVPS: Tensor
@@ -62,15 +62,15 @@ class PolicyOutput(NamedTuple):
 
 
 class AgentBody(nn.Module, ABC):
-    """Reads a frame. A subclass gives `forward`.
+    """Reads a frame. A subclass implements `forward`.
 
-    `history` and `linear_history` give what was said in the channels that the agent sees, shifted
-    and scaled by the statistics that were set, by none at first.
+    `history` and `linear_history` are the messages in the visible channels, standardised by
+    `set_statistics`.
     """
 
     has_hidden_state: bool = False
-    """Whether learning draws random numbers, as dropout does, or changes buffers, as batch
-    normalisation does, so that several processes would part; then one computes all losses."""
+    """Whether training draws random numbers (dropout) or changes buffers (batch normalisation),
+    so that processes would diverge; then one process computes all losses."""
     history_mean: Tensor
     history_scale: Tensor
     linear_mean: Tensor
@@ -80,9 +80,9 @@ class AgentBody(nn.Module, ABC):
     def __init__(self, shape: AgentShape) -> None:
         super().__init__()
         self.shape = shape
-        space, rounds, seen = shape.message_space, shape.num_rounds, shape.num_visible
-        symbols = (rounds, seen, space.message_size, space.num_symbols)
-        linear = (rounds, seen, space.message_size, space.num_linear_symbols)
+        space, rounds, visible = shape.message_space, shape.num_rounds, shape.num_visible
+        symbols = (rounds, visible, space.message_size, space.num_symbols)
+        linear = (rounds, visible, space.message_size, space.num_linear_symbols)
         self.register_buffer("visible", torch.tensor(shape.visible_channels), persistent=False)
         self.register_buffer("history_mean", torch.zeros(symbols))
         self.register_buffer("history_scale", torch.ones(symbols))
@@ -92,29 +92,29 @@ class AgentBody(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, observation: Observation) -> dict[str, Tensor]:
-        """The representation that the scenario's heads read."""
+        """Representation for the scenario's heads."""
 
     def after_initialisation(self) -> None:
-        """Called once, when all weights have their first values; does nothing here."""
+        """Hook, called once after all weights are initialised."""
 
     def history(self, observation: Observation) -> Tensor:
         """The visible messages so far, [B, R, V, P, S]."""
-        return (self._seen(observation["message_history"], 2) - self.history_mean) * (
+        return (self._visible(observation["message_history"], 2) - self.history_mean) * (
             self.history_scale
         )
 
     def linear_history(self, observation: Observation) -> Tensor:
         """The visible linear messages so far, [B, R, V, P, L]."""
-        return (self._seen(observation["linear_message_history"], 2) - self.linear_mean) * (
+        return (self._visible(observation["linear_message_history"], 2) - self.linear_mean) * (
             self.linear_scale
         )
 
     def last_message(self, observation: Observation) -> Tensor:
-        """The visible messages of the round before as they were sent, [B, V, P, S]."""
-        return self._seen(observation["message"], 1)
+        """The visible messages of the previous round, not standardised, [B, V, P, S]."""
+        return self._visible(observation["message"], 1)
 
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
-        """Have histories shifted to mean 0 and scaled to deviation 1.
+        """Standardise histories to mean 0 and standard deviation 1.
 
         Parameters
         ----------
@@ -123,11 +123,11 @@ class AgentBody(nn.Module, ABC):
         linear_histories : Tensor, optional
             Sample of `linear_message_history`.
         """
-        _standardise(self.history_mean, self.history_scale, self._seen(histories, 2))
+        _standardise(self.history_mean, self.history_scale, self._visible(histories, 2))
         if linear_histories is not None:
-            _standardise(self.linear_mean, self.linear_scale, self._seen(linear_histories, 2))
+            _standardise(self.linear_mean, self.linear_scale, self._visible(linear_histories, 2))
 
-    def _seen(self, messages: Tensor, dim: int) -> Tensor:
+    def _visible(self, messages: Tensor, dim: int) -> Tensor:
         return messages if self._sees_all else messages.index_select(dim, self.visible)
 
 
@@ -138,12 +138,12 @@ def _standardise(mean: Tensor, scale: Tensor, sample: Tensor) -> None:
 
 
 class AgentPolicyHead(nn.Module, ABC):
-    """Says how likely each move is. A subclass gives `logits`.
+    """Distribution over moves. A subclass implements `logits`.
 
     Parameters
     ----------
     impossible : Callable, optional
-        Symbols that cannot be sent; their logits become `MASKED`.
+        Impossible symbols; their logits become `MASKED`.
     """
 
     def __init__(self, shape: AgentShape, impossible: ImpossibleSymbols | None = None) -> None:
@@ -156,9 +156,9 @@ class AgentPolicyHead(nn.Module, ABC):
         """Logits of all symbols, possible or not."""
 
     def decide_as(self, solo_head: SoloAgentHead) -> None:
-        """Decide at first as a trained head of the same agent tells the label alone.
+        """Hook: initialise decisions from the agent's trained solo head, after pretraining.
 
-        Called after bodies were pretrained; does nothing here, so that decisions start at random.
+        Does nothing here, so that initial decisions are random.
         """
 
     def forward(self, representation: Representation, observation: Observation) -> PolicyOutput:
@@ -172,7 +172,7 @@ class AgentPolicyHead(nn.Module, ABC):
 
 
 class RandomPolicyHead(AgentPolicyHead):
-    """Every possible move is equally likely; reads no representation."""
+    """Uniform over possible moves; reads no representation."""
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         space, num_frames = self.shape.message_space, len(observation["round"])
@@ -188,7 +188,7 @@ class RandomPolicyHead(AgentPolicyHead):
 
 
 class AgentValueHead(nn.Module, ABC):
-    """Says what reward is to be expected."""
+    """Predicts the expected reward."""
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
@@ -196,7 +196,7 @@ class AgentValueHead(nn.Module, ABC):
 
 
 class SoloAgentHead(nn.Module, ABC):
-    """Says the label without a conversation."""
+    """Predicts the label without a conversation."""
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
@@ -204,20 +204,20 @@ class SoloAgentHead(nn.Module, ABC):
 
 
 class Agent(nn.Module):
-    """An agent's parts; those that the trainer does not need are None.
+    """An agent's modules; None for those that the trainer does not need.
 
     Attributes
     ----------
     name : str
         Name in the protocol.
     parameters_of_agent : AgentParameters
-        Learning-rate factors, update schedule, and the shape of its networks.
+        Learning-rate factors, update schedule, and sizes of the networks.
     shape : AgentShape
-        What its networks know of the game.
+        Sizes that depend on the protocol.
     policy_body, value_body : AgentBody or None
-        The same object where the agent has one body for both.
+        The same object if the agent has a shared body.
     policy_head, value_head, solo_head
-        What acts on the bodies; `solo_head` reads the policy's body.
+        Heads on the bodies; `solo_head` reads the policy's body.
     """
 
     policy_body: AgentBody | None
@@ -250,7 +250,7 @@ class Agent(nn.Module):
 
     @property
     def is_random(self) -> bool:
-        """Whether the agent plays at random and learns nothing."""
+        """Whether the agent acts at random and does not learn."""
         return self.parameters_of_agent.is_random
 
     @property
@@ -261,8 +261,8 @@ class Agent(nn.Module):
     @property
     def bodies(self) -> list[AgentBody]:
         """The agent's bodies, each once."""
-        found = [body for body in (self.policy_body, self.value_body) if body is not None]
-        return found[:1] if self.shares_body else found
+        bodies = [body for body in (self.policy_body, self.value_body) if body is not None]
+        return bodies[:1] if self.shares_body else bodies
 
     def policy(self, observation: Observation) -> PolicyOutput:
         """The logits of the agent's moves in every frame."""
@@ -295,7 +295,7 @@ class Agent(nn.Module):
 
 
 def round_one_hot(observation: Observation, shape: AgentShape) -> Tensor:
-    """The number of the round one-hot, [B, R]."""
+    """One-hot index of the round, [B, R]."""
     rounds_B = observation["round"].clamp(max=shape.num_rounds - 1)
     return nn.functional.one_hot(rounds_B, shape.num_rounds).float()
 
@@ -312,10 +312,9 @@ def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) 
 
 @torch.no_grad()
 def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
-    """Have a network of `mlp` compute what another does from the inputs that both have.
+    """Copy a network of `mlp` into a larger one with equal hidden widths.
 
-    Inputs and outputs that only `network` has count nothing and give 0. Widths between the layers
-    are the same.
+    Additional inputs are ignored, and additional outputs are 0.
     """
     layers = [[one for one in net if isinstance(one, nn.Linear)] for net in (network, other)]
     for mine, its in zip(*layers, strict=True):
@@ -327,7 +326,7 @@ def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
 
 
 def initialise_orthogonally(module: nn.Module, gain: float) -> None:
-    """Set weight matrices and filters orthogonal and biases to 0; other weights stay."""
+    """Initialise matrices and filters orthogonally and biases to 0; others are unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
             nn.init.orthogonal_(part.weight, gain=gain)

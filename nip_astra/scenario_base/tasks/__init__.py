@@ -1,1 +1,1 @@
-"""Tasks that a policy answers in messages, and the environments that reward it."""
+"""Tasks: environments of messages with rewards."""

@@ -1,4 +1,4 @@
-"""Problems with whole numbers, with one right answer each."""
+"""Integer arithmetic problems with a unique answer."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ class ArithmeticEnvironment(Environment):
         return [Message("user", f"{self.problem}=")]
 
     def step(self, message: str) -> Reaction:
-        said = re.fullmatch(r"\s*(-?\d{1,18})\s*", message, flags=re.ASCII)
-        return Reaction(reward=float(said is not None and int(said[1]) == self.answer))
+        number = re.fullmatch(r"\s*(-?\d{1,18})\s*", message, flags=re.ASCII)
+        return Reaction(reward=float(number is not None and int(number[1]) == self.answer))
 
 
 @register_task(TaskType.ARITHMETIC)
 class ArithmeticTask(GeneratedTask):
-    """Sums, differences and products; the reward is 1 for the right number and nothing else, or 0.
+    """Sums, differences and products; the reward is 1 for exactly the right number, else 0.
 
     Levels: 1 `a+b` of digits, 2 `a+b` to 49, 3 `a-b` to 49, 4 `a*b` to 9, 5 `a+b` to 999, 6
     `a+b*c`.
     """
 
     class Parameters(TaskParameters):
-        """How hard the problems are."""
+        """Difficulty of the problems."""
 
         levels: list[Literal[1, 2, 3, 4, 5, 6]] = Field(default=[1, 2, 3], min_length=1)
-        """Levels that problems are drawn from, alike often; one may stand more than once. Larger is
-        harder."""
+        """Levels to draw from uniformly; repeat a level to draw it more often. Larger is harder."""
 
     def draw(self, generator: torch.Generator) -> ArithmeticEnvironment:
         levels = self.parameters.levels
@@ -59,13 +58,13 @@ class ArithmeticTask(GeneratedTask):
 
 def problem_of(level: int, generator: torch.Generator) -> ArithmeticEnvironment:
     """A problem of a level, from 1 to 6."""
-    most = {1: 9, 2: 49, 3: 49, 4: 9, 5: 999}.get(level, 9)
-    a, b = pick(generator, 0, most), pick(generator, 0, most)
+    largest = {1: 9, 2: 49, 3: 49, 4: 9, 5: 999}.get(level, 9)
+    a, b = pick(generator, 0, largest), pick(generator, 0, largest)
     if level in (1, 2, 5):
         return ArithmeticEnvironment(f"{a}+{b}", a + b)
     if level == 3:
         return ArithmeticEnvironment(f"{a}-{b}", a - b)
     if level == 4:
         return ArithmeticEnvironment(f"{a}*{b}", a * b)
-    c = pick(generator, 0, most)
+    c = pick(generator, 0, largest)
     return ArithmeticEnvironment(f"{a}+{b}*{c}", a + b * c)

@@ -1,4 +1,4 @@
-"""What a task is: problems without end, each an environment that speaks in messages."""
+"""Tasks: streams of problems, each an environment that exchanges messages with the policy."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from nip_astra.utils.seeding import derive_seed, derived_generator
 Value = TypeVar("Value")
 
 Split = Literal["train", "dev", "test"]
-"""Which problems: those learnt from, those that choose a checkpoint, those held out."""
+"""Problems for training, for checkpoint selection, and held out."""
 
 
 class Reaction(NamedTuple):
-    """What an environment does after a message of the policy.
+    """Response of an environment to a message of the policy.
 
     Attributes
     ----------
     messages : Sequence[Message]
-        What it says, a tool's answer too; nothing where the episode is over.
+        Messages of the environment or a tool; empty at the end of the episode.
     reward : float or None
-        Of the whole episode, given when it is over; None where a scorer is to say it.
+        Reward of the episode, at its end; None if a scorer decides it.
     is_over : bool
-        Whether the episode ended.
+        Whether the episode has ended.
     """
 
     messages: Sequence[Message] = ()
@@ -43,42 +43,42 @@ class Reaction(NamedTuple):
 
 
 class Environment(ABC):
-    """One episode of one problem: it says something, the policy answers, until it is over.
+    """One episode of one problem: environment and policy alternate until it is over.
 
-    A tool is an environment too: `step` reads the call in the policy's message and answers it. What
-    an environment says is never learnt.
+    Tools are part of the environment: `step` reads a call in the policy's message and answers it.
+    Messages of the environment are never trained on.
     """
 
     solution: str | None = None
-    """A right answer to the opening, where one is known: what supervised learning imitates."""
+    """A correct answer to the opening, if known; the target of supervised training."""
     columns: Columns = ()
-    """Facts of the problem for scorers and records."""
+    """Columns of the problem, for scorers and records."""
 
     @abstractmethod
     def reset(self) -> Sequence[Message]:
-        """Begin, and say what the policy answers first."""
+        """Start the episode; its first messages."""
 
     @abstractmethod
     def step(self, message: str) -> Reaction:
-        """Take a message of the policy."""
+        """Respond to a message of the policy."""
 
 
 class TaskParameters(PolymorphicParameters):
-    """What parameters of every task inherit."""
+    """Base of the parameters of all tasks."""
 
     type_name: ClassVar[str] = ""
 
 
 @dataclass
 class Episode:
-    """What was said in an environment, for records and scorers.
+    """Messages and reward of an episode, for records and scorers.
 
     Attributes
     ----------
     messages : list of Message
         All turns in order; those of the policy have the role "assistant".
     reward : float or None
-        None where there is no verdict.
+        None without a verdict.
     """
 
     environment: Environment
@@ -89,12 +89,12 @@ class Episode:
 class Task(ABC):
     """Problems of one kind, by split and number.
 
-    A subclass gives `environment`, and registers under the name by which `_type` selects it.
+    A subclass implements `environment`, and registers under the name that `_type` selects.
     """
 
     scorers: Sequence[Scorer] = ()
-    """Scorers that `rate` asks: their services are told what they may spend, and checkpoints keep
-    what they have said."""
+    """Scorers that `rate` calls; their services get the run's budget, and checkpoints keep their
+    verdicts."""
 
     class Parameters(TaskParameters):
         """Parameters of the task; a subclass adds its own."""
@@ -107,29 +107,28 @@ class Task(ABC):
 
     @abstractmethod
     def environment(self, split: Split, index: int) -> Environment:
-        """The environment of a problem, new each time; the same number is the same problem."""
+        """A new environment of a problem; equal indices give equal problems."""
 
     def num_problems(self, split: Split) -> int | None:
-        """Different problems of a split; None where they are generated without end."""
+        """Number of problems in a split; None if they are generated."""
         return None
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Fill in the rewards of episodes that ended without one; hook.
+        """Hook: set the rewards of episodes that ended without one.
 
         Raises
         ------
         DataError
-            When one has none and the task has nothing to say it with.
+            If a reward is missing and the task has no scorer.
         """
         if any(episode.reward is None for episode in episodes):
             raise DataError(
-                f"an episode of the task {type(self).__name__} ended without a reward, and the "
-                "task has no scorer to say it. Let step give a reward when the episode is over, or "
-                "override rate."
+                f"an episode of the task {type(self).__name__} ended without a reward. Return one "
+                "from step at the end of the episode, or override rate."
             )
 
 
-# ---- what tasks and environments give, checked
+# ---- checked calls of tasks and environments
 
 
 def environment_of(task: Task, split: Split, index: int) -> Environment:
@@ -138,49 +137,49 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
     Raises
     ------
     TaskError
-        When the task fails, or gives something else.
+        If the task fails, or returns another type.
     """
-    found = _called(task, "environment", lambda: task.environment(split, index))
-    if not all(callable(getattr(found, name, None)) for name in ("reset", "step")):
-        raise _wrong(task, "environment", found, "an Environment, which has reset and step")
-    return found
+    environment = _called(task, "environment", lambda: task.environment(split, index))
+    if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
+        raise _wrong(task, "environment", environment, "an Environment with reset and step")
+    return environment
 
 
 def opening_of(environment: Environment) -> list[Message]:
-    """What an environment says first.
+    """First messages of an environment.
 
     Raises
     ------
     TaskError
-        When it fails, or gives something else than messages.
+        If it fails, or does not return messages.
     """
     return _messages(environment, "reset", _called(environment, "reset", environment.reset))
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:
-    """What an environment does after a message; its reward is a finite float, or None.
+    """Response of an environment to a message; the reward is a finite float, or None.
 
     Raises
     ------
     TaskError
-        When it fails, or gives something else than a reaction.
+        If it fails, or does not return a reaction.
     """
-    found = _called(environment, "step", lambda: environment.step(message))
-    if not isinstance(found, Reaction):
-        raise _wrong(environment, "step", found, "a Reaction")
-    if not isinstance(found.is_over, bool):
-        raise _wrong(environment, "step", found.is_over, "True or False as is_over")
-    messages = _messages(environment, "step", found.messages)
-    return Reaction(messages, _reward(environment, "step", found.reward), found.is_over)
+    reaction = _called(environment, "step", lambda: environment.step(message))
+    if not isinstance(reaction, Reaction):
+        raise _wrong(environment, "step", reaction, "a Reaction")
+    if not isinstance(reaction.is_over, bool):
+        raise _wrong(environment, "step", reaction.is_over, "True or False as is_over")
+    messages = _messages(environment, "step", reaction.messages)
+    return Reaction(messages, _reward(environment, "step", reaction.reward), reaction.is_over)
 
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
-    """Have a task rate episodes; their rewards are finite floats, or None.
+    """Rate episodes by a task; rewards are finite floats, or None.
 
     Raises
     ------
     TaskError
-        When it fails, or a reward is something else.
+        If it fails, or a reward is invalid.
     """
     _called(task, "rate", lambda: task.rate(episodes))
     for episode in episodes:
@@ -194,78 +193,77 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
         raise
     except Exception as error:
         raise TaskError(
-            f"{hook} of {type(owner).__name__} failed: {type(error).__name__}: {error}. Correct "
-            "it, then resume the run."
+            f"{hook} of {type(owner).__name__} failed: {type(error).__name__}: {error}. Fix it, "
+            "then resume the run."
         ) from error
 
 
-def _messages(owner: object, hook: str, found: Any) -> list[Message]:
-    wanted = "a list of Message(role, text), with the role 'user' or 'assistant'"
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise _wrong(owner, hook, found, wanted)
-    for one in found:
-        is_message = isinstance(one, Message) and isinstance(one.text, str)
-        if not is_message or one.role not in get_args(Role):
-            raise _wrong(owner, hook, one, wanted)
-    return list(found)
+def _messages(owner: object, hook: str, value: Any) -> list[Message]:
+    expected = "a list of Message(role, text), with the role 'user' or 'assistant'"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong(owner, hook, value, expected)
+    for message in value:
+        is_message = isinstance(message, Message) and isinstance(message.text, str)
+        if not is_message or message.role not in get_args(Role):
+            raise _wrong(owner, hook, message, expected)
+    return list(value)
 
 
-def _reward(owner: object, hook: str, found: Any) -> float | None:
-    wanted = "a finite number as reward, or None where there is no verdict"
-    if found is None:
+def _reward(owner: object, hook: str, value: Any) -> float | None:
+    if value is None:
         return None
     try:
-        reward = math.nan if isinstance(found, str | bytes) else float(found)
+        reward = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise _wrong(owner, hook, found, wanted)
+        raise _wrong(owner, hook, value, "a finite reward, or None for no verdict")
     return reward
 
 
-def _wrong(owner: object, hook: str, found: object, wanted: str) -> TaskError:
+def _wrong(owner: object, hook: str, value: object, expected: str) -> TaskError:
     return TaskError(
-        f"{hook} of {type(owner).__name__} returned {str(found)[:80]!r} ({type(found).__name__}). "
-        f"It must give {wanted}."
+        f"{hook} of {type(owner).__name__} returned {str(value)[:80]!r} ({type(value).__name__}). "
+        f"Return {expected}."
     )
 
 
 class GeneratedTask(Task):
-    """A task whose problems are drawn, by a generator of their own, from those of their split.
+    """A task with random problems.
 
-    Which split a problem belongs to depends on the problem alone, so no two share one. A subclass
-    gives `draw`.
+    The split of a problem depends on the problem alone, so splits are disjoint. A subclass
+    implements `draw`.
     """
 
     MAX_DRAWS = 1000
 
     @abstractmethod
     def draw(self, generator: torch.Generator) -> Environment:
-        """A problem; equal problems have equal `columns`."""
+        """A random problem; equal problems have equal `columns`."""
 
     def environment(self, split: Split, index: int) -> Environment:
         name = str(self.parameters.type_name)
-        # Held-out problems are the same for every seed, so that runs can be compared.
+        # Held-out problems do not depend on the seed, so that runs are comparable.
         seed = self.seed if split == "train" else 0
         generator = derived_generator(seed, "task", name, split, index)
         for _ in range(self.MAX_DRAWS):
-            found = self.draw(generator)
-            if split_of(found.columns) == split:
-                return found
+            environment = self.draw(generator)
+            if split_of(environment.columns) == split:
+                return environment
         raise DataError(
-            f"a problem {index} of the split {split} of the task {name!r} was to be drawn, but "
-            f"{self.MAX_DRAWS} drawn ones belong to other splits. Widen the task's range."
+            f"no problem {index} of the split {split!r} of the task {name!r} in {self.MAX_DRAWS} "
+            "draws. Widen the task's range."
         )
 
 
 def split_of(columns: Columns) -> Split:
-    """The split of a problem: of 20 problems about 3 are for testing and 1 for development."""
+    """Split of a problem: test 15 %, dev 5 %, train 80 %."""
     place = derive_seed("split", repr(columns)) % 20
     return "test" if place < 3 else "dev" if place == 3 else "train"
 
 
 def pick(generator: torch.Generator, low: int, high: int) -> int:
-    """A whole number from low to high, both included."""
+    """A random integer from low to high, inclusive."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 

@@ -1,4 +1,4 @@
-"""Make a number out of given ones."""
+"""The countdown game: combine numbers to a target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nip_astra.scorers.base import Message
 
 _TERM = re.compile(r"\d+|[-+*()]")
 MAX_LENGTH = 200
-"""Characters of an answer that is read."""
+"""Maximum length of an answer, in characters."""
 
 
 class CountdownEnvironment(Environment):
@@ -37,45 +37,45 @@ class CountdownEnvironment(Environment):
         self.columns = (("numbers", " ".join(map(str, sorted(numbers)))), ("target", target))
 
     def reset(self) -> Sequence[Message]:
-        given = " ".join(map(str, self.numbers))
-        return [Message("user", f"make {self.target} from {given}")]
+        numbers = " ".join(map(str, self.numbers))
+        return [Message("user", f"make {self.target} from {numbers}")]
 
     def step(self, message: str) -> Reaction:
-        found = value_of(message)
-        if found is None or Counter(found[1]) != Counter(self.numbers):
+        parsed = value_of(message)
+        if parsed is None or Counter(parsed[1]) != Counter(self.numbers):
             return Reaction(reward=0.0)
-        return Reaction(reward=1.0 if found[0] == self.target else self.valid_reward)
+        return Reaction(reward=1.0 if parsed[0] == self.target else self.valid_reward)
 
 
 @register_task(TaskType.COUNTDOWN)
 class CountdownTask(GeneratedTask):
-    """Use each number once, with +, - and *, to make the target; there is always a way."""
+    """Use each number once, with +, - and *, to make the target; a solution always exists."""
 
     class Parameters(TaskParameters):
-        """How large the problems are, and what an answer that misses is worth."""
+        """Size of the problems, and reward of a valid but wrong answer."""
 
         num_numbers: int = Field(default=3, ge=2, le=6)
         """Numbers of a problem. More are harder."""
         most: int = Field(default=9, ge=2, le=1000)
         """Largest number given."""
         valid_reward: float = Field(default=0.1, ge=0, lt=1)
-        """Reward of an expression that uses each number once and misses the target. Larger teaches
-        the form faster, and pays for wrong answers."""
+        """Reward of an expression that uses each number once but misses the target. Larger teaches
+        the format faster, but rewards wrong answers."""
 
     def draw(self, generator: torch.Generator) -> CountdownEnvironment:
         options = self.parameters
         numbers = [pick(generator, 1, options.most) for _ in range(options.num_numbers)]
         order = [numbers[i] for i in torch.randperm(len(numbers), generator=generator).tolist()]
         text = "".join(f"{'+-*'[pick(generator, 0, 2)]}{number}" for number in order)[1:]
-        found = value_of(text)
-        assert found is not None
-        return CountdownEnvironment(numbers, found[0], text, valid_reward=options.valid_reward)
+        parsed = value_of(text)
+        assert parsed is not None
+        return CountdownEnvironment(numbers, parsed[0], text, valid_reward=options.valid_reward)
 
 
 def value_of(text: str) -> tuple[int, list[int]] | None:
-    """What an expression of +, -, * and brackets gives, and the numbers in it.
+    """Value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
 
-    None where it is none; nothing of it is run.
+    The expression is parsed, never executed.
     """
     text = text.strip()
     terms = _TERM.findall(text)
@@ -89,7 +89,7 @@ def value_of(text: str) -> tuple[int, list[int]] | None:
 
 
 class _Parser:
-    """Reads sums of products, from left to right."""
+    """Parser of sums of products, left to right."""
 
     def __init__(self, terms: Sequence[str]) -> None:
         self.terms, self.place = terms, 0

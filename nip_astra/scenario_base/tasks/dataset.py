@@ -1,4 +1,4 @@
-"""Problems of a file or data set."""
+"""Problems from a file or dataset."""
 
 from __future__ import annotations
 
@@ -45,35 +45,36 @@ class RowEnvironment(Environment):
     def step(self, message: str) -> Reaction:
         if self.match is None or self.solution is None:
             return Reaction(reward=None)
-        said, right = " ".join(message.split()), " ".join(self.solution.split())
-        return Reaction(reward=float(right in said if self.match == "contains" else right == said))
+        text, answer = " ".join(message.split()), " ".join(self.solution.split())
+        is_right = answer in text if self.match == "contains" else answer == text
+        return Reaction(reward=float(is_right))
 
 
 @register_task(TaskType.DATASET)
 class DatasetTask(Task):
-    """A prompt a row, and a reward by its answer, or by a scorer that reads all of its columns."""
+    """One prompt per row, rewarded by its answer column or by a scorer that reads all columns."""
 
     class Parameters(TaskParameters):
-        """Which files, and what an answer is worth."""
+        """Files and reward."""
 
         train: str
-        """Problems learnt from: a `.jsonl`, `.csv` or text file, `scenario://file`, or a data set
-        as `owner/name:split`."""
+        """Training problems: a `.jsonl`, `.csv` or text file, `scenario://file`, or a dataset as
+        `owner/name:split`."""
         test: str
-        """Held-out problems, which must not be among the others."""
+        """Held-out problems, disjoint from the training problems."""
         dev: str | None = None
-        """Problems that choose the best checkpoint; null for the held-out ones."""
+        """Problems for selecting the best checkpoint; null for the held-out ones."""
         column: PlainText = DEFAULT_COLUMN
         """Column of the prompts."""
         reward: Literal["exact", "contains", "scorer"] = "exact"
-        """exact: 1 where the message is the answer, spaces apart; contains: where it holds it;
-        scorer: what a scorer says."""
+        """exact: 1 if the message equals the answer up to whitespace; contains: if it contains the
+        answer; scorer: the score of a scorer."""
         answer_column: PlainText = "answer"
         """Column of the answers."""
         scorer: Annotated[ScorerParameters | None, where("reward", "scorer")] = Field(  # type: ignore[valid-type]
             default=None
         )
-        """What rates messages from 0 to 1; the reward is its score. A function of one's own is
+        """Scorer of messages, 0 to 1; the reward is the score. For a custom function:
         `{_type: python, function: path/to/file.py:name}`."""
 
     def __init__(
@@ -84,8 +85,8 @@ class DatasetTask(Task):
         if parameters.reward == "scorer":
             if parameters.scorer is None:
                 raise DataError(
-                    "the messages of a data set were to be rated by a scorer, but none is given. "
-                    "Set task.scorer, or task.reward to exact or contains."
+                    "task.reward is scorer, but task.scorer is missing. Set it, or set task.reward "
+                    "to exact or contains."
                 )
             self.scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
             self.scorers = (self.scorer,)
@@ -98,8 +99,8 @@ class DatasetTask(Task):
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
-                f"the held-out problems were to be unseen, but {len(shared)} are among those for "
-                f"training, for instance {_short(min(shared))}. Remove them from one."
+                f"{len(shared)} held-out problems are training problems too, for instance "
+                f"{_short(min(shared))}. Remove them from one file."
             )
         if self.scorer is None:
             for rows in self._rows.values():
@@ -121,31 +122,29 @@ class DatasetTask(Task):
         answer = dict(row.columns).get(name)
         if answer is None:
             raise DataError(
-                f"the problem {_short(row)} was to be rated by its answer, but has no column "
-                f"{name!r}; it has {', '.join(dict(row.columns)) or 'none'}. Add it, name another "
-                "with task.answer_column, or rate by a scorer."
+                f"the problem {_short(row)} has no column {name!r}. Its columns: "
+                f"{', '.join(dict(row.columns)) or 'none'}. Set task.answer_column or a scorer."
             )
         if self.parameters.reward == "contains" and not str(answer).split():
             raise DataError(
-                f"the problem {_short(row)} was to be rated by whether a message holds its answer, "
-                "but that is empty, and every message holds it. Write an answer, or set "
-                "task.reward to exact."
+                f"the answer of the problem {_short(row)} is empty, so every message contains it. "
+                "Add an answer, or set task.reward to exact."
             )
         return str(answer)
 
     def check_lengths(self, policy: ConversationAgent) -> None:
-        """Refuse prompts that the policy cannot read whole, before one of them is drawn.
+        """Refuse prompts that exceed the policy's context window.
 
         Raises
         ------
         DataError
-            With the first of them.
+            Names the first one.
         """
         room = policy.language_model.context_window - policy.sampling.max_new_tokens
         encode = policy.conversation_format.encode
         for split, rows in self._rows.items():
             for row in rows:
-                # No token is shorter than a byte, except for those of a chat template.
+                # A token has at least one byte, except for those of a chat template.
                 if len(str(row).encode(errors="replace")) <= room // 2:
                     continue
                 turn = Turn(is_own=False, ids=tuple(encode(str(row))))
@@ -154,7 +153,7 @@ class DatasetTask(Task):
                 except ContextLengthError as error:
                     raise DataError(
                         f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "
-                        f"was to be answered, but: {error}"
+                        f"is too long: {error}"
                     ) from error
 
     def rate(self, episodes: Sequence[Episode]) -> None:
@@ -175,6 +174,6 @@ class DatasetTask(Task):
 
 
 def _short(prompt: str) -> str:
-    """A prompt in a message, cut where it is long."""
+    """A prompt for a message, truncated."""
     text = str(prompt)
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

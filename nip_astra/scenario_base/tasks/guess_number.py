@@ -1,4 +1,4 @@
-"""Find a hidden number in several turns."""
+"""Guess a hidden number in several turns."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class GuessNumberEnvironment(Environment):
 
     def step(self, message: str) -> Reaction:
         self.num_turns += 1
-        said = re.fullmatch(r"\s*(\d{1,9})\s*", message, flags=re.ASCII)
-        if said is not None and int(said[1]) == self.hidden:
+        guess = re.fullmatch(r"\s*(\d{1,9})\s*", message, flags=re.ASCII)
+        if guess is not None and int(guess[1]) == self.hidden:
             return Reaction(reward=1 - (self.num_turns - 1) / (2 * self.max_turns))
         if self.num_turns == self.max_turns:
             return Reaction(reward=0.0)
-        hint = "number?" if said is None else "higher" if int(said[1]) < self.hidden else "lower"
+        hint = "number?" if guess is None else "higher" if int(guess[1]) < self.hidden else "lower"
         return Reaction([Message("user", hint)], is_over=False)
 
 
 @register_task(TaskType.GUESS_NUMBER)
 class GuessNumberTask(GeneratedTask):
-    """Guess; the environment says "higher" or "lower" until it is found or turns run out.
+    """Guess; the environment replies "higher" or "lower" until the last turn.
 
-    The reward is 1 for the first guess and falls in a line towards 1/2 with the turns; 0 where the
-    number was not found.
+    The reward is 1 for a correct first guess and decreases linearly towards 1/2 with the turns; 0
+    without a correct guess.
     """
 
     class Parameters(TaskParameters):
-        """How large the range is, and how many guesses there are."""
+        """Range and number of guesses."""
 
         most: int = Field(default=16, ge=2, le=1000)
-        """How many numbers it may be. Larger is harder."""
+        """Size of the range. Larger is harder."""
         num_starts: int = Field(default=40, ge=1, le=1000)
-        """Ranges begin at 1 up to this number. More make more different problems."""
+        """Ranges start at 1 to this number. Larger gives more distinct problems."""
         max_turns: int = Field(default=4, ge=1, le=20)
-        """Guesses."""
+        """Maximum number of guesses."""
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
         options = self.parameters

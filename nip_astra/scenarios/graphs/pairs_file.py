@@ -1,4 +1,4 @@
-"""Pairs of graphs in a file, and as the tensors that agents see.
+"""Pairs of graphs in files and as tensors.
 
 Shapes: N pairs, n nodes (padded).
 """
@@ -22,12 +22,12 @@ _PARTS = ("adjacency", "num_nodes", "wl_score")
 
 
 def save_pairs(path: Path | str, *, train: GraphPairs, test: GraphPairs) -> None:
-    """Write both sets to a safetensors file.
+    """Write both splits to a safetensors file.
 
     Raises
     ------
     DataError
-        When the file cannot be written.
+        If the file cannot be written.
     """
     tensors = {
         f"{split}.{part}": torch.from_numpy(np.ascontiguousarray(getattr(pairs, part)))
@@ -38,29 +38,28 @@ def save_pairs(path: Path | str, *, train: GraphPairs, test: GraphPairs) -> None
         save_file(tensors, Path(path))
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"pairs of graphs were to be written to {path}, but: {error}. Give a path in a folder "
-            "that exists and can be written."
+            f"cannot write {path}: {error}. Give a path in a writable folder."
         ) from error
 
 
 def load_pairs(path: Path | str) -> tuple[GraphPairs, GraphPairs]:
-    """Read the training and the test pairs that `save_pairs` wrote.
+    """Training and test pairs from `save_pairs`.
 
     Raises
     ------
     DataError
-        When the file is missing, is no safetensors file, or holds something else.
+        If the file is missing or invalid.
     """
     try:
         tensors = load_file(Path(path))
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"pairs of graphs were to be read from {path}, but it is missing or no safetensors "
-            f"file: {error}. Write it with save_pairs, or leave the file out to have pairs made."
+            f"{path} is missing or not a safetensors file: {error}. Write it with save_pairs, or "
+            "omit `file` to generate pairs."
         ) from error
     train, test = (_read(tensors, split, path) for split in SPLITS)
     if train.adjacency.shape[1:] != test.adjacency.shape[1:]:
-        raise _broken(path, "the training and test pairs are not padded to one size")
+        raise _broken(path, "training and test pairs are padded to different sizes")
     return train, test
 
 
@@ -68,19 +67,19 @@ def _read(tensors: dict[str, Tensor], split: str, path: Path | str) -> GraphPair
     names = [f"{split}.{part}" for part in _PARTS]
     missing = [name for name in names if name not in tensors]
     if missing:
-        raise _broken(path, f"{missing[0]} is not in it")
+        raise _broken(path, f"{missing[0]} is missing")
     adjacency, num_nodes, wl_score = (tensors[name] for name in names)
     num_pairs, n = len(num_nodes), adjacency.shape[-1]
     if adjacency.dtype != torch.bool or adjacency.shape != (num_pairs, 2, n, n):
-        raise _broken(path, f"{names[0]} is not of type bool and shape [pairs, 2, nodes, nodes]")
+        raise _broken(path, f"{names[0]} must be bool [pairs, 2, nodes, nodes]")
     for name, numbers in zip(names[1:], (num_nodes, wl_score), strict=True):
         if numbers.dtype != torch.int64 or numbers.shape != (num_pairs,):
-            raise _broken(path, f"{name} is not of type int64 and shape [pairs]")
+            raise _broken(path, f"{name} must be int64 [pairs]")
     is_real = torch.arange(n) < num_nodes[:, None, None]
     is_inside = is_real[..., None] & is_real[..., None, :]
     has_loops = bool(adjacency.diagonal(dim1=-2, dim2=-1).any())
     if has_loops or bool((adjacency & ~is_inside).any()):
-        raise _broken(path, f"{names[0]} has loops, or edges at padding")
+        raise _broken(path, f"{names[0]} has loops or edges in the padding")
     if not torch.equal(adjacency, adjacency.transpose(-1, -2)):
         raise _broken(path, f"{names[0]} is not symmetric")
     if not bool((((wl_score >= 1) & (wl_score <= BEYOND_WL)) | (wl_score == ISOMORPHIC)).all()):
@@ -89,10 +88,7 @@ def _read(tensors: dict[str, Tensor], split: str, path: Path | str) -> GraphPair
 
 
 def _broken(path: Path | str, problem: str) -> DataError:
-    return DataError(
-        f"pairs of graphs were to be read from {path}, but {problem}. Write it anew with "
-        "save_pairs."
-    )
+    return DataError(f"invalid pairs in {path}: {problem}. Write the file again with save_pairs.")
 
 
 def as_dataset(pairs: GraphPairs) -> TensorDict:
@@ -102,7 +98,7 @@ def as_dataset(pairs: GraphPairs) -> TensorDict:
     -------
     TensorDict
         Batch size [N]: `adjacency` [N, 2, n, n] float32, `node_mask` [N, 2, n] bool, `wl_score`
-        [N] long, and `y` [N, 1] long, 1 where the graphs are isomorphic.
+        [N] long, and `y` [N, 1] long, 1 for isomorphic graphs.
     """
     n = pairs.adjacency.shape[-1]
     wl_score = torch.from_numpy(pairs.wl_score)

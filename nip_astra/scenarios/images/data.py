@@ -66,8 +66,8 @@ def build_image_datasets(
     shapes = [list(split["image"].shape[1:]) for split in made]
     if shapes[0] != shapes[1]:
         raise DataError(
-            f"images to train and to test on were to be read, but the former have the shape "
-            f"{shapes[0]} (channels, height, width) and the latter {shapes[1]}. Make them alike."
+            f"training images have the shape {shapes[0]} (channels, height, width), but test "
+            f"images {shapes[1]}. Give images of one shape."
         )
     return made
 
@@ -110,12 +110,12 @@ def _build_split(
     limit = parameters.max_train_size if split == "train" else None
     key = (parameters.split_seed, "images kept", split)
     rows_N = _rows_kept(labels_N, parameters.make_balanced, limit, key)
-    found = set(labels_N[rows_N].tolist())
-    if found != {0, 1}:
+    labels = set(labels_N[rows_N].tolist())
+    if labels != {0, 1}:
         raise DataError(
-            f"the {split} images of {parameters.name!r} were to be labelled 0 and 1, but "
-            f"{'no image is left' if not found else f'all have the label {found.pop()}'}. Give "
-            "images of both labels, another binarification, or a larger max_train_size."
+            f"the {split} images of {parameters.name!r} must have the labels 0 and 1, got "
+            f"{sorted(labels) or 'no images'}. Give images of both labels, another "
+            "binarification, or a larger max_train_size."
         )
     images_NKHW = source.read(rows_N)
     return TensorDict(
@@ -138,10 +138,8 @@ def _label_of_class(
         missing = sorted(set(parameters.selected_classes) - set(known.tolist()))
         if missing:
             raise DataError(
-                f"the classes {parameters.selected_classes} of {parameters.name!r} were to be told "
-                f"apart, but it has no class {missing[0]}. Its classes are "
-                f"{', '.join(str(one) for one in known.tolist())}; name two of them in "
-                "dataset.selected_classes."
+                f"{parameters.name!r} has no class {missing[0]}. Set dataset.selected_classes to "
+                f"two of {', '.join(map(str, known.tolist()))}."
             )
         groups = [torch.tensor([one]) for one in parameters.selected_classes]
     else:

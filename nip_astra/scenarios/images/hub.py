@@ -73,9 +73,8 @@ def read_hub_dataset(
     splits = _load_splits(parameters, described, scenario_dir)
     if "train" not in splits:
         raise DataError(
-            f"images of {parameters.name!r} were to be read, but there is no split train; there "
-            f"are {', '.join(map(repr, splits)) or 'none'}. Name its files or folders train and "
-            "test."
+            f"the images {parameters.name!r} have no split 'train', only "
+            f"{', '.join(map(repr, splits)) or 'none'}. Name files or folders train and test."
         )
     train = _source(splits["train"], described, parameters.name)
     if "test" not in splits:
@@ -109,8 +108,8 @@ def download_images(name: str, folder: Path | None) -> dict[str, int]:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise DataError(
-            f"the images {name!r} were to be fetched from {HUB_DATASETS[name].hub_id}, but: "
-            f"{reason}. Use a network that reaches the hub, and a folder that can be written."
+            f"cannot download the images {name!r} from {HUB_DATASETS[name].hub_id}: {reason}. Use "
+            "a network that reaches the hub, and a writable folder."
         ) from error
     return {split: len(rows) for split, rows in loaded.items()}
 
@@ -137,10 +136,9 @@ def _load_splits(
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise DataError(
-            f"the images {parameters.name!r} were to be read from "
-            f"{path or described.hub_id}, but: {reason}. Give a "
-            "path to a Parquet file, a folder of Parquet files, one that save_to_disk wrote, or "
-            "one of train/<class>/ with image files; or use a network that reaches the hub."
+            f"cannot read the images {parameters.name!r} from {path or described.hub_id}: "
+            f"{reason}. Give a Parquet file, a folder of Parquet files, of save_to_disk or of "
+            "train/<class>/, or use a network that reaches the hub."
         ) from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
@@ -160,8 +158,8 @@ def _existing_path(parameters: ImageDatasetParameters, scenario_dir: Path | None
     path = Path(resolve_reference(parameters.path, scenario_dir)).expanduser()
     if not path.exists():
         raise DataError(
-            f"the images {parameters.name!r} were to be read from {parameters.path!r}, but {path} "
-            "does not exist. Give the path of a file or folder with images."
+            f"the images {parameters.name!r}: {path} does not exist. Give the path of a file or "
+            "folder with images."
         )
     return path
 
@@ -170,7 +168,7 @@ def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
     for column in (described.image, described.label):
         if column not in split.column_names:
             raise DataError(
-                f"images of {name!r} were to be read, but there is no column {column!r} among "
+                f"the images {name!r} have no column {column!r}, only "
                 f"{', '.join(map(repr, split.column_names))}. Rename the columns to "
                 f"{described.image!r} and {described.label!r}."
             )
@@ -178,8 +176,8 @@ def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
     wrong = [one for one in classes if isinstance(one, bool) or not isinstance(one, int) or one < 0]
     if wrong:
         raise DataError(
-            f"images of {name!r} were to have a class each, a whole number from 0, in the column "
-            f"{described.label!r}, but one has {wrong[0]!r}. Number the classes."
+            f"classes in the column {described.label!r} of {name!r} must be integers from 0, got "
+            f"{wrong[0]!r}."
         )
 
     def read(rows_N: Tensor) -> Tensor:
@@ -193,10 +191,10 @@ def _pixels(picture: Any, name: str) -> Tensor:
     """An image's pixels, uint8 [K, H, W]."""
     mode = getattr(picture, "mode", None)
     if mode not in GREY_MODES | COLOUR_MODES:
-        what = f"of Pillow's mode {mode!r}" if mode else f"a {type(picture).__name__}"
+        kind = f"Pillow mode {mode!r}" if mode else type(picture).__name__
         raise DataError(
-            f"images of {name!r} were to be read, but one is {what}. Give images of 8 bits a "
-            "channel, grey or coloured, in a column of the type Image."
+            f"unsupported image of {name!r}: {kind}. Give greyscale or colour images with 8 bits "
+            "per channel, in a column of type Image."
         )
     picture = picture.convert("L" if mode in GREY_MODES else "RGB")
     pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)

@@ -48,9 +48,8 @@ def split_by_class(
         )
     except ValueError as error:
         raise DataError(
-            f"{len(source.classes_N)} images were to be split into those to train and to test on, "
-            f"each class in the same proportion, but: {error} Give more images of each class, or "
-            "another test_share."
+            f"cannot make a stratified split of {len(source.classes_N)} images: {error} Give more "
+            "images of each class, or another test_share."
         ) from error
     return _part(source, sorted(train)), _part(source, sorted(test))
 

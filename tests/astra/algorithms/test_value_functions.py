@@ -71,7 +71,7 @@ class Forgotten(Headed):
 
 
 def test_a_head_that_no_optimizer_changes_is_told_by_trainer_and_harness() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 tensors of its value head .*not among"):
+    with pytest.raises(ConfigurationError, match="2 tensors of the value head"):
         train(Forgotten())
     problem = Forgotten()
     harness = Harness(ASTSampler(problem, PROMPTS), PPO(problem), 2)
@@ -105,7 +105,7 @@ def test_values_without_gradient_are_told() -> None:
         def value(self, context: Any, continuation: Any) -> Tensor:
             return super().value(context, continuation).detach()
 
-    with pytest.raises(ConfigurationError, match=r"carry no gradient.*vf_loss_coef=0"):
+    with pytest.raises(ConfigurationError, match="vf_loss_coef=0"):
         train(Constant())
 
 

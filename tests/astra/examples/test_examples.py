@@ -131,7 +131,7 @@ def test_ppo_trains_attacker_and_value_head(gpt2: str) -> None:
     ("kind", "text"),
     [
         (ppo.AsItWas, r"before the first token of every probe there is 0"),
-        (ppo.HeadForgotten, r"4 tensors of its value head.*not among parameters\(\)"),
+        (ppo.HeadForgotten, "4 tensors of the value head"),
     ],
 )
 def test_the_value_function_of_the_example_as_it_was_is_told(

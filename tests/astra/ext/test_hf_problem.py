@@ -176,12 +176,12 @@ def test_the_baseline_is_the_attacker_before_training_unless_another_is_named(
 
 
 def test_wrong_input_is_told_with_what_would_be_right(models: Models) -> None:
-    with pytest.raises(ConfigurationError, match="Give attacker_model_id: a hub id"):
+    with pytest.raises(ConfigurationError, match="attacker_model_id"):
         HFASTProblem(target_model_id=str(models.target), scorer=Finds())
     with pytest.raises(ConfigurationError, match="max_new_token: unknown parameter"):
         hf_problem(models, attacker_options={"max_new_token": 3})
     problem = HFASTProblem(str(models.attacker), str(models.target))
-    with pytest.raises(ConfigurationError, match="it has no scorer"):
+    with pytest.raises(ConfigurationError, match="scorer"):
         ASTSampler(problem, PROMPTS).rollout(0)
 
 
@@ -255,5 +255,5 @@ def test_another_model_in_the_place_of_one_that_is_played_is_refused(
     models: Models, name: str
 ) -> None:
     problem = hf_problem(models)
-    with pytest.raises(ConfigurationError, match=r"was to be replaced .*HFEvaluationProblem"):
+    with pytest.raises(ConfigurationError, match="HFEvaluationProblem"):
         setattr(problem, name, problem.target)

@@ -65,7 +65,7 @@ def test_numbers_serve_as_seeds_and_too_many_episodes_are_refused() -> None:
     assert ASTEvaluator(env).evaluate(5, progress=False)["summary"]["n_rollouts"] == 5
     with pytest.raises(ConfigurationError, match="the evaluator has no seeds"):
         ASTEvaluator(env).evaluate()
-    with pytest.raises(ConfigurationError, match="evaluation of 9 episodes"):
+    with pytest.raises(ConfigurationError, match="9 episodes"):
         ASTEvaluator(env, seeds=PROMPTS).evaluate(9)
 
 

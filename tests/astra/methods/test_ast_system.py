@@ -207,9 +207,9 @@ def test_a_scorer_that_reads_conversations_gets_them() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (torch.rand(2, 3), "which is above 0"),
-        (torch.zeros(3, 2), r"has the shape \[3, 2\]"),
-        ([0.0, 0.0], "is a list"),
+        (torch.rand(2, 3), "reach"),
+        (torch.zeros(3, 2), r"\[3, 2\]"),
+        ([0.0, 0.0], "list"),
     ],
 )
 def test_what_is_no_log_probability_is_told_at_every_call(given: Any, text: str) -> None:
@@ -231,7 +231,7 @@ def test_an_attacker_without_gradient_and_one_text_too_few_are_told() -> None:
         def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
             return super().rollout_prompt_with_target(x)[1:]
 
-    with pytest.raises(ConfigurationError, match="they carry no gradient"):
+    with pytest.raises(ConfigurationError, match="no_grad"):
         Frozen()._get_attacker_logprobs_and_validate(["a"], [" cat mat"])
     with pytest.raises(ConfigurationError, match="let the target speak to 2 texts, but gave 1"):
         ASTSampler(Frozen(), PROMPTS).rollout(0)
@@ -239,7 +239,7 @@ def test_an_attacker_without_gradient_and_one_text_too_few_are_told() -> None:
 
 @pytest.mark.parametrize("prompts", [[], "hello", None])
 def test_a_sampler_wants_a_list_of_prompts(prompts: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Give a list of at least one text"):
+    with pytest.raises(ConfigurationError, match="list of at least one text"):
         ASTSampler(WordProblem(), prompts)
 
 
@@ -260,7 +260,7 @@ class Lines(Sampler[str, str]):
 
 @pytest.mark.parametrize(("name", "size"), [("tree_width", 0), ("tree_depth", -1)])
 def test_a_tree_without_a_probe_is_refused(name: str, size: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}={size} .* whole number of at least 1"):
+    with pytest.raises(ConfigurationError, match=f"{name}={size} .*at least 1"):
         ASTSampler(WordProblem(), PROMPTS, **{name: size})
 
 

@@ -87,7 +87,7 @@ def test_parameters_of_an_agent_that_the_protocol_lacks_are_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_game("nip", {"agents": {"default": {}, "provr": {}}})
     assert "Did you mean 'prover'?" in str(caught.value)
-    with pytest.raises(ConfigurationError, match=r"Describe it under agents\.verifier"):
+    with pytest.raises(ConfigurationError, match=r"agents\.verifier"):
         build_game("nip", {"agents": {"prover": {}}})
 
 

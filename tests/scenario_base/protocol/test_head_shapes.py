@@ -84,18 +84,18 @@ WRONG = {
     "a verifier without decision logits": (
         ToyPolicyHead,
         lambda out: out._replace(decision_logits_B3=None),
-        ["'verifier'", "decision_logits_B3", "None", "Needed", "[5, 3]"],
+        ["'verifier'", "decision_logits_B3", "None", "[5, 3]"],
     ),
     "linear logits where there are no such symbols": (
         ToyPolicyHead,
         lambda out: out._replace(linear_logits_BVPL=out.message_logits_BVPS),
-        ["linear_logits_BVPL", "[5, 1, 1, 2]", "Needed", "None", "num_symbols 2", "no decision"],
+        ["linear_logits_BVPL", "[5, 1, 1, 2]", "None", "num_symbols 2", "no decision"],
     ),
-    "a tuple": (ToyPolicyHead, tuple, ["a tuple", "Needed", "PolicyOutput"]),
+    "a tuple": (ToyPolicyHead, tuple, ["a tuple", "PolicyOutput"]),
     "values with a dimension too many": (
         ToyValueHead,
         lambda values: values.unsqueeze(-1),
-        ["value head ToyValueHead", "[5, 1]", "Needed", "[5]"],
+        ["value head ToyValueHead", "[5, 1]", "[5]"],
     ),
     "labels instead of their logits": (
         ToySoloHead,
@@ -105,7 +105,7 @@ WRONG = {
     "a body that forgets the frames": (
         ToyBody,
         lambda read: {name: value.mean(0) for name, value in read.items()},
-        ["body ToyBody", "representation", "[16]", "Needed", "[5, ...]"],
+        ["body ToyBody", "representation", "[16]", "[5, ...]"],
     ),
     "a body whose width the head cannot read": (
         ToyBody,

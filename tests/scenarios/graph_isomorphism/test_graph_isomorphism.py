@@ -198,7 +198,7 @@ def test_pairs_are_read_from_a_file_of_the_scenario(tmp_path: Path) -> None:
     instance = build(scenario_dir=tmp_path, **section)
     assert (len(instance.train_dataset), len(instance.test_dataset)) == (6, 4)
     assert instance.train_dataset["wl_score"].tolist() == train.wl_score.tolist()
-    with pytest.raises(DataError, match="none, but it is missing"):
+    with pytest.raises(DataError, match="none"):
         build(scenario_dir=tmp_path, **small(dataset={"file": "scenario://none"}))
 
 

@@ -171,12 +171,8 @@ def test_a_hub_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route to the hub.\nTry later.")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"'mnist' .*ylecun/mnist.*no route to the hub"):
         build(None, "mnist")
-    assert str(caught.value).startswith(
-        "the images 'mnist' were to be read from ylecun/mnist, but: no route to the hub. Give a "
-        "path to a Parquet file"
-    )
 
 
 def test_without_the_library_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,20 +189,20 @@ def test_a_path_that_does_not_exist_is_told(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     path = tmp_path / "images.parquet"
     path.write_text("no Parquet")
-    with pytest.raises(DataError, match=r"were to be read from .*images.parquet, but: "):
+    with pytest.raises(DataError, match=r"images\.parquet"):
         build(path)
 
 
 def test_a_missing_column_is_told_with_those_that_are_there(tmp_path: Path) -> None:
     path = tmp_path / "images.parquet"
     make_split(4, image="photo").to_parquet(path)
-    with pytest.raises(DataError, match=r"no column 'image' among 'photo', 'label'. Rename"):
+    with pytest.raises(DataError, match=r"'image'.* 'photo', 'label'"):
         build(path)
 
 
 def test_no_training_images_are_told(tmp_path: Path) -> None:
     datasets.DatasetDict(validation=make_split(4)).save_to_disk(tmp_path / "images")
-    with pytest.raises(DataError, match="no split train; there are 'validation'"):
+    with pytest.raises(DataError, match="'validation'"):
         build(tmp_path / "images")
 
 
@@ -214,7 +210,7 @@ def test_no_training_images_are_told(tmp_path: Path) -> None:
 def test_a_class_that_is_no_number_is_told(tmp_path: Path, wrong: Any) -> None:
     path = tmp_path / "images.parquet"
     make_split(4, labels=[wrong] * 4).to_parquet(path)
-    with pytest.raises(DataError, match=f"column 'label', but one has {wrong!r}. Number"):
+    with pytest.raises(DataError, match=f"'label'.*{wrong!r}"):
         build(path)
 
 
@@ -235,13 +231,13 @@ def test_images_of_several_sizes_are_refused(tmp_path: Path) -> None:
 def test_images_to_test_on_of_another_shape_are_refused(tmp_path: Path) -> None:
     splits = {"train": make_split(8), "test": make_split(8, mode="L")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "images")
-    with pytest.raises(DataError, match=r"shape \[3, 5, 6\] .* and the latter \[1, 5, 6\]"):
+    with pytest.raises(DataError, match=r"\[3, 5, 6\] .*\[1, 5, 6\]"):
         build(tmp_path / "images")
 
 
 def test_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     images = [Image.new("I;16", (4, 4)) for _ in range(8)]
-    with pytest.raises(DataError, match="of Pillow's mode 'I;16'"):
+    with pytest.raises(DataError, match="'I;16'"):
         build(save_rows(tmp_path / "images", images))
 
 
@@ -272,7 +268,7 @@ def test_images_that_are_left_out_are_not_read(
 def test_one_label_alone_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "images.parquet"
     make_split(8, labels=[3] * 8).to_parquet(path)
-    with pytest.raises(DataError, match=r"but all have the label 1. Give images of both labels"):
+    with pytest.raises(DataError, match=r"\[1\]"):
         build(path, make_balanced=False)
-    with pytest.raises(DataError, match=r"but no image is left. Give images of both labels"):
+    with pytest.raises(DataError, match="no images"):
         build(path)

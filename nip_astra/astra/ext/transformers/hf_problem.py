@@ -55,9 +55,8 @@ class _Part:
 
     def __set__(self, problem: HFASTProblem, value: Any) -> None:
         raise ConfigurationError(
-            f"the {self.name} of the {self.role} of {type(problem).__name__} was to be replaced by "
-            f"a {type(value).__name__}, but trees are played by the agents that were made with the "
-            "problem. Name the model where the problem is made; for one that was trained, "
+            f"the {self.name} of the {self.role} of {type(problem).__name__} cannot be replaced "
+            f"by a {type(value).__name__}. Name the model in the constructor; for a trained one, "
             "HFEvaluationProblem(attacker_checkpoint=...)."
         )
 
@@ -163,8 +162,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         rater = rater_of_system(self)
         if rater is None:
             raise ConfigurationError(
-                f"trees of {type(self).__name__} were to be played, but it has no scorer, so "
-                "nothing can be rated. Give it a scorer."
+                f"{type(self).__name__} needs a scorer for rollouts. Give it one."
             )
         return TreeSampler(
             self.agents["attacker"],

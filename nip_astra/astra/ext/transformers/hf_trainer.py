@@ -79,8 +79,8 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
     ) -> None:
         if eval_every is not None and (not isinstance(eval_every, int) or eval_every < 1):
             raise ConfigurationError(
-                f"an evaluation was asked for every {eval_every!r} iterations. Give a whole number "
-                "of at least 1, or leave dev_prompts out for none."
+                f"eval_every={eval_every!r} must be an integer of at least 1. Omit dev_prompts for "
+                "no evaluation."
             )
         self.dev_prompts = list(dev_prompts or [])
         self.ckpt_dir = Path(ckpt_dir)
@@ -149,8 +149,8 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
             raise
         except OSError as error:
             raise CheckpointError(
-                f"the attacker was to be saved in {folder}, but: {error}. Free space, or give "
-                "another ckpt_dir."
+                f"cannot save the attacker in {folder}: {error}. Free space, or give another "
+                "ckpt_dir."
             ) from error
         logger.info("saved %s", folder)
         return folder

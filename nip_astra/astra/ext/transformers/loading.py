@@ -37,8 +37,8 @@ def load_agents(
     for name, model in {"attacker": attacker_model, "target": target_model}.items():
         if not model:
             raise ConfigurationError(
-                f"a problem of Hugging Face models was to be made, but no {name} is named. Give "
-                f"{name}_model_id: a hub id, a folder that save_pretrained wrote, or a .gguf file."
+                f"{name}_model_id is missing. Give a hub id, a folder of save_pretrained, or a "
+                ".gguf file."
             )
     assert attacker_model is not None
     assert target_model is not None

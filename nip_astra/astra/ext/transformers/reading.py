@@ -46,8 +46,8 @@ class Reader:
         return ids[:start], ids[start:stop]
 
     def _turns(self, role: str, texts: tuple[str, ...]) -> list[Turn]:
-        # The target's side opens, then attacker and target speak in turn. One text by itself is
-        # what is to be answered, whoever is asked.
+        # The target opens, then attacker and target alternate. A single text is always the turn to
+        # answer.
         is_alone = len(texts) == 1
         turns = []
         for index, text in enumerate(texts):
@@ -56,11 +56,9 @@ class Reader:
             speaker = getattr(text, "speaker", None) or side
             if index and speaker != side:
                 raise ConfigurationError(
-                    f"turn {index + 1} of a conversation was to be the {side}'s, but {text!r} was "
-                    f"said by the {speaker}: {_shown(texts)}. Attacker and target speak in turn "
-                    "after the opening; what is added between them, such as 'User: ', counts as a "
-                    "turn. Add what they said alone, conversation + probe + response, and leave "
-                    "role markers to the agents' format."
+                    f"turn {index + 1} must be the {side}'s, got the {speaker}'s {text!r}: "
+                    f"{_shown(texts)}. Attacker and target alternate after the opening; write "
+                    "conversation + probe + response, without role markers such as 'User: '."
                 )
             turns.append(Turn(is_own=is_own, ids=self._content_ids(role, text, speaker)))
         return turns
@@ -70,8 +68,8 @@ class Reader:
         is_readable = self._shares_tokens or (role == "target") == (speaker == "target")
         if not isinstance(text, Spoken) or not text.ids or not is_readable:
             return self.agents[role].conversation_format.encode(str(text))
-        said = self.agents[speaker]
-        ends = {*said.language_model.end_ids, *said.sampling.end_ids}
+        author = self.agents[speaker]
+        ends = {*author.language_model.end_ids, *author.sampling.end_ids}
         return text.ids[:-1] if text.ids[-1] in ends else text.ids
 
     def _own_ids(self, role: str, text: str) -> list[int]:

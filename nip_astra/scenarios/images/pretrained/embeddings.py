@@ -84,6 +84,6 @@ def _write(path: Path, train: Tensor, test: Tensor) -> None:
         keep_tensors(path, {"train": train, "test": test})
     except OSError as error:
         raise DataError(
-            f"pretrained embeddings were to be kept in {path.parent}, but it cannot be written: "
-            f"{error}. Give another cache_dir, or none."
+            f"cannot write pretrained embeddings to {path.parent}: {error}. Give another "
+            "cache_dir, or none."
         ) from error

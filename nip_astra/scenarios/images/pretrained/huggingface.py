@@ -55,8 +55,8 @@ class HuggingFaceImageModel(PretrainedModel):
         source = resolve_reference(parameters.model, scenario_dir)
         if isinstance(source, Path) and not (source / "config.json").is_file():
             raise ModelLoadError(
-                f"the image model {parameters.model!r} was asked for, but {source} "
-                f"{'holds no config.json' if source.exists() else 'does not exist'}. {ADVICE}"
+                f"the image model {parameters.model!r}: {source} "
+                f"{'has no config.json' if source.exists() else 'does not exist'}. {ADVICE}"
             )
         self.name = str(source)
         self.model = _load(self.name)
@@ -120,29 +120,27 @@ def _load(name: str) -> Any:
         )
     except ImportError as error:
         raise MissingDependencyError(
-            f"the image model {name!r} was asked for, and it needs a package that is not "
-            f"installed: {str(error).strip().partition(chr(10))[0]} Models of timm need: pip "
-            "install timm"
+            f"the image model {name!r} needs a missing package: "
+            f"{str(error).strip().partition(chr(10))[0]} For models of timm, run: pip install timm"
         ) from error
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelLoadError(
             f"the image model {name!r} could not be loaded: {reason}. {ADVICE}"
         ) from error
-    # What is missing got random weights; a pooler is not read.
+    # Missing weights are random; the pooler is not used.
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
     if missing:
         raise ModelLoadError(
-            f"the image model {name!r} was asked for, but it lacks the weights "
-            f"{', '.join(missing[:3])}. {ADVICE}"
+            f"the image model {name!r} lacks the weights {', '.join(missing[:3])}. {ADVICE}"
         )
     if getattr(model, "main_input_name", "") != "pixel_values":
-        raise ModelLoadError(f"the model {name!r} was asked for, but it reads no images. {ADVICE}")
+        raise ModelLoadError(f"the model {name!r} is not an image model. {ADVICE}")
     return model.eval().requires_grad_(False)
 
 
 def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the pixels that the model was trained on; 0 and 1 if not said."""
+    """Mean and standard deviation of the model's training pixels; 0 and 1 if unknown."""
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:
