@@ -98,7 +98,7 @@ def figures_of(run: Path) -> Run:
         "held_out_plants": after["plants_found"],
         "target_queries": results["training"]["target_queries"],
         "generated_tokens": int(sum(row.get("tokens/generated", 0) for row in metrics)),
-        "iterations": results["training"]["iterations"],
+        "iterations": results["training"]["num_iterations"],
     }
 
 

@@ -144,6 +144,8 @@ if TYPE_CHECKING:
     from nip_astra.run import resume_experiment as resume_experiment
     from nip_astra.run import run_experiment as run_experiment
     from nip_astra.samplers.episodes import EpisodeSampler as EpisodeSampler
+    from nip_astra.samplers.task_episodes import TaskPlan as TaskPlan
+    from nip_astra.samplers.task_parts import play_task as play_task
     from nip_astra.samplers.trees import TreeSampler as TreeSampler
     from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
     from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
@@ -217,6 +219,8 @@ if TYPE_CHECKING:
     from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
     from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
+    from nip_astra.tracking.tracker import Tracker as Tracker
+    from nip_astra.tracking.tracker import register_tracker as register_tracker
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
@@ -407,6 +411,7 @@ _HOMES = {
     "SubParameters": "nip_astra.parameters.parameters_base",
     "Subject": "nip_astra.scenario_base.text.analysers.base",
     "Task": "nip_astra.scenario_base.tasks.base",
+    "TaskPlan": "nip_astra.samplers.task_episodes",
     "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
@@ -416,6 +421,7 @@ _HOMES = {
     "TokenSampler": "nip_astra.language_models.base",
     "TokenScorer": "nip_astra.language_models.base",
     "TextRlParameters": "nip_astra.parameters.text",
+    "Tracker": "nip_astra.tracking.tracker",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -454,6 +460,7 @@ _HOMES = {
     "module_of": "nip_astra.plugins",
     "nstep_returns": "nip_astra.rl_objectives.returns",
     "padding_data": "nip_astra.rollouts.batch",
+    "play_task": "nip_astra.samplers.task_parts",
     "policy_loss": "nip_astra.trainers.service.losses",
     "open_chat_model": "nip_astra.language_models.services.patience",
     "polymorphic": "nip_astra.parameters.parameters_base",
@@ -475,6 +482,7 @@ _HOMES = {
     "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.base",
     "register_task": "nip_astra.scenario_base.tasks.base",
+    "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
     "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",

@@ -49,8 +49,12 @@ class ExperimentSettings(SubParameters):
     """Folder in which run directories are made."""
     run_id: str | None = None
     """Name of the run and of its directory; null makes one from trainer, scenario and time."""
+    trackers: list[str] = []
+    """Trackers that mirror the run directory, by name: `wandb`, `tensorboard`, or one of a plug-in.
+    `file`, which writes the directory, is always there."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Whether Weights & Biases mirrors the run directory."""
+    """Mode of the tracker `wandb` (Weights & Biases): offline or online turns it on; where
+    `trackers` names it, disabled stands for online."""
     wandb_project: str | None = None
     """W&B project; null takes WANDB_PROJECT of the environment, or nip_astra."""
     wandb_entity: str | None = None

@@ -45,10 +45,9 @@ from nip_astra.tracking.environment import (
     note_computation,
     warn_of_changed_plugins,
 )
-from nip_astra.tracking.local import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.trainers.fitness import (
     refuse_half_built,
     refuse_idle_actors,
@@ -366,7 +365,7 @@ def _run(
             return name_of_signal() or asked()
 
         _remove_leftovers(directory)
-        tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
+        tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
         is_done = False
         services: list[ChatModel] = []
         try:

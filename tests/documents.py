@@ -1,4 +1,4 @@
-"""Read the project's Markdown: code blocks with their markers, headings and links."""
+"""Parse the project's Markdown: code blocks with their markers, headings and links."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Block:
     Attributes
     ----------
     file : str or None
-        Name under which the reader saves it, from a marker `<!-- file: NAME -->` before it.
+        Name of the file with this content, from a marker `<!-- file: NAME -->` before it.
     is_slow : bool
-        Whether it is marked `<!-- slow -->`: too long, or in need of more packages, for a test.
+        Whether it is marked `<!-- slow -->`: too long for a test, or needs other packages.
     """
 
     language: str
@@ -34,33 +34,28 @@ class Block:
 
     @property
     def commands(self) -> list[Command]:
-        """The shell lines of a `sh` or `console` block, the latter with what they print."""
-        if self.language == "sh":
-            joined = self.text.replace("\\\n", " ")
-            return [Command(line, "", self) for line in joined.splitlines() if line.strip()]
-        if self.language != "console":
+        """The shell lines of a `sh` block."""
+        if self.language != "sh":
             return []
-        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)
-        assert not parts[0].strip(), f"line {self.line}: a console block begins with '$ '"
-        return [Command(*part.split("\n", 1), block=self) for part in parts[1:]]
+        joined = self.text.replace("\\\n", " ")
+        return [Command(line, self) for line in joined.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A shell line and what it prints; "..." in `output` stands for anything."""
+    """A shell line of a block."""
 
     line: str
-    output: str
     block: Block
 
     @property
     def words(self) -> list[str]:
-        """The line split as a shell does, something filled in, a trailing comment left out."""
+        """The line split as in a shell, without comments and with placeholders filled in."""
         return shlex.split(re.sub(r"<[^>]*>", "something", self.line), comments=True)
 
     @property
     def arguments(self) -> list[str] | None:
-        """Arguments of the program's command line; None where the line runs something else."""
+        """Arguments of the program's command line; None if the line runs another program."""
         for start in (["python", "run.py"], ["nip-astra"]):
             if self.words[: len(start)] == start:
                 return self.words[len(start) :]
@@ -68,18 +63,19 @@ class Command:
 
     @property
     def is_template(self) -> bool:
-        """Whether the reader has to fill something in, for instance `runs/<run id>`."""
+        """Whether the line has a placeholder, for example `runs/<run id>`."""
         return "<" in self.line
 
 
 def documents() -> list[Path]:
-    """The project's own pages."""
-    return [ROOT / "README.md", *sorted((ROOT / "doc").rglob("*.md"))]
+    """All pages of the project's documentation."""
+    others = ("README.md", "parameters/README.md", "benchmarks/README.md")
+    return [*(ROOT / path for path in others), *sorted((ROOT / "doc").rglob("*.md"))]
 
 
 def blocks(path: Path) -> list[Block]:
     """The fenced blocks of a page in order."""
-    found: list[Block] = []
+    result: list[Block] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     start, language = -1, ""
     for number, line in enumerate(lines):
@@ -87,12 +83,12 @@ def blocks(path: Path) -> list[Block]:
         if start >= 0 and line == "```":
             file, is_slow = _markers(lines, start)
             text = "\n".join(lines[start + 1 : number]) + "\n"
-            found.append(Block(language, text, start + 1, file, is_slow))
+            result.append(Block(language, text, start + 1, file, is_slow))
             start = -1
         elif start < 0 and fence:
             start, language = number, fence[1]
-    assert start < 0, f"{path.name}:{start + 1}: a block that never ends"
-    return found
+    assert start < 0, f"{path.name}:{start + 1}: unclosed block"
+    return result
 
 
 def _markers(lines: list[str], fence: int) -> tuple[str | None, bool]:
@@ -118,7 +114,7 @@ def links(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The fragments by which a page's headings are linked, as GitHub makes them."""
+    """Link fragments of a page's headings, as on GitHub."""
     headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings

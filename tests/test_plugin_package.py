@@ -87,7 +87,7 @@ def test_an_installed_trainer_is_listed_with_its_package_and_runs_by_its_name_al
     )
     (line,) = (line for line in printed.splitlines() if line.startswith("my_trainer"))
     assert "entry point of my-trainer" in line
-    assert "Say again what was rewarded more than its siblings." in line
+    assert "Maximise the likelihood of probes" in line
     assert "held-out episodes before and after training" in printed
     assert (tmp_path / "runs" / "installed" / "results.json").is_file()
     metrics = (tmp_path / "runs" / "installed" / "metrics.jsonl").read_text()

@@ -221,7 +221,7 @@ def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_unfinished_directory_is_left_to_the_process_that_writes_it(tmp_path: Path) -> None:
     def another(new: RunDirectory) -> None:
-        with pytest.raises(RunDirectoryError, match="at work on it"):
+        with pytest.raises(RunDirectoryError, match="in use by"):
             RunDirectory.create(tmp_path, "one")
 
     assert RunDirectory.create(tmp_path, "one", another).path.is_dir()

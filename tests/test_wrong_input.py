@@ -271,8 +271,8 @@ def test_a_run_directory_that_cannot_be_made(cli: CommandLine) -> None:
 def test_an_existing_run_id(cli: CommandLine) -> None:
     (cli.folder / "runs" / "one").mkdir(parents=True)
     message = refused(cli.run())
-    assert says(message, "'one'", "runs/one exists", "nip-astra resume runs/one", "--run-id")
+    assert says(message, "'one'", "exists", "nip-astra resume runs/one", "--run-id")
 
 
 def test_a_run_id_that_is_no_name(cli: CommandLine) -> None:
-    assert says(refused(cli.run("--run-id", "a/b")), "'a/b'", "run id names a folder")
+    assert says(refused(cli.run("--run-id", "a/b")), "'a/b'", "name a folder")

@@ -1,4 +1,4 @@
-"""What the site is made of beside doc/: pages from the code, and READMEs of the scenarios."""
+"""Pages of the site that are not in doc/: generated ones, and READMEs of other folders."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from parameter_pages import parameter_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "doc"
+SCENARIOS = ROOT / "scenarios"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages that are made into the navigation."""
+    """Add generated pages to the navigation."""
     groups: dict[str, list[Any]] = {}
     config.extra["pages_of_parameters"] = list(parameter_pages())
     for page in config.extra["pages_of_parameters"]:
@@ -30,7 +31,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     parameters: list[Any] = [{chapter: pages} for chapter, pages in groups.items()]
     api: list[Any] = [{title: path} for title, path, _ in api_pages()]
     scenarios: list[Any] = [
-        {path.parent.name: _place(path)} for path in _extra_pages() if path.parent != ROOT
+        {path.parent.name: _place(path)} for path in sorted(SCENARIOS.glob("*/README.md"))
     ]
     design: list[Any] = [f"design/{path.name}" for path in sorted((DOC / "design").glob("0*.md"))]
     made = {"Parameters": parameters, "API": api, "Scenarios": scenarios, "Decisions": design}
@@ -44,7 +45,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _guides_left_out(listed: list[Any]) -> list[Any]:
-    """Guides that have no place in the order yet."""
+    """Guides that are missing from the navigation."""
     named = str(listed)
     guides = [f"guides/{path.name}" for path in sorted((DOC / "guides").glob("*.md"))]
     left_out = [guide for guide in guides if guide not in named]
@@ -52,7 +53,7 @@ def _guides_left_out(listed: list[Any]) -> list[Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made, and those that stand outside of doc/."""
+    """Add generated pages, and those outside doc/."""
     for page in config.extra.pop("pages_of_parameters"):
         files.append(File.generated(config, page.path, content=page.text))
     for _, path, text in api_pages():
@@ -64,7 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to where their targets are on the site; what is not there stays as text."""
+    """Rewrite links to pages of the site; links to other files become plain text."""
     source = _source(page.file.src_uri)
 
     def lead(match: re.Match[str]) -> str:
@@ -85,18 +86,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _extra_pages() -> list[Path]:
-    return [*sorted((ROOT / "scenarios").glob("*/README.md")), ROOT / "CHANGELOG.md"]
+    others = ("parameters/README.md", "benchmarks/README.md", "CHANGELOG.md")
+    return [*sorted(SCENARIOS.glob("*/README.md")), *(ROOT / path for path in others)]
 
 
 def _place(path: Path) -> str:
-    """Where a file of the project is on the site."""
+    """Path of a project file on the site."""
     if path == ROOT / "README.md":
         return "index.md"
     return str(path.relative_to(DOC if path.is_relative_to(DOC) else ROOT))
 
 
 def _source(place: str) -> Path:
-    """The file of the project that a page of the site is."""
+    """Project file of a page of the site."""
     return DOC / place if (DOC / place).exists() else ROOT / place
 
 

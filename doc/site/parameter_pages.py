@@ -1,4 +1,4 @@
-"""A page for every group of parameters, made from its fields."""
+"""Generate a page for every group of parameters from its fields."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _meaning(field: Any) -> str:
 
 
 def _group_in(annotation: Any) -> type[SubParameters] | None:
-    """The group that a type consists of: itself, or null, or the element of a list or mapping."""
+    """The group in a type: itself, optional, or the element of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, SubParameters):
         return annotation
     found = (_group_in(part) for part in typing.get_args(annotation))
@@ -175,12 +175,12 @@ def _group_in(annotation: Any) -> type[SubParameters] | None:
 
 
 def _is_chosen(field: Any) -> bool:
-    """Whether a `_type` chooses the group."""
+    """Whether `_type` selects the group."""
     return bool(_registries_in(field.annotation, field.metadata))
 
 
 def _registries_in(annotation: Any, metadata: Any = ()) -> list[Any]:
-    """What finds the groups of a field whose kind is chosen by name."""
+    """The registry of a field whose group is selected by `_type`."""
     own = [one for one in metadata if hasattr(one, "get") and hasattr(one, "base")]
     if typing.get_origin(annotation) is typing.Annotated:
         own += _registries_in(typing.get_args(annotation)[0], annotation.__metadata__)
@@ -238,7 +238,7 @@ def _default(field: Any) -> str:
 
 
 class _Readers:
-    """Who reads a parameter."""
+    """Trainers that read each parameter."""
 
     def __init__(self) -> None:
         trainers, kinds = ALL_REGISTRIES["trainer"], ALL_REGISTRIES["scenario"]

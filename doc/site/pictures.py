@@ -1,7 +1,7 @@
-"""Draw README's pictures anew: python doc/site/pictures.py [a folder for the run]
+"""Update the pictures of README: python doc/site/pictures.py [RUNS_DIR]
 
-Runs the main job in a terminal of its own, and photographs that terminal's last screen and the
-run's report in a headless Chromium, which must be installed.
+Runs the main job in a pseudo-terminal, and saves screenshots of its last screen and of the
+report with headless Chromium, which must be installed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "doc" / "pictures"
 COLUMNS, ROWS = 90, 40
 LAST_LINES = 44
-"""Of what was printed; the run prints more where many failures are known."""
+"""Lines of the output that the picture shows."""
 REPORT_SIZE = (1080, 1250)
 
 
 def run_in_a_terminal(command: list[str]) -> str:
-    """What a command printed into a terminal of `COLUMNS` by `ROWS`, with its colours."""
+    """Output of a command in a terminal of `COLUMNS` by `ROWS`, with colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
@@ -53,7 +53,7 @@ def run_in_a_terminal(command: list[str]) -> str:
 
 
 def last_screen(printed: str) -> str:
-    """The lines as they stand at the end, each as it was written last."""
+    """The final lines on the screen."""
     lines = []
     for line in printed.replace("\r\n", "\n").replace("\x1b[A", "").split("\n"):
         versions = [part for part in line.split("\r") if part.strip()]
@@ -62,7 +62,7 @@ def last_screen(printed: str) -> str:
 
 
 def photograph(page: Path, picture: Path, size: tuple[int, int]) -> None:
-    """Save what a browser shows of a page."""
+    """Save a screenshot of a page."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if browser is None:
         raise SystemExit("no chromium was found; install it, for instance by apt-get")

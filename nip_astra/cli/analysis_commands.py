@@ -15,10 +15,10 @@ from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.report.page import write_report
-from nip_astra.report.wording import interval, percent
 from nip_astra.resolving.analysing import analyse_run, count_analysis
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.text.parameters import ChatModelParameters
+from nip_astra.utils.formatting import interval, percent
 
 
 class JudgeFile(SubParameters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +32,6 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import (
     as_text,
-    percent,
-    plain,
     services_table,
 )
 from nip_astra.evaluation.task_comparison import TaskContender, compare_task_rows
@@ -51,6 +50,7 @@ from nip_astra.trainers.service.evaluation import evaluation_of, play_task_evalu
 from nip_astra.trainers.service.measuring import Tally
 from nip_astra.trainers.service_base import ServiceTrainer
 from nip_astra.trainers.service_use import services_used
+from nip_astra.utils.formatting import format_value
 
 VERSION = 1
 KIND = str(ScenarioType.TASK)
@@ -303,12 +303,7 @@ def task_tables(figures: Mapping[str, Any]) -> list[Table]:
     for name, value in told.items():
         if name.endswith("_interval"):
             continue
-        if name == "mean_reward":
-            write = plain
-        elif name.startswith("num_"):
-            write = _count
-        else:
-            write = percent
+        write = _count if name.startswith("num_") else partial(format_value, name)
         bounds = told.get(f"{name}_interval")
         interval = f"[{write(bounds[0])}, {write(bounds[1])}]" if bounds else ""
         table.add_row(Text(name.replace("_", " ")), write(value) + _counts(name, told), interval)

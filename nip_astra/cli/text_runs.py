@@ -22,7 +22,7 @@ from nip_astra.evaluation.text_comparison import TextContender, compare_text_rol
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.report.page import write_report
-from nip_astra.report.protocol_runs import ACCURACY, figure_text, statistics_of
+from nip_astra.report.summary import agent_figures
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.safe_text import to_json
@@ -32,6 +32,7 @@ from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.trainers.text.analysis import stored_samplings
 from nip_astra.trainers.text.evaluation import TextEvaluation, play_evaluation
 from nip_astra.trainers.text.rollout_files import ANSWERS, ROLLOUTS
+from nip_astra.utils.formatting import format_figure, format_value
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 VERSION = 1
@@ -201,15 +202,15 @@ def _conditions(run: Path, split: str, seed: int | None) -> dict[str, Any]:
 
 def figures_table(figures: Mapping[str, Any]) -> Table:
     """The figures of an evaluation, for all rollouts and by agent."""
-    found = statistics_of(figures["figures"])
+    found = agent_figures(figures["figures"])
     agents = figures["agents"]
     table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
-    names = [name for name in found.overall if not name.startswith("std_")]
-    for name in names:
-        value = found.accuracy_text if name in ACCURACY else figure_text(name, found.overall[name])
-        table.add_row(Text(name.replace("_", " ")), value, *("" for _ in agents))
+    for name in found.overall:
+        if not name.startswith("std_") and not name.endswith(("_interval", "num_episodes")):
+            value = format_figure(found.overall, name)
+            table.add_row(Text(name.replace("_", " ")), value, *("" for _ in agents))
     own = dict.fromkeys(name for agent in agents for name in found.by_agent.get(agent, {}))
     for name in own:
-        cells = [figure_text(name, found.by_agent.get(agent, {}).get(name)) for agent in agents]
+        cells = [format_value(name, found.by_agent.get(agent, {}).get(name)) for agent in agents]
         table.add_row(Text(name.replace("_", " ")), "", *cells)
     return table

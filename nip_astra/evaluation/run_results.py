@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from nip_astra.errors import MissingDependencyError, UnknownNameError
 from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.groups import INTERVAL, summary_of
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
+from nip_astra.tracking.tracker import INTERVAL, flat_figures
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MEASUREMENTS = ("before", "after", "random_search")
 """Parts of results.json that hold figures, in the order in which they are told."""
-
-
-_SHARE = re.compile(
-    r"(rate|share|share_below|recall|fraction|accuracy)$|(^|/)(pass_at_\d+$|share_|\w*accuracy_(of|where|wl)_)"
-)
-
-
-def is_share(name: str) -> bool:
-    """Whether a figure of this name is a share, which lies between 0 and 1."""
-    return _SHARE.search(name) is not None and not name.rpartition("/")[2].startswith("std_")
 
 
 class Figure(NamedTuple):
@@ -173,8 +162,7 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
 
 
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
-    for path, value in summary_of(when, report).items():
-        name = path.removeprefix(f"{when}/")
+    for name, value in flat_figures(report).items():
         if name in report:
             ends = report.get(f"{name}{INTERVAL}") or (None, None)
             yield Figure(when, name, float(value), *ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import PurePath
@@ -14,9 +13,8 @@ from rich.text import Text
 
 from nip_astra.evaluation.measured import Replies
 from nip_astra.safe_console import SafeConsole
-from nip_astra.utils.plain_values import number
+from nip_astra.utils.formatting import NOTHING, bounds_text, decimal, format_figure, percent
 
-NOTHING = "-"
 MAX_CLUSTERS = 8
 """Clusters of failing probes in a table; `evaluation.json` has all."""
 
@@ -51,8 +49,8 @@ def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
             *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
             f"{sum(use['failures'].values()):,}",
             f"{use['prompt_tokens'] + use['completion_tokens']:,}",
-            "-" if cost is None else f"{cost:.4g}",
-            "-" if seconds is None else f"{seconds:.3g}",
+            decimal(cost, 4),
+            decimal(seconds),
         )
     return table
 
@@ -105,7 +103,7 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
         for name, metric in found.items():
             if not isinstance(metric, Mapping):
                 continue
-            write = percent if name == "failure_rate" else plain
+            write = percent if name == "failure_rate" else decimal
             low, high = write(metric["low"]), write(metric["high"])
             table.add_row(
                 Text(label), name.replace("_", " "), write(metric["first"]),
@@ -125,30 +123,7 @@ def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
 
 def rate(estimate: Mapping[str, Any]) -> str:
     """A share with its interval, and of how many it is."""
-    counted = counts_text(estimate)
-    if _is_missing(estimate.get("value")) and not counted:
-        return NOTHING
-    bounds = f" [{percent(estimate['low'])}, {percent(estimate['high'])}]"
-    written = percent(estimate["value"]) + ("" if _is_missing(estimate.get("low")) else bounds)
-    return f"{written}, {counted}" if counted else written
-
-
-def counts_text(rate: Mapping[str, Any]) -> str:
-    """How many of how many failed, and how many are unknown; empty where it is not stored."""
-    failed, known = number(rate.get("num_failed")), number(rate.get("num_known"))
-    if failed is None or known is None:
-        return ""
-    total = number(rate.get("num_episodes"))
-    if total is None or total == known:
-        return f"{failed:,.0f} of {known:,.0f}"
-    return f"{failed:,.0f} of {total:,.0f}, {total - known:,.0f} unknown"
-
-
-def bounds_text(rate: Mapping[str, Any]) -> str:
-    """The rate if all missing verdicts had been passes, or failures; empty where none is."""
-    known, total = number(rate.get("num_known")), number(rate.get("num_episodes"))
-    ends = [number(rate.get(f"if_unknown_{what}")) for what in ("passed", "failed")]
-    return "" if known in (None, total) or None in ends else " / ".join(map(percent, ends))
+    return format_figure({"rate": estimate}, "rate")
 
 
 def at_least(kinds: Mapping[str, Any]) -> str:
@@ -156,20 +131,6 @@ def at_least(kinds: Mapping[str, Any]) -> str:
     if not kinds["seen"]:
         return NOTHING
     return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage."""
-    return NOTHING if _is_missing(value) else f"{value:.1%}"
-
-
-def plain(value: float | None) -> str:
-    """A number with three significant digits."""
-    return NOTHING if value is None or _is_missing(value) else f"{value:.3g}"
-
-
-def _is_missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
 
 
 def _figures_table(figures: Mapping[str, Any]) -> Table:
@@ -204,11 +165,11 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"hit@{', '.join(hits)}, mean over prompts", ", ".join(cells)))
     for name, score in figures["scores"].items():
         q = score["quantiles"]
-        spread = f"{plain(score['mean'])} ({plain(q['0.05'])} to {plain(q['0.95'])})"
+        spread = f"{decimal(score['mean'])} ({decimal(q['0.05'])} to {decimal(q['0.95'])})"
         lines.append((f"score of {_NAMES[name]}, mean (5 % to 95 %)", spread))
     for name in ("reference", "target"):
-        value = plain(nll.get(name))
-        perplexity = plain(nll.get(f"perplexity_{name}"))
+        value = decimal(nll.get(name))
+        perplexity = decimal(nll.get(f"perplexity_{name}"))
         cell = NOTHING if value == NOTHING else f"{value} ({perplexity})"
         lines.append((f"probe NLL under the {name}, nats per token (perplexity)", cell))
     quality = [line for name in figures["detectors"] for line in _quality(figures, name)]
@@ -249,7 +210,7 @@ def _distinct(variety: Mapping[str, Any]) -> str:
 
 
 def _among(variety: Mapping[str, Any], name: str, counted: str = "num_probes") -> str:
-    written = plain(variety.get(name))
+    written = decimal(variety.get(name))
     return NOTHING if written == NOTHING else f"{written}, of {variety[counted]:,} probes"
 
 
@@ -273,7 +234,7 @@ def _probabilities(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [(f"{name}: Monte Carlo, {plain_one['num_episodes']} episodes", rate(plain_one))]
     if weighed is not None:
         cell = "refused" if weighed["is_refused"] else rate(weighed)
-        ess = f"effective sample size {plain(weighed['effective_sample_size'])}"
+        ess = f"effective sample size {decimal(weighed['effective_sample_size'])}"
         label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
         lines.append((label, cell))
     return lines
@@ -324,7 +285,8 @@ def _agreement_table(pairs: Sequence[Mapping[str, Any]]) -> Table:
         counts = [str(pair[key]) for key in ("both", "only_first", "only_second", "neither")]
         table.add_row(
             Text(f"{pair['first']}, {pair['second']}"), str(pair["num_turns"]),
-            percent(pair["agreement"]), plain(pair["kappa"]), plain(pair["correlation"]), *counts,
+            percent(pair["agreement"]), decimal(pair["kappa"]), decimal(pair["correlation"]),
+            *counts,
         )  # fmt: skip
     return table
 

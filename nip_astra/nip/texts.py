@@ -39,8 +39,8 @@ from nip_astra.samplers.text_rollouts import TextMove, TextNode, TextRolloutSamp
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup as OurGroup
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.pure_text_ei import PureTextEiTrainer as OurEiTrainer
 from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer as OurMaltTrainer
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as OurTrainer

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nip_astra.report.lines import Band, Line, Point
-from nip_astra.report.wording import count, decimal, percent
+from nip_astra.utils.formatting import count, decimal, percent
 
+NUM_COLORS = 8
+"""Colours of the style sheet; 0 is for what is compared with, such as before training."""
 WIDTH, HEIGHT = 372, 202
 LEFT, RIGHT, TOP, BOTTOM = 44, 46, 10, 36
 END_LABEL_HEIGHT = 13
@@ -21,6 +22,29 @@ MAX_POINTS = 200
 """Points of a line up to which each is drawn."""
 NUM_STRETCHES = 120
 """Stretches of a longer line, about one for two pixels of a chart."""
+
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve in one of the page's colours; None breaks it, and one behind a mean is thin."""
+
+    label: str
+    points: Sequence[Point]
+    color: int = 0
+    is_thin: bool = False
+    is_dashed: bool = False
+    has_steps: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """An area between two curves over the same places."""
+
+    points: Sequence[tuple[float, float, float]]
+    color: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,11 @@ class Thinned(NamedTuple):
     line: Line
     ranges: list[tuple[float, float, float]]
     stretch: int
+
+
+def agent_colors(agents: Sequence[str]) -> dict[str, int]:
+    """Return a colour for each agent; 0 and 1 are those of the whole run."""
+    return {agent: 2 + place % (NUM_COLORS - 2) for place, agent in enumerate(agents)}
 
 
 def thin_line(line: Line, num_stretches: int = NUM_STRETCHES) -> Thinned:
@@ -191,8 +220,8 @@ def _note(note: str, thinned: Sequence[Thinned], x_label: str) -> str:
     stretch = max(one.stretch for one in thinned)
     if stretch == 1:
         return note
-    told = f"means of {stretch} {x_label}s each, area: lowest to highest"
-    return f"{note}; {told}" if note else told
+    written = f"means of {stretch} {x_label}s each, area: lowest to highest"
+    return f"{note}; {written}" if note else written
 
 
 def whisker(

@@ -1,36 +1,103 @@
-"""Choose learning curves; runs that differ in their seed only share a colour."""
+"""Learning curves; runs that differ only in their seed share a colour."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nip_astra.parameters.files import flatten
-from nip_astra.report.charts import Chart, line_chart, sparkline
-from nip_astra.report.lines import Band, Line
-from nip_astra.report.records import RunRecord, mapping, number
-from nip_astra.report.wording import decimal, value_text
-from nip_astra.tracking.local import TIMING_PREFIXES
-
-NUM_COLORS = 8
-"""Colours that the style sheet has; 0 is for what is compared with, such as before training."""
-MAIN = (
-    ("failure_rate", "Failing responses", "share, training prompts", "percent"),
-    ("episode_failure_rate", "Episodes with a failure", "share, training prompts", "percent"),
-    ("dev/failure_rate", "Episodes with a failure, dev", "share, dev prompts", "percent"),
-    ("mean_reward", "Reward", "mean of a turn", "number"),
-    ("rollout/reward_mean", "Reward of trajectories", "mean, training problems", "number"),
-    ("dev/accuracy", "Right answers, dev", "share, dev problems", "percent"),
-    ("mean_score", "Score of responses", "mean of a turn", "number"),
-    ("probe_nll", "Unlikeliness of probes", "NLL, nats per token", "number"),
-    ("distinct_share", "Distinct successful probes", "share of successful ones", "percent"),
-    ("plants_found", "Planted failures found", "so far", "count"),
-    ("loss", "Loss", "mean of the iteration's steps", "number"),
+from nip_astra.report.charts import (
+    NUM_COLORS,
+    Band,
+    Chart,
+    Line,
+    agent_colors,
+    line_chart,
+    sparkline,
 )
-"""Metric, title, note and kind of the charts; the other metrics stand in a table."""
-_MAIN_NAMES = tuple(name for name, *_ in MAIN)
+from nip_astra.report.records import REGRESSION, TEST_PREFIX, RunRecord, mapping, number
+from nip_astra.tracking.local import TIMING_PREFIXES
+from nip_astra.utils.formatting import decimal, value_text
+
+
+class Curve(NamedTuple):
+    """A metric that has a chart of its own.
+
+    Attributes
+    ----------
+    names : tuple[str, ...]
+        Names of the metric, of which the first that a run has counts; `{}` stands for an agent.
+    kind : str
+        As in `line_chart`.
+    beside : str
+        Metric that is drawn thin and dashed beside it, labelled `beside_label`; empty for none.
+    """
+
+    names: tuple[str, ...]
+    title: str
+    note: str
+    kind: str = "number"
+    beside: str = ""
+    beside_label: str = ""
+    x_label: str = "iteration"
+
+
+CURVES = (
+    Curve(("failure_rate",), "Failing responses", "share, training prompts", "percent"),
+    Curve(
+        ("episode_failure_rate",), "Episodes with a failure", "share, training prompts", "percent"
+    ),
+    Curve(("dev/failure_rate",), "Episodes with a failure, dev", "share, dev prompts", "percent"),
+    Curve(
+        *(("mean_accuracy", "accuracy"), "Right decisions", "share of training episodes"),
+        "percent",
+    ),
+    Curve(("test_mean_accuracy", "test_accuracy"), "Right decisions, test", "share", "percent"),
+    Curve(
+        *(("worst_datapoint_accuracy",), "Worst datapoint", "its share of right decisions"),
+        "percent",
+    ),
+    Curve(("share_undecided",), "Undecided episodes", "share whose rounds ran out", "percent"),
+    Curve(("mean_episode_length",), "Episode length", "rounds, mean"),
+    Curve(("mean_reward",), "Reward", "mean of a turn"),
+    Curve(("rollout/reward_mean",), "Reward of trajectories", "mean, training problems"),
+    Curve(("dev/accuracy",), "Right answers, dev", "share, dev problems", "percent"),
+    Curve(("mean_score",), "Score of responses", "mean of a turn"),
+    Curve(("probe_nll",), "Unlikeliness of probes", "NLL, nats per token"),
+    Curve(("distinct_share",), "Distinct successful probes", "share of successful ones", "percent"),
+    Curve(("plants_found",), "Planted failures found", "so far", "count"),
+    Curve(("loss",), "Loss", "mean of the iteration's steps"),
+    Curve(("{}/mean_episode_reward",), "Reward of an episode", "mean"),
+    Curve(
+        *(("{}/mean_message_entropy",), "Entropy of messages", "share of the greatest possible"),
+        "percent",
+    ),
+    Curve(
+        *(("{}/mean_decision_entropy",), "Entropy of decisions", "share of the greatest possible"),
+        "percent",
+    ),
+    Curve(
+        *(("{}/residual_critic_variance",), "Residual variance of critics"),
+        "as a share of the variance of the targets",
+    ),
+    Curve(
+        *((f"{REGRESSION}/{{}}",), "Label predicted from the first message", "accuracy", "percent"),
+        *(f"{REGRESSION}/{{}}_baseline", "without the message"),
+    ),
+    Curve(
+        *(("{}/held_out_accuracy",), "Right without a conversation"),
+        *("share, data held out of training", "percent", "{}/train_accuracy", "training data"),
+        "epoch",
+    ),
+    Curve(
+        *(("{}/held_out_loss",), "Loss without a conversation"),
+        *("cross entropy in nats, data held out of training", "number", "{}/train_loss"),
+        *("training data", "epoch"),
+    ),
+)
+"""The metrics with charts, of all families; the other metrics stand in a table."""
 _NOT_COMPARED = ("seed", "package_version", "plugins")
 
 
@@ -99,16 +166,57 @@ def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str
     return [(path, values) for path, values in rows if len(set(values)) > 1]
 
 
-def main_charts(groups: Sequence[RunGroup]) -> list[Chart]:
-    """The charts of the metrics that matter most, those that the runs have."""
-    charts = []
-    for name, title, note, kind in MAIN:
-        lines = [line for group in groups for line in lines_of(group, name)]
-        bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
-        chart = line_chart(title, lines, note=note, kind=kind, bands=bands)
-        if chart is not None:
-            charts.append(chart)
-    return charts
+def charts_of(groups: Sequence[RunGroup], *, means_only: bool = False) -> list[Chart]:
+    """Return the charts of the `CURVES` that runs have.
+
+    A single run has a line for each agent in a chart, several runs a chart for each agent.
+
+    Parameters
+    ----------
+    means_only : bool
+        Whether a group has its mean alone, with an area for its runs.
+    """
+    runs = [run for group in groups for run in group.runs]
+    agents = list(dict.fromkeys(agent for run in runs for agent in run.agents))
+    charts: list[Chart | None] = []
+    for curve in CURVES:
+        if "{}" not in curve.names[0]:
+            drawn = (_chart(curve, name, curve.title, groups, means_only) for name in curve.names)
+            charts.append(next((chart for chart in drawn if chart is not None), None))
+        elif len(runs) == 1:
+            charts.append(_chart_of_agents(curve, runs[0]))
+        else:
+            for agent in agents:
+                title = f"{curve.title}, {agent.replace('_', ' ')}"
+                name = curve.names[0].format(agent)
+                charts.append(_chart(curve, name, title, groups, means_only))
+    return [chart for chart in charts if chart is not None]
+
+
+def _chart(
+    curve: Curve, name: str, title: str, groups: Sequence[RunGroup], means_only: bool
+) -> Chart | None:
+    lines = [list(lines_of(group, name)) for group in groups]
+    # The test at the end is one point, which the summary shows.
+    if name.startswith(TEST_PREFIX) and all(len(one.points) < 2 for own in lines for one in own):
+        return None
+    bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
+    note = f"{curve.note}; area: lowest to highest seed" if means_only and bands else curve.note
+    shown = [line for own in lines for line in (own[-1:] if means_only else own)]
+    return line_chart(title, shown, note=note, kind=curve.kind, bands=bands, x_label=curve.x_label)
+
+
+def _chart_of_agents(curve: Curve, run: RunRecord) -> Chart | None:
+    lines = []
+    for agent, color in agent_colors(run.agents).items():
+        label = agent.replace("_", " ")
+        if curve.beside:
+            points = points_of(run, curve.beside.format(agent))
+            beside = f"{label}, {curve.beside_label}"
+            lines.append(Line(beside, points, color, is_thin=True, is_dashed=True))
+        lines.append(Line(label, points_of(run, curve.names[0].format(agent)), color))
+    note = f"{curve.note}; dashed: {curve.beside_label}" if curve.beside else curve.note
+    return line_chart(curve.title, lines, note=note, kind=curve.kind, x_label=curve.x_label)
 
 
 def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:

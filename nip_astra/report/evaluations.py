@@ -1,4 +1,4 @@
-"""Put evaluations beside one another: one column each, one row a figure."""
+"""Stored evaluations beside each other, planted failures, turns to failure, and judges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.evaluation.measured import Replies
-from nip_astra.evaluation.tables import counts_text
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
-from nip_astra.report.scorers import kinds_text
 from nip_astra.report.summary import Row
-from nip_astra.report.wording import NOTHING, count, decimal, figure_text, interval, percent
+from nip_astra.report.transcripts import order_of, split_and_iteration
+from nip_astra.utils.formatting import (
+    NOTHING,
+    count,
+    counts_text,
+    decimal,
+    format_figure,
+    format_value,
+    interval,
+    one_in,
+    percent,
+)
+from nip_astra.utils.statistics import kaplan_meier
 
 GROUPS = (
     ("outcomes", "outcomes, turns"),
@@ -55,22 +67,29 @@ MAIN = (
     ("mean reward", "figures.mean_reward"),
 )
 """Label and path of the figures that are in view."""
-_COUNTS = {
-    "distinct_share": ("num_distinct", "num_probes"),
-    "self_bleu_complement": ("", "self_bleu_num_probes"),
-    "cosine_distance": ("", "num_probes"),
-    "vendi": ("", "num_probes"),
-    "share_below": ("num_below", "num_probes"),
-    "recall": ("found", "total"),
-    "accuracy": ("num_right", "num_answers"),
-}
-"""For figures that stand beside their counts: how many of how many they are."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
     *("cards", "scorer_agreement", "why_no_fluency"),
 )
 _QUOTED = ("most_common", "settings")
 """Figures within a group that quote a probe, or say how the others were made."""
+QUALITY_HEADINGS = (
+    "conversations with a failure",
+    "corrected",
+    "failures found",
+    "others passed",
+    "labelled",
+)
+AGREEMENT_HEADINGS = (
+    "turns",
+    "agree",
+    "Cohen\N{RIGHT SINGLE QUOTATION MARK}s kappa",
+    "correlation",
+    "both / first / second / neither",
+)
+
+Groups = list[tuple[str, list[Row]]]
+"""Rows by the name of their evaluation."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +171,9 @@ def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
         return f"refused: {text(mapping(value).get('reason'))}"
     if isinstance(value, list):
         return _list_text(name, value)
-    bounds = inside.get(f"{name}_interval")
-    if isinstance(bounds, list):
-        write = decimal if "reward" in name else percent
-        told = f"{write(value)} {_list_text(f'{name}_interval', bounds)}"
-        return told + _counts_beside(inside, name)
     size = number(mapping(value).get("effective_sample_size"))
-    told = figure_text(name, value) + ("" if value is None else _counts_beside(inside, name))
-    return told if size is None else f"{told}, effective sample size {decimal(size)}"
-
-
-def _counts_beside(inside: Mapping[str, Any], name: str) -> str:
-    """What follows a figure: `, 3 of 13`; empty where it is not stored."""
-    part, total = (number(inside.get(one)) for one in _COUNTS.get(name, ("", "")))
-    if total is None:
-        return ""
-    return f", of {count(total)}" if part is None else f", {count(part)} of {count(total)}"
+    written = format_figure(inside, name)
+    return written if size is None else f"{written}, effective sample size {decimal(size)}"
 
 
 def transfer_matrix(run: RunRecord) -> Matrix | None:
@@ -175,7 +181,7 @@ def transfer_matrix(run: RunRecord) -> Matrix | None:
     cells: dict[tuple[str, str], str] = {}
     for evaluation in run.transfer or run.evaluations.values():
         pair = text(evaluation.get("attacker")), text(evaluation.get("target"))
-        cells.setdefault(pair, figure_text("failure_rate", evaluation.get("failure_rate")))
+        cells.setdefault(pair, format_figure(evaluation, "failure_rate"))
     attackers = list(dict.fromkeys(attacker for attacker, _ in cells))
     targets = list(dict.fromkeys(target for _, target in cells))
     if len(attackers) < 2 and len(targets) < 2:
@@ -239,7 +245,7 @@ def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
         label = f"{prefix}{str(name).replace('_', ' ')}"
         inner = mapping(value)
         if number(inner.get("value")) is not None and name != "kinds":
-            found.append((label, figure_text(str(name), value)))
+            found.append((label, format_figure(values, name)))
             others = {key: inner[key] for key in inner if key not in ("value", "low", "high")}
             found += figure_labels(others, f"{label}, ")
         elif inner:
@@ -247,15 +253,13 @@ def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
         elif isinstance(value, list | tuple):
             found.append((label, _list_text(str(name), value)))
         elif value is not None:
-            found.append((label, figure_text(str(name), value)))
+            found.append((label, format_value(str(name), value)))
     return found
 
 
 def _list_text(name: str, values: Sequence[Any]) -> str:
-    if len(values) == 2 and name.endswith("reward_interval"):
-        return f"[{decimal(values[0])}, {decimal(values[1])}]"
-    if len(values) == 2 and name.endswith("interval"):
-        return interval(*values)
+    if len(values) == 2 and name.endswith("_interval"):
+        return interval(values[0], values[1], name.removesuffix("_interval"))
     if name == "survival":
         return ", ".join(percent(value) for value in values)
     return ", ".join(_item_text(value) for value in values)
@@ -268,3 +272,226 @@ def _item_text(value: Any) -> str:
         counted = counts_text(mapping(value))
         return percent(mapping(value).get("value")) + (f" ({counted})" if counted else "")
     return " / ".join(text(part) for part in items(value)) or text(value)
+
+
+# ---- scorers and judges
+
+
+def quality_rows(run: RunRecord) -> Groups:
+    """Quality and corrected rate of each scorer of each evaluation with labels."""
+    found = [
+        (name, [_quality(one, scorer) for scorer in mapping(one.get("detectors"))])
+        for name, one in run.evaluations.items()
+    ]
+    return [(name, rows) for name, rows in found if rows]
+
+
+def agreement_rows(run: RunRecord) -> Groups:
+    """How far each two scorers of each evaluation agree."""
+    found = [
+        (name, [_agreement(mapping(pair)) for pair in items(one.get("scorer_agreement"))])
+        for name, one in run.evaluations.items()
+    ]
+    return [(name, rows) for name, rows in found if rows]
+
+
+def _quality(evaluation: Mapping[str, Any], scorer: str) -> Row:
+    found = mapping(mapping(evaluation.get("detectors")).get(scorer))
+    corrected = mapping(found.get("corrected"))
+    is_first = scorer == text(evaluation.get("scorer"))
+    own = evaluation if is_first else mapping(mapping(evaluation.get("scorers")).get(scorer))
+    written = format_figure(corrected, "failure_rate")
+    cells = [
+        format_figure(own, "failure_rate"),
+        f"refused: {text(corrected.get('reason'))}" if corrected.get("is_refused") else written,
+        format_figure(found, "sensitivity"),
+        format_figure(found, "specificity"),
+        f"{count(found.get('num_failures'))} + {count(found.get('num_others'))}",
+    ]
+    return Row(scorer, cells)
+
+
+def _agreement(pair: Mapping[str, Any]) -> Row:
+    counts = [count(pair.get(key)) for key in ("both", "only_first", "only_second", "neither")]
+    cells = [
+        count(pair.get("num_turns")),
+        percent(pair.get("agreement")),
+        decimal(pair.get("kappa")),
+        decimal(pair.get("correlation")),
+        " / ".join(counts),
+    ]
+    return Row(f"{text(pair.get('first'))}, {text(pair.get('second'))}", cells)
+
+
+def kinds_text(evaluation: Mapping[str, Any]) -> str:
+    """How many kinds of failure there are at least, with the interval."""
+    kinds = mapping(evaluation.get("kinds"))
+    if not kinds.get("seen"):
+        return NOTHING
+    low, high = decimal(kinds.get("low")), decimal(kinds.get("high"))
+    return f"{decimal(kinds.get('value'))} [{low}, {high}]"
+
+
+def analyses(run: RunRecord) -> dict[str, Any] | None:
+    """The table of all analyses of a run; None where nothing was judged."""
+    found = [one for one in run.analyses if mapping(one.get("shares"))]
+    if not found:
+        return None
+    places = sorted({split_and_iteration(one) for one in found})
+    names = dict.fromkeys(
+        (text(one.get("analyser")), agent) for one in found for agent in mapping(one["shares"])
+    )
+    rows = []
+    for name, agent in names:
+        by_place = {
+            split_and_iteration(one): mapping(mapping(one["shares"]).get(agent))
+            for one in found
+            if text(one.get("analyser")) == name
+        }
+        rows.append(
+            {
+                "analyser": name.replace("_", " "),
+                "agent": agent.replace("_", " "),
+                "cells": [_cell(by_place.get(place, {})) for place in places],
+            }
+        )
+    meanings = {text(one.get("analyser")): text(one.get("meaning")) for one in found}
+    judges = sorted({text(mapping(one.get("judge")).get("model")) for one in found})
+    return {
+        "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
+        "rows": rows,
+        "meanings": [(name.replace("_", " "), written) for name, written in meanings.items()],
+        "judges": judges,
+    }
+
+
+def _cell(share: Mapping[str, Any]) -> str:
+    if not share:
+        return NOTHING
+    num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)
+    written = (
+        f"{percent(number(share.get('share')))} {interval(share.get('low'), share.get('high'))}"
+    )
+    unknown = number(share.get("num_unknown")) or 0
+    return f"{written} of {count(num_known)}" + (f", {count(unknown)} unknown" if unknown else "")
+
+
+# ---- planted failures and turns to failure
+
+
+def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
+    """Return the planted failures with the query at which training met each, and their curve."""
+    training = mapping(run.results.get("training"))
+    found = mapping(training.get("plants"))
+    random_search = mapping(run.results.get("random_search"))
+    random = mapping(random_search.get("plants"))
+    known = {text(plant.get("name")): plant for plant in _plants_of(run)}
+    rows = []
+    for name in sorted(dict.fromkeys([*found, *known]), key=lambda name: _when(found.get(name))):
+        plant = known.get(name, {})
+        ordinary = one_in(plant.get("rarity"))
+        cells = [text(plant.get("description")), ordinary, count(found.get(name))]
+        rows.append(Row(name, [*cells, count(random.get(name))] if random else cells))
+    num_queries = number(training.get("target_queries"))
+    lines = [
+        Line("training", _discovered(found, num_queries), 1, has_steps=True),
+        Line(
+            "random search",
+            _discovered(random, number(random_search.get("target_queries"))),
+            0,
+            is_dashed=True,
+            has_steps=True,
+        ),
+    ]
+    lines = [line for line in lines if len(line.points) > 1]
+    note = "by target queries spent"
+    return rows, line_chart(
+        "Planted failures found", lines, note=note, kind="count", x_label="query"
+    )
+
+
+def kinds_found(run: RunRecord) -> Chart | None:
+    """Return how many clusters of failures each evaluation had met, by target queries."""
+    lines = []
+    for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
+        queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
+        total = number(mapping(evaluation.get("budget")).get("target_queries"))
+        found = {str(place): query for place, query in enumerate(queries)}
+        lines.append(Line(name, _discovered(found, total), color % NUM_COLORS, has_steps=True))
+    lines = [line for line in lines if len(line.points) > 1]
+    note = "clusters of failing probes, by target queries"
+    return line_chart("Kinds of failure met", lines, note=note, kind="count", x_label="query")
+
+
+def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
+    """Return the share failing, and failed so far, at the turns of held-out chains."""
+    rows: list[Row] = []
+    lines: list[Line] = []
+    for table in sorted(run.tables, key=order_of):
+        if table not in ("before", "evaluation"):
+            continue
+        shares = _by_turn(run.tables[table], run.threshold)
+        name = "after" if table == "evaluation" else "before"
+        for turn, num_nodes, score, failing, survived in shares:
+            cells = [count(turn), count(num_nodes), decimal(score), percent(failing)]
+            rows.append(Row(name, [*cells, percent(survived)]))
+        points: list[tuple[float, float | None]] = [(0.0, 1.0)] if shares else []
+        points += [(float(turn), survived) for turn, *_, survived in shares]
+        color = 1 if name == "after" else 0
+        lines.append(Line(name, points, color, is_dashed=name == "before", has_steps=True))
+    chart = line_chart(
+        "Conversations without a failure so far",
+        lines,
+        note="share, by turn",
+        kind="percent",
+        x_label="turn",
+    )
+    return rows, chart
+
+
+def _plants_of(run: RunRecord) -> list[dict[str, Any]]:
+    return [mapping(plant) for plant in items(run.results.get("planted_failures"))]
+
+
+def _when(query: Any) -> float:
+    found = number(query)
+    return float("inf") if found is None else found
+
+
+def _discovered(
+    found: Mapping[str, Any], num_queries: float | None
+) -> list[tuple[float, float | None]]:
+    """The number of plants found over queries, up to the last query."""
+    queries = sorted(query for value in found.values() if (query := number(value)) is not None)
+    points: list[tuple[float, float | None]] = [(0.0, 0.0)] if found else []
+    points += [(query, float(place)) for place, query in enumerate(queries, start=1)]
+    if num_queries is not None and points and num_queries > points[-1][0]:
+        points.append((num_queries, float(len(queries))))
+    return points
+
+
+def _by_turn(
+    nodes: Sequence[Node], threshold: float | None
+) -> list[tuple[int, int, float | None, float | None, float | None]]:
+    """Turn, responses with a verdict, mean score, share failing, share not failed so far.
+
+    A conversation is censored at its first turn without a verdict.
+    """
+    last = max((node.step for node in nodes), default=0)
+    nodes = sorted((node for node in nodes if node.step == last), key=lambda node: node.depth)
+    conversations: dict[tuple[int, str], list[Outcome]] = {}
+    if threshold is None:
+        return []
+    for node in nodes:
+        outcome = outcome_of(node.response_score, node.is_error, threshold)
+        conversations.setdefault(node.conversation, []).append(outcome)
+    survival = kaplan_meier(follow_up_of([*conversations.values()])).survival
+    rows = []
+    for turn, survived in enumerate(survival, start=1):
+        level = [one for one in nodes if one.depth == turn - 1]
+        scores = [one.response_score for one in level if one.response_score is not None]
+        num_failing = sum(one.is_failure(threshold) for one in level)
+        mean = sum(scores) / len(scores) if scores else None
+        share = num_failing / len(scores) if scores else None
+        rows.append((turn, len(scores), mean, share, number(survived)))
+    return rows

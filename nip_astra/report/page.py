@@ -14,22 +14,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report import wording
-from nip_astra.report.conversations import MAX_CHARACTERS, MAX_NODES
 from nip_astra.report.curves import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
-from nip_astra.report.sections import sections_of_comparison, sections_of_run
-from nip_astra.report.spec import Spec
+from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
+from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
 from nip_astra.safe_text import safe_text
 from nip_astra.tracking.run_directory import REPORT, write_atomically
+from nip_astra.utils import formatting
 from nip_astra.version import __version__
 
 COMPARISON_FILE = "comparison.html"
 """Name of a report of several runs, beside the first run's directory."""
 VEILED = 'x" tabindex="0"'
-"""How an element begins whose text is blurred; see `veil` in parts.html.jinja."""
+"""Start of the attributes of a blurred element; see `veil` in parts.html.jinja."""
 TOOLS = '<div class="tools"'
-"""How the search among conversations begins."""
+"""Start of the search among conversations."""
 FILTERS = ("percent", "decimal", "count", "duration")
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,9 @@ class RunPart:
 def write_report(
     run_paths: Sequence[str | Path], output: str | Path | None = None, *, redact: bool = True
 ) -> Path:
-    """Write one self-contained page about the runs and give its path.
+    """Write one self-contained page about the runs and return its path.
 
-    What is missing or broken in a run directory is told on the page.
+    The page lists what is missing or broken in a run directory.
 
     Parameters
     ----------
@@ -80,8 +79,7 @@ def write_report(
     """
     if not run_paths:
         raise ConfigurationError(
-            "a report was asked for, but no run was given. Give one or more run directories, for "
-            "instance runs/<run id>."
+            "no run was given. Give one or more run directories, for instance runs/<run id>."
         )
     runs = [read_run(path) for path in run_paths]
     if output is None:
@@ -162,7 +160,7 @@ def _page(
 
 
 class _Drawer:
-    """Draws sections; one that fails says so in its place and leaves the others whole."""
+    """Renders sections; one that fails is replaced by its error."""
 
     def __init__(self, redact: bool) -> None:
         self.redact = redact
@@ -181,8 +179,8 @@ class _Drawer:
         except Exception as error:
             # A finished run must not fail because a file of it holds something unforeseen.
             logger.exception("the section %r of a report could not be drawn", spec.name)
-            told = f"This section could not be drawn: {type(error).__name__}: {error}"
-            inside = Markup("<p>{}</p>").format(safe_text(told))
+            written = f"This section could not be drawn: {type(error).__name__}: {error}"
+            inside = Markup("<p>{}</p>").format(safe_text(written))
         html = Markup('<section id="{}"><h2>{}</h2>{}</section>').format(anchor, spec.title, inside)
         return Section(anchor, spec.title, html)
 
@@ -198,7 +196,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: getattr(wording, name) for name in FILTERS}
+    environment.filters |= {name: getattr(formatting, name) for name in FILTERS}
     return environment
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,9 +23,14 @@ from nip_astra.utils.plain_values import text as text
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
 ANALYSES = "analyses/*/*.json"
-"""What a judge said of rollouts."""
+"""Answers of a judge about rollouts."""
+CONVERSATION, TASK, PROTOCOL = "conversation", "task", "interaction_proof"
+"""Kinds of run, as `results.json` names them."""
 MAX_ROWS = 200_000
 """Rows read of one file; a report shows a sample of far fewer."""
+REGRESSION = "message_regression"
+TEST_PREFIX = "test_"
+_BASELINE = "_baseline"
 _MAX_LOG_LINES = 12
 _REWARD_PREFIX = "reward/"
 
@@ -39,7 +44,7 @@ class Node:
     step : int
         Iteration at which the conversation was played.
     node, parent : int or None
-        Place in the tree and of what was said before; None in rows without these columns.
+        Index in the tree, of the turn and of its parent; None in rows without these columns.
     response_score, combined_score, reward : float or None
         None where there is no verdict.
     probe_nll : float or None
@@ -48,6 +53,8 @@ class Node:
         Log-probability of the probe's words under the reference; nats.
     reward_parts : dict[str, float]
         What each reward term gave, by its name.
+    transcript : list of (role, text)
+        Messages of a whole conversation that is one row; None where a row is one turn.
     """
 
     step: int
@@ -66,10 +73,18 @@ class Node:
     num_tokens: int | None = None
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
+    transcript: list[tuple[str, str]] | None = None
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        """Role and text of each message."""
+        if self.transcript is not None:
+            return self.transcript
+        return [("attacker", self.probe), ("target", self.response)]
 
     @property
     def conversation(self) -> tuple[int, str]:
-        """What tells a conversation from others of its table and step."""
+        """Identity of the conversation within its table and step."""
         # Some older tables count episodes from 0 again in each part.
         return self.episode, self.prompt
 
@@ -101,14 +116,12 @@ class RunRecord:
         Conversations by the name of their table.
     episodes : dict[str, list[dict]]
         Rows of tables of episodes of an interaction protocol, by the name of the table.
-    answers : dict[str, list[dict]]
-        Rows of tables of answers to the problems of a task, by the name of the table.
     evaluations : dict[str, dict]
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
         Cells of the newest transfer matrix, each with attacker, target and failure rate.
     analyses : list[dict]
-        What a judge said of rollouts, one a file `analyses/<split>_<iteration>/<analyser>.json`.
+        Answers of a judge about rollouts: `analyses/<split>_<iteration>/<analyser>.json`.
     log_lines : list[str]
         Warnings and errors of the log.
     notes : list[str]
@@ -125,7 +138,6 @@ class RunRecord:
     timings: list[dict[str, Any]] = field(default_factory=list)
     tables: dict[str, list[Node]] = field(default_factory=dict)
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
     analyses: list[dict[str, Any]] = field(default_factory=list)
@@ -137,12 +149,48 @@ class RunRecord:
         """Name of the run."""
         return self.path.resolve().name
 
+    @property
+    def kind(self) -> str:
+        """What was trained: a `CONVERSATION`, a `TASK` or an interaction `PROTOCOL`."""
+        kind = text(self.results.get("kind"))
+        # Conversations and tasks of older versions did not record it.
+        has_protocol = bool(self.episodes or text(self.hyper_params.get("interaction_protocol")))
+        if kind == PROTOCOL or (not kind and has_protocol):
+            return PROTOCOL
+        is_task = kind == TASK or "policy" in mapping(self.hyper_params.get("task"))
+        return TASK if is_task else CONVERSATION
+
+    @cached_property
+    def agents(self) -> list[str]:
+        """Names of the agents of a protocol, in its order if the results have it."""
+        if self.kind != PROTOCOL:
+            return []
+        named = [text(name) for name in items(self.results.get("agents"))]
+        if named:
+            return named
+        rows = [row for rows in self.episodes.values() for row in rows[:1]]
+        found = dict.fromkeys(agent for row in rows for agent in mapping(row.get("rewards")))
+        for row in self.metrics[:1]:
+            found |= dict.fromkeys(agent for name in row if (agent := split_name(name)[0]))
+        return list(found)
+
     @cached_property
     def threshold(self) -> float | None:
         """Score from which a response counts as a failure; None where no file says it."""
         groups = [*self.hyper_params.values(), *self.evaluations.values()]
         found = [number(mapping(group).get("failure_threshold")) for group in groups]
         return next((value for value in found if value is not None), None)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return agent and figure of a metric's name; the agent of a figure of all agents is empty."""
+    agent, _, figure = name.rpartition("/")
+    if agent.partition("/")[0] in ("time", "memory"):
+        return "", name
+    if agent == REGRESSION:
+        is_baseline = figure.endswith(_BASELINE)
+        return figure.removesuffix(_BASELINE), REGRESSION + (_BASELINE if is_baseline else "")
+    return agent.removeprefix(TEST_PREFIX), figure.removeprefix(TEST_PREFIX)
 
 
 def read_run(path: str | Path) -> RunRecord:
@@ -159,8 +207,8 @@ def read_run(path: str | Path) -> RunRecord:
     known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
     if not any((directory.path / name).is_file() for name in known):
         raise RunDirectoryError(
-            f"a report of {path} was asked for, but it is no run directory: it holds none of "
-            f"{', '.join(known)}. Give the path of a run, for instance runs/<run id>."
+            f"{path} is no run directory: it holds none of {', '.join(known)}. Give the path of a "
+            "run, for instance runs/<run id>."
         )
     directory.check_links()
     run = RunRecord(directory.path)
@@ -170,7 +218,7 @@ def read_run(path: str | Path) -> RunRecord:
     run.settings = reader.document(files.SETTINGS, directory.read_yaml)
     run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
     if (directory.path / files.RESULTS).exists():
-        run.results = reader.document(files.RESULTS, directory.read_json)
+        run.results = _with_new_names(reader.document(files.RESULTS, directory.read_json))
         error = mapping(run.results.get("error"))
         if run.results.get("status") == files.FAILED:
             run.notes.append(
@@ -192,25 +240,23 @@ def read_run(path: str | Path) -> RunRecord:
         if file.stem == "analyses":
             # The same as in `analyses`, for trackers.
             continue
-        nodes, episodes, answers = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
+        rows = list(reader.lines(f"rollouts/{file.name}"))
+        episodes = [row for row in rows if isinstance(row.get("rounds"), list)]
         if episodes:
             run.episodes[file.stem] = episodes
-        if answers:
-            run.answers[file.stem] = answers
-        if nodes or not (episodes or answers):
-            run.tables[file.stem] = nodes
+        if len(rows) > len(episodes) or not rows:
+            others = [row for row in rows if not isinstance(row.get("rounds"), list)]
+            run.tables[file.stem] = nodes_of(others)
     for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
         name = file.relative_to(directory.path).as_posix()
         run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
         if (file.parent / "episodes.jsonl").is_file():
-            told = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
-            run.episodes[f"evaluations/{file.parent.name}"] = told
-        answers = list(reader.lines(f"{Path(name).parent}/problems.jsonl", False))
-        if answers:
-            run.answers[f"evaluations/{file.parent.name}"] = answers
-        nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
-        if any(node.probe or node.response for node in nodes):
-            run.tables[f"evaluations/{file.parent.name}"] = nodes
+            episodes = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
+            run.episodes[f"evaluations/{file.parent.name}"] = episodes
+        for rows_file in ("problems.jsonl", "rows.jsonl"):
+            nodes = nodes_of(reader.lines(f"{Path(name).parent}/{rows_file}", False))
+            if any(node.probe or node.response or node.transcript is not None for node in nodes):
+                run.tables[f"evaluations/{file.parent.name}"] = nodes
     matrices = sorted(directory.path.glob(TRANSFER), key=lambda file: file.stat().st_mtime_ns)
     if matrices:
         newest = matrices[-1].relative_to(directory.path).as_posix()
@@ -220,19 +266,14 @@ def read_run(path: str | Path) -> RunRecord:
     return run
 
 
-def _sorted_by_kind(
-    rows: Iterable[dict[str, Any]],
-) -> tuple[list[Node], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Turns of conversations, whole episodes of an interaction protocol, and answers to tasks."""
-    nodes, episodes, answers = [], [], []
-    for row in rows:
-        if isinstance(row.get("rounds"), list):
-            episodes.append(row)
-        elif isinstance(row.get("messages"), list):
-            answers.append(row)
-        else:
-            nodes.append(node_of(row))
-    return nodes, episodes, answers
+def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
+    """Results with the keys of today, also where an older version wrote them."""
+    training = mapping(results.get("training"))
+    for name in ("iterations", "optimizer_steps"):
+        old = training.get(name, results.get(f"num_{name}"))
+        if old is not None:
+            training.setdefault(f"num_{name}", old)
+    return results | {"training": training} if training else results
 
 
 class _Reader:
@@ -280,6 +321,16 @@ class _Reader:
             self.run.notes.append(f"Of {name} the first {MAX_ROWS:,} lines were read.")
 
 
+def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
+    """Rows as nodes; one that is a whole conversation is an episode of its own."""
+    nodes: list[Node] = []
+    for row in rows:
+        node = node_of(row)
+        is_whole = node.transcript is not None
+        nodes.append(replace(node, episode=len(nodes)) if is_whole else node)
+    return nodes
+
+
 def node_of(row: Mapping[str, Any]) -> Node:
     """A row as a node; columns that are missing or of another type are None or empty."""
     place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
@@ -288,13 +339,16 @@ def node_of(row: Mapping[str, Any]) -> Node:
         for name, value in row.items()
         if name.startswith(_REWARD_PREFIX)
     }
+    pairs = [one for one in items(row.get("messages")) if isinstance(one, list) and len(one) == 2]
+    messages = [(text(role), text(content)) for role, content in pairs]
+    opening = next((content for role, content in messages if role == "user"), "")
     return Node(
         step=_step_of(row) or 0,
         node=place["node"],
         parent=place["parent"],
         depth=place["depth"] or 0,
         episode=place["episode"] or 0,
-        prompt=text(row.get("prompt")),
+        prompt=text(row.get("prompt")) or opening,
         probe=text(row.get("probe")),
         response=text(row.get("response")),
         response_score=number(row.get("response_score")),
@@ -305,6 +359,7 @@ def node_of(row: Mapping[str, Any]) -> Node:
         num_tokens=_integer(row.get("probe_num_tokens")),
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
+        transcript=messages if isinstance(row.get("messages"), list) else None,
     )
 
 

@@ -1,69 +1,48 @@
-"""The sections of the page: for each a title, a template, and what fills it."""
+"""The sections of a page: for each a title, a template, and the values that fill it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from nip_astra.evaluation.tables import model_label
-from nip_astra.report import (
-    cards,
-    conversations,
-    curves,
-    evaluations,
-    findings,
-    protocol_curves,
-    provenance,
-    scorers,
-    summary,
-    task_answers,
-)
-from nip_astra.report.charts import whisker
+from nip_astra.report import curves, evaluations, provenance, summary, transcripts
+from nip_astra.report.charts import agent_colors, whisker
 from nip_astra.report.curves import RunGroup, run_label
-from nip_astra.report.failure_groups import GroupedFailures, group_failures
-from nip_astra.report.failure_section import failures
-from nip_astra.report.labels import Labels
-from nip_astra.report.protocol_runs import is_protocol_run
-from nip_astra.report.protocol_sections import protocol_overview, sections_of_protocol_run
-from nip_astra.report.records import RunRecord, mapping, number, text
-from nip_astra.report.spec import Context, Spec
-from nip_astra.report.wording import NOTHING, count, decimal, percent
+from nip_astra.report.failures import GroupedFailures, Labels, failures, group_failures
+from nip_astra.report.records import CONVERSATION, PROTOCOL, TASK, RunRecord, mapping, number, text
+from nip_astra.utils.formatting import NOTHING, count, decimal
 
+Context = dict[str, Any]
 MAX_REPEATED = 8
-"""Probes in the list of those said most often."""
+"""Probes in the list of the most frequent ones."""
 MAX_COMPARED = 12
 """Groups of runs whose parameters stand side by side."""
+MAX_WITH_BEFORE = 3
+"""Agents up to which figures before training stand beside those after."""
+_CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
+"""Units over which intervals are computed."""
 _SERVICE_HEADINGS = (
-    *("model", "requests", "remembered", "refusals", "failures", "tokens read", "tokens said"),
-    *("cost", "seconds, median", "seconds, 95 %"),
+    *("model", "requests", "from cache", "refusals", "failures", "tokens read"),
+    *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
 )
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A section: `build` gives what its template needs, or None where there is nothing to show."""
+
+    name: str
+    title: str
+    build: Callable[[], Context | None]
 
 
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
-    """The sections about one run."""
-    if is_protocol_run(run):
-        specs = sections_of_protocol_run(run)
-    else:
-        specs = _sections_of_attack(run, anchor, max_nodes, max_characters)
-    specs += [
-        Spec("services", "Services", lambda: _services(run)),
-        Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
-        Spec("cards", "Models and scorers", lambda: cards.cards(run)),
-        Spec("environment", "Environment", lambda: _environment(run)),
-        Spec(
-            "notes", "What could not be read", lambda: {"notes": run.notes} if run.notes else None
-        ),
-    ]
-    return [spec for spec in specs if has_curves or spec.name != "curves"]
-
-
-def _sections_of_attack(
-    run: RunRecord, anchor: str, max_nodes: int, max_characters: int
-) -> list[Spec]:
-    """The sections about a run in which an attacker converses with a target."""
+    """Return the sections about one run; those that have nothing to show give None."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -71,60 +50,58 @@ def _sections_of_attack(
         return group_failures(run)
 
     @cache
-    def tables() -> list[conversations.Table]:
-        return conversations.tables_of(
+    def tables() -> list[transcripts.Table]:
+        return transcripts.tables_of(
             run, max_nodes=max_nodes, max_characters=max_characters, prefix=anchor
         )
 
-    return [
+    if run.kind == PROTOCOL:
+        of_kind = [
+            Spec("statistics", "Figures by agent", lambda: _agent_figures(run)),
+            Spec("analyses", "Rollout analyses", lambda: evaluations.analyses(run)),
+            Spec("episodes", "Sample episodes", lambda: _episodes(run)),
+        ]
+    else:
+        title = "Answers" if run.kind == TASK else "Conversations"
+        of_kind = [
+            Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
+            Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+            Spec("turns", "Turns to failure", lambda: _turns(run)),
+            Spec("plants", "Planted failures", lambda: _plants(run)),
+            Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
+            Spec("conversations", title, lambda: _conversations(run, grouped(), tables(), anchor)),
+        ]
+    specs = [
         Spec("summary", "Summary", lambda: _summary(run)),
         Spec("curves", "Learning curves", lambda: _curves([group])),
-        Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
-        Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
-        Spec("turns", "Turns to failure", lambda: _turns(run)),
-        Spec("plants", "Planted failures", lambda: _plants(run)),
-        Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
-        Spec(
-            "conversations",
-            "Conversations",
-            lambda: _conversations(run, grouped(), tables(), anchor),
-        ),
-        Spec("task_answers", "Answers", lambda: task_answers.task_answers(run)),
+        *of_kind,
+        Spec("services", "Services", lambda: _services(run)),
+        Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
+        Spec("cards", "Models and scorers", lambda: provenance.cards(run)),
+        Spec("environment", "Environment", lambda: _environment(run)),
+        Spec("notes", "Unreadable parts", lambda: {"notes": run.notes} if run.notes else None),
     ]
+    return [spec for spec in specs if has_curves or spec.name != "curves"]
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
-    """The sections about several runs together; `anchors` is by the id() of a run."""
-    attacks, protocols = _by_kind(groups)
-    specs = []
-    if attacks:
-        specs.append(Spec("overview", "Overview", lambda: _overview(attacks, anchors)))
-    if protocols:
-        title = "Interaction protocols" if attacks else "Overview"
-        specs.append(Spec("protocols", title, lambda: protocol_overview(protocols, anchors)))
+    """Return the sections about several runs together; `anchors` is by the id() of a run."""
     return [
-        *specs,
+        Spec("overview", "Overview", lambda: _overview(groups, anchors)),
         Spec("differences", "What differs", lambda: _differences(groups)),
         Spec("curves", "Learning curves", lambda: _curves(groups)),
     ]
 
 
-def _by_kind(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[RunGroup]]:
-    """The groups in which an attacker converses with a target, and those of protocols."""
-    are_protocols = [is_protocol_run(group.runs[0]) for group in groups]
-    kinds = list(zip(groups, are_protocols, strict=True))
-    return [group for group, is_one in kinds if not is_one], [g for g, is_one in kinds if is_one]
-
-
 def _summary(run: RunRecord) -> Context:
-    headings, rows = summary.before_after(run)
+    headings, rows = summary.main_table(run)
     return {
         "sentences": summary.verdict(run),
         "warnings": _warnings(run, provenance.all_warnings(run)),
         "tiles": summary.tiles(run),
         "headings": headings,
         "rows": rows,
-        "clusters": "problems" if "task" in run.hyper_params else "opening prompts",
+        "clusters": _CLUSTERS[run.kind],
     }
 
 
@@ -142,13 +119,30 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
 
 
 def _curves(groups: Sequence[RunGroup]) -> Context:
-    attacks, protocols = _by_kind(groups)
+    runs = [run for group in groups for run in group.runs]
     return {
-        "legend": [_legend_entry(group) for group in groups],
-        "is_compared": sum(len(group.runs) for group in groups) > 1,
-        "charts": [*curves.main_charts(attacks), *protocol_curves.charts_of_groups(protocols)],
+        "legend": _agents(runs[0]) if len(runs) == 1 else [_legend_entry(one) for one in groups],
+        "is_compared": len(runs) > 1 or bool(runs[0].agents),
+        "charts": curves.charts_of(groups),
         "metrics": curves.metric_rows(groups),
     }
+
+
+def _agents(run: RunRecord) -> list[Context]:
+    colors = agent_colors(run.agents)
+    return [{"label": name.replace("_", " "), "color": color} for name, color in colors.items()]
+
+
+def _agent_figures(run: RunRecord) -> Context | None:
+    rows = summary.agent_rows(run, has_before=len(run.agents) <= MAX_WITH_BEFORE)
+    return {"agents": _agents(run), "rows": rows} if rows else None
+
+
+def _episodes(run: RunRecord) -> Context | None:
+    tables = transcripts.episode_tables(run)
+    has_texts = any(one.texts for table in tables for one in table.episodes)
+    context = {"tables": tables, "agents": _agents(run), "has_texts": has_texts}
+    return context if tables else None
 
 
 def _legend_entry(group: RunGroup) -> Context:
@@ -167,21 +161,21 @@ def _evaluations(run: RunRecord) -> Context | None:
         "main": evaluations.main_figures(run),
         "groups": evaluations.figures_table(run),
         "matrix": evaluations.transfer_matrix(run),
-        "kinds": findings.kinds_found(run),
-        "quality_headings": scorers.QUALITY_HEADINGS,
-        "quality": scorers.quality_rows(run),
-        "agreement_headings": scorers.AGREEMENT_HEADINGS,
-        "agreement": scorers.agreement_rows(run),
+        "kinds": evaluations.kinds_found(run),
+        "quality_headings": evaluations.QUALITY_HEADINGS,
+        "quality": evaluations.quality_rows(run),
+        "agreement_headings": evaluations.AGREEMENT_HEADINGS,
+        "agreement": evaluations.agreement_rows(run),
     }
 
 
 def _turns(run: RunRecord) -> Context | None:
-    rows, chart = findings.turns_to_failure(run)
+    rows, chart = evaluations.turns_to_failure(run)
     return {"rows": rows, "chart": chart} if rows else None
 
 
 def _plants(run: RunRecord) -> Context | None:
-    rows, chart = findings.planted(run)
+    rows, chart = evaluations.planted(run)
     return {"rows": rows, "chart": chart, "has_random": len(rows[0].cells) > 3} if rows else None
 
 
@@ -202,13 +196,13 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
         summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
     ]
     members = [one for group in grouped.groups for one in group.members] if grouped else []
-    repeated = sorted(members, key=lambda member: -member.num_said)[:MAX_REPEATED]
+    repeated = sorted(members, key=lambda member: -member.num_occurrences)[:MAX_REPEATED]
     if not rows and not repeated:
         return None
     return {
         "headings": [*reports, *measured],
         "rows": rows,
-        "repeated": [member for member in repeated if member.num_said > 1],
+        "repeated": [member for member in repeated if member.num_occurrences > 1],
         "total": grouped.num_failures if grouped else 0,
         "table": grouped.table if grouped else "",
     }
@@ -217,10 +211,10 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
 def _conversations(
     run: RunRecord,
     grouped: GroupedFailures | None,
-    tables: Sequence[conversations.Table],
+    tables: Sequence[transcripts.Table],
     anchor: str,
 ) -> Context | None:
-    scale = conversations.reward_scale(run)
+    scale = transcripts.reward_scale(run)
     if not tables:
         return None
     labels = Labels(run, grouped)
@@ -231,13 +225,14 @@ def _conversations(
     return {
         "tables": tables,
         "anchor": anchor,
-        "first": conversations.FIRST_EPISODES,
+        "first": transcripts.FIRST_EPISODES,
         "threshold": run.threshold,
         "low": scale.low,
         "high": scale.high,
         "has_rewards": scale.high > scale.low,
         "plants": labels.plants,
         "clusters": labels.clusters,
+        "has_scores": any(table.has_scores for table in tables),
     }
 
 
@@ -263,13 +258,13 @@ def _environment(run: RunRecord) -> Context | None:
         "commands": provenance.commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
-        "has_target": not is_protocol_run(run) and not task_answers.is_task_run(run),
+        "has_target": run.kind == CONVERSATION,
         "longest": max((seconds for _, seconds in times), default=0.0) or 1.0,
     }
 
 
 def _services(run: RunRecord) -> Context | None:
-    """The table of a run and its evaluations; None where no chat model was asked."""
+    """The use of chat models by a run and its evaluations; None without any."""
     rows = _service_rows("the run", run.results)
     for name, evaluation in run.evaluations.items():
         rows += _service_rows(f"evaluation {name}", evaluation)
@@ -289,12 +284,12 @@ def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, lis
     for name, value in mapping(figures.get("services")).items():
         use = mapping(value)
         failures = mapping(use.get("failures"))
-        told = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
+        written = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
         cells = [
             model_label(text(use.get("model"))) or NOTHING,
             *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
             count(number(use.get("num_refusals"))),
-            told or "0",
+            written or "0",
             *(count(number(use.get(key))) for key in ("prompt_tokens", "completion_tokens")),
             *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
             "guessed" if number(use.get("num_estimated")) else "",
@@ -303,90 +298,82 @@ def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, lis
     return found
 
 
+_OVERVIEWS = {
+    CONVERSATION: ("Conversations", "Conversations with a failure before and after training."),
+    TASK: ("Tasks", "Right answers before and after training."),
+    PROTOCOL: ("Interaction protocols", "Test episodes with the right decision."),
+}
+"""Title and lead of the comparison by kind of run."""
+
+
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
-    columns = _columns(groups)
-    warnings = []
-    blocks = []
-    for group in groups:
-        rows = []
-        for run in group.runs:
-            label = run_label(run, group)
-            rows.append(_overview_row(run, label, anchors[id(run)], group.color, columns))
-            lines = [f"{label}: {line}" for line in provenance.all_warnings(run)]
-            warnings += _warnings(run, lines)
-        if len(group.runs) > 1:
-            rows.append(_mean_row(group, columns))
-        blocks.append({"legend": _group_title(group), "color": group.color, "rows": rows})
-    return {"headings": list(columns), "blocks": blocks, "warnings": warnings}
+    tables = []
+    for kind, (title, lead) in _OVERVIEWS.items():
+        of_kind = [group for group in groups if group.runs[0].kind == kind]
+        if of_kind:
+            columns = summary.OVERVIEW[kind]
+            blocks = [_block(group, anchors, columns) for group in of_kind]
+            headings = [column.heading for column in columns]
+            tables.append(
+                {
+                    "title": title,
+                    "lead": lead,
+                    "headings": headings,
+                    "blocks": blocks,
+                    "is_protocol": kind == PROTOCOL,
+                    "clusters": _CLUSTERS[kind],
+                }
+            )
+    warnings = [
+        warning
+        for group in groups
+        for run in group.runs
+        for warning in _warnings(
+            run, [f"{run_label(run, group)}: {line}" for line in provenance.all_warnings(run)]
+        )
+    ]
+    return {"tables": tables, "warnings": warnings}
 
 
-_Column = tuple[str, Callable[[Mapping[str, Any]], str], str, Callable[[Any], str]]
-"""Part of the results, cell of a run, and for a mean over seeds the figure and its form."""
-
-
-def _share(value: Any) -> str:
-    return percent(value, 0)
-
-
-_OF_ATTACKS: dict[str, _Column] = {
-    "before": ("before", summary.rate_text, "failure_rate", percent),
-    "after": ("after", summary.rate_text, "failure_rate", percent),
-    "probe NLL": ("after", lambda one: decimal(one.get("probe_nll")), "probe_nll", decimal),
-    "distinct": ("after", summary.distinct_text, "distinct_share", _share),
-    "plants found": ("after", summary.plants_text, "plants_found", decimal),
-    "target queries": (
-        "training",
-        lambda one: count(one.get("target_queries")),
-        "target_queries",
-        decimal,
-    ),
-}
-_OF_TASKS: dict[str, _Column] = {
-    "right before": ("before", summary.accuracy_text, "accuracy", percent),
-    "right after": ("after", summary.accuracy_text, "accuracy", percent),
-    "mean reward": ("after", lambda one: decimal(one.get("mean_reward")), "mean_reward", decimal),
-    "problems": ("after", lambda one: count(one.get("num_problems")), "num_problems", decimal),
-}
-
-
-def _columns(groups: Sequence[RunGroup]) -> dict[str, _Column]:
-    """The columns of the kinds of runs that there are."""
-    are_tasks = {task_answers.is_task_run(run) for group in groups for run in group.runs}
-    return (_OF_ATTACKS if False in are_tasks else {}) | (_OF_TASKS if True in are_tasks else {})
+def _block(
+    group: RunGroup, anchors: Mapping[int, str], columns: Sequence[summary.Column]
+) -> Context:
+    """The rows of a group of runs, and their mean."""
+    rows = [
+        {
+            "label": run_label(run, group),
+            "anchor": anchors[id(run)],
+            "cells": [one.cell(mapping(run.results.get(one.part))) for one in columns],
+            "whisker": summary.rate_whisker(summary.measured(run)[1], group.color),
+            "protocol": summary.protocol_of(run),
+            "rewards": summary.reward_texts(run),
+        }
+        for run in group.runs
+    ]
+    if len(group.runs) > 1:
+        known = _values(group, columns[1])
+        mean = sum(known) / len(known) if known else None
+        ends = (min(known), max(known)) if known else (None, None)
+        rows.append(
+            {
+                "label": f"mean of {len(group.runs)}",
+                "anchor": "",
+                "cells": [_spread(_values(group, one), one.form) for one in columns],
+                "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
+                "protocol": "",
+                "rewards": [],
+            }
+        )
+    return {"legend": _group_title(group), "color": group.color, "rows": rows}
 
 
 def _group_title(group: RunGroup) -> str:
     return f"{group.name}: {group.label}" if group.name else group.label
 
 
-def _overview_row(
-    run: RunRecord, label: str, anchor: str, color: int, columns: Mapping[str, _Column]
-) -> Context:
-    return {
-        "label": label,
-        "anchor": anchor,
-        "cells": [write(mapping(run.results.get(part))) for part, write, *_ in columns.values()],
-        "whisker": summary.rate_whisker(mapping(run.results.get("after")), color),
-    }
-
-
-def _mean_row(group: RunGroup, columns: Mapping[str, _Column]) -> Context:
-    """The means over the seeds of a group, each with its lowest and highest."""
-    known = _values(group, "after", "failure_rate")
-    mean = sum(known) / len(known) if known else None
-    ends = (min(known), max(known)) if known else (None, None)
-    return {
-        "label": f"mean of {len(group.runs)}",
-        "anchor": "",
-        "cells": [
-            _spread(_values(group, part, name), write) for part, _, name, write in columns.values()
-        ],
-        "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
-    }
-
-
-def _values(group: RunGroup, part: str, name: str) -> list[float]:
-    values = [number(mapping(run.results.get(part)).get(name)) for run in group.runs]
+def _values(group: RunGroup, column: summary.Column) -> list[float]:
+    reports = [mapping(run.results.get(column.part)) for run in group.runs]
+    values = [number(report.get(name)) for report in reports for name in column.names]
     return [value for value in values if value is not None]
 
 

@@ -1,41 +1,53 @@
-"""What a run found, in a sentence, tiles and tables."""
+"""The main figures of a run: sentences, tiles, tables, and the row in a comparison of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nip_astra.evaluation.measured import Replies
-from nip_astra.evaluation.tables import bounds_text, counts_text
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
-from nip_astra.report.records import RunRecord, items, mapping, number
-from nip_astra.report.task_answers import is_task_run
-from nip_astra.report.wording import (
-    NOTHING,
-    count,
-    decimal,
-    duration,
-    interval,
-    percent,
+from nip_astra.report.records import (
+    CONVERSATION,
+    PROTOCOL,
+    TASK,
+    RunRecord,
+    mapping,
+    number,
+    split_name,
+    text,
 )
 from nip_astra.tracking.run_directory import FAILED
+from nip_astra.utils.formatting import (
+    NOTHING,
+    bounds_text,
+    count,
+    counts_text,
+    decimal,
+    duration,
+    format_figure,
+    format_value,
+    interval,
+    interval_of,
+    percent,
+)
 
-COLUMNS = (("before", "before"), ("after", "after"), ("random_search", "random search"))
-"""Parts of results.json that are compared, with their headings."""
+Report = Mapping[str, Any]
+"""Figures of one measurement, as in `results.json`."""
+MEASUREMENTS = (("before", "before"), ("after", "after"), ("random_search", "random search"))
+"""Parts of `results.json` that are compared, with their headings."""
+ACCURACY = ("mean_accuracy", "accuracy")
+"""Names of the share of right decisions; the first that a run has counts."""
 _SAME_NLL = 0.005
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure, large, with what it means and what it is compared with.
-
-    Attributes
-    ----------
-    whiskers : list[Whisker]
-        Intervals, drawn one above the other on a line from 0 to 100 %.
-    """
+    """One figure in large type, with a note and intervals on a line from 0 to 100 %."""
 
     label: str
     value: str
@@ -52,51 +64,234 @@ class Row:
     whiskers: Sequence[Whisker | None] = ()
 
 
+@dataclass(frozen=True)
+class AgentFigures:
+    """Figures of a run of agents, without the prefix of tests.
+
+    Attributes
+    ----------
+    overall : dict[str, Any]
+        Figures of all agents together, with intervals and the number of episodes.
+    by_agent : dict[str, dict[str, float]]
+        By agent, then by name.
+    """
+
+    overall: dict[str, Any] = field(default_factory=dict)
+    by_agent: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of episodes with the right decision."""
+        return number(self.overall.get(accuracy_name(self.overall)))
+
+    @property
+    def num_episodes(self) -> float | None:
+        """Episodes on which the figures rest."""
+        return number(self.overall.get("num_episodes"))
+
+
+def accuracy_name(report: Report) -> str:
+    """Return the name under which a report has its share of right decisions."""
+    return next((name for name in ACCURACY if number(report.get(name)) is not None), ACCURACY[0])
+
+
+def protocol_of(run: RunRecord) -> str:
+    """Return the name of a run's interaction protocol."""
+    named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
+    name = text(named) or "a protocol"
+    is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
+    return f"{name} with zero knowledge" if is_zero_knowledge is True else name
+
+
+def agent_figures(report: Report) -> AgentFigures:
+    """Sort the figures of a report by agent."""
+    found = AgentFigures()
+    for name, value in report.items():
+        agent, figure = split_name(name)
+        if agent and number(value) is not None:
+            found.by_agent.setdefault(agent, {})[figure] = float(value)
+        elif not agent and (number(value) is not None or figure.endswith("_interval")):
+            found.overall[figure] = value
+    return found
+
+
+def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures before and after training; empty where they were not measured."""
+    return mapping(run.results.get("before")), mapping(run.results.get("after"))
+
+
+# ---- cells
+
+
+@dataclass(frozen=True)
+class MetInTraining:
+    """Planted failures that training met, and random search with as many target queries."""
+
+    found: int
+    total: float
+    queries: float
+    random: int | None
+
+    def text(self, found: int | None) -> str:
+        """Format "found of all"."""
+        return NOTHING if found is None else f"{count(found)} of {count(self.total)}"
+
+
+def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
+    """Return what training met of the planted failures; None where it is not stored."""
+    training, search = mapping(results.get("training")), mapping(results.get("random_search"))
+    plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
+    total = number(mapping(results.get("after")).get("num_plants"))
+    if not plants or queries is None or total is None:
+        return None
+    by_random = [number(query) for query in mapping(search.get("plants")).values()]
+    in_time = sum(query is not None and query <= queries for query in by_random)
+    found = sum(number(query) is not None for query in plants.values())
+    return MetInTraining(found, total, queries, in_time if by_random else None)
+
+
+def plants_found(report: Report) -> float | None:
+    """Return the planted failures found in held-out conversations."""
+    # Older results count those met in training under the other name.
+    return number(report.get("plants_found_held_out", report.get("plants_found")))
+
+
+def plants_text(report: Report) -> str:
+    """Format the number of planted failures found, of how many."""
+    found, planted = plants_found(report), number(report.get("num_plants"))
+    return NOTHING if found is None else f"{count(found)} of {count(planted)}"
+
+
+def distinct_text(report: Report) -> str:
+    """Format the share of successful probes that are distinct, of how many."""
+    if number(report.get("distinct_share")) is None:
+        return NOTHING
+    share, total = percent(report.get("distinct_share"), 0), report.get("num_successful_probes")
+    return share if number(total) is None else f"{share}, {_num_distinct(report)} of {count(total)}"
+
+
+def _num_distinct(report: Report) -> str:
+    share, total = number(report.get("distinct_share")), number(report.get("num_successful_probes"))
+    if share is None or total is None:
+        return NOTHING
+    known = number(report.get("num_distinct_probes"))
+    return count(round(share * total) if known is None else known)
+
+
+# ---- sentences
+
+
 def verdict(run: RunRecord) -> list[str]:
-    """Say in words what the run found."""
-    before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
+    """Return the findings of a run in words."""
+    before, after = measured(run)
+    if run.kind == PROTOCOL:
+        return _protocol_verdict(run, agent_figures(before), agent_figures(after))
     if number(after.get("accuracy")) is not None:
-        return [_answers(before, after)]
+        among = f"{count(after.get('num_problems'))} held-out problems"
+        sentence = f"After training, {format_figure(after, 'accuracy')} of the answers to {among} "
+        sentence += "are right"
+        if number(before.get("accuracy")) is not None:
+            sentence += f"; before, it was {format_figure(before, 'accuracy')}"
+        return [f"{sentence}."]
     if number(after.get("failure_rate")) is None:
-        done = len(run.metrics)
-        end = "has results without a failure rate" if run.results else "has not ended"
-        end = "failed" if run.results.get("status") == FAILED else end
-        return [f"This run {end}; {count(done)} iterations are recorded."]
+        return [f"This run {_end(run, 'a failure rate')}."]
     num_episodes = number(after.get("num_episodes"))
     among = f"{count(num_episodes)} held-out conversations" if num_episodes else "conversations"
-    sentence = f"After training, the target fails in {_rate(after)} of {among}"
-    sentence += _failed(after)
+    sentence = f"After training, the target fails in {_rate_of(after, among)}"
     if number(before.get("failure_rate")) is not None:
-        sentence += f"; before, it was {_rate(before)}{_failed(before)}"
-    silent = [f"{told}." for told in Replies.read(mapping(after.get("replies"))).warnings()]
+        sentence += f"; before, it was {_rate_of(before)}"
+    silent = [f"{line}." for line in Replies.read(mapping(after.get("replies"))).warnings()]
     return [f"{sentence}.", *silent, *_fluency(before, after), *_discovery(run, before, after)]
 
 
-def _failed(report: Mapping[str, Any]) -> str:
+def _end(run: RunRecord, missing: str) -> str:
+    done = f"{count(len(run.metrics))} iterations are recorded"
+    if run.results.get("status") == FAILED:
+        return f"failed; {done}"
+    return f"has results without {missing}; {done}" if run.results else f"has not ended; {done}"
+
+
+def _rate_of(report: Report, among: str = "") -> str:
     counted = counts_text(report)
-    return f" ({counted})" if counted else ""
+    rate = f"{percent(report.get('failure_rate'))} {interval(*interval_of(report, 'failure_rate'))}"
+    return rate.strip() + (f" of {among}" if among else "") + (f" ({counted})" if counted else "")
+
+
+def _fluency(before: Report, after: Report) -> Iterator[str]:
+    old, new = number(before.get("probe_nll")), number(after.get("probe_nll"))
+    if old is not None and new is not None:
+        change = new - old
+        likely = f"{decimal(abs(change), 2)} nats per token {'less' if change > 0 else 'more'} "
+        same = abs(change) < _SAME_NLL
+        yield f"Its probes are {'about as likely as' if same else likely + 'likely than'} before."
+    share = number(after.get("distinct_share"))
+    if share is not None:
+        yield f"{percent(share, 0)} of the probes that succeed are distinct."
+
+
+def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
+    met = met_in_training(run.results)
+    if plants_found(after) is not None:
+        sentence = f"In held-out conversations {plants_text(after)} planted failures were found"
+        if plants_found(before) is not None:
+            sentence += f", {count(plants_found(before))} before training"
+        yield f"{sentence}."
+    if met is not None:
+        sentence = f"Training met {met.text(met.found)} in {count(met.queries)} target queries"
+        if met.random is not None:
+            sentence += f"; random search met {count(met.random)} in as many"
+        yield f"{sentence}."
+
+
+def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures) -> list[str]:
+    scenario = Path(text(run.hyper_params.get("scenario")) or "its scenario").name
+    agents = _joined([_words(name) for name in run.agents]) or "agents"
+    game = f"{agents} played {protocol_of(run)} on {scenario}"
+    game = f"{game[:1].upper()}{game[1:]}."
+    alone = alone_texts(after)
+    if alone:
+        shares = _joined([f"the {name} in {share}" for name, share in alone])
+        return [f"Without a conversation, the right label is given by {shares} of the test data."]
+    if after.accuracy is None:
+        known = [one for row in run.metrics if (one := agent_figures(row).accuracy) is not None]
+        last = f", the last with an accuracy of {percent(known[-1])} in training" if known else ""
+        return [game, f"The run {_end(run, 'an accuracy')}{last}."]
+    among = f"{count(after.num_episodes)} test episodes" if after.num_episodes else "test episodes"
+    sentence = f"The decision is right in {_accuracy_text(after)} of {among}"
+    if before.accuracy is not None:
+        sentence += f"; before training, it was in {_accuracy_text(before)}"
+    sentences = [f"{sentence}.", game]
+    undecided = after.overall.get("share_undecided")
+    if undecided is not None:
+        share = f"{percent(undecided)} of the episodes end" if undecided else "No episode ends"
+        sentences.append(f"{share} without a decision.")
+    worst = after.overall.get("worst_datapoint_accuracy")
+    if worst is not None:
+        sentences.append(f"On the datapoint with the most errors it is right in {percent(worst)}.")
+    return sentences
+
+
+def _accuracy_text(figures: AgentFigures) -> str:
+    return format_figure(figures.overall, accuracy_name(figures.overall))
+
+
+def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
+    """Return the accuracy of each agent that was tested without a conversation."""
+    shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
+    return [(_words(name), percent(share)) for name, share in shares.items() if share is not None]
+
+
+# ---- tiles
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """The main figures, those that the run has."""
-    before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
-    made = []
+    """Return the main figures that a run has."""
+    before, after = measured(run)
+    made = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
     if number(after.get("failure_rate")) is not None:
-        bars = [rate_whisker(before, 0), rate_whisker(after, 1)]
-        note = ", ".join(one for one in (_interval(after), counts_text(after)) if one)
-        if number(before.get("failure_rate")) is not None:
-            note += f"; before {percent(before['failure_rate'])}"
-        made.append(
-            Tile(
-                "Failing conversations",
-                percent(after["failure_rate"]),
-                note,
-                [bar for bar in bars if bar],
-            )
-        )
-    nll = number(after.get("probe_nll"))
+        made.append(_headline_tile("Failing conversations", "failure_rate", before, after))
+    nll, old = number(after.get("probe_nll")), number(before.get("probe_nll"))
     if nll is not None:
-        old = number(before.get("probe_nll"))
         note = "nats per token" + ("" if old is None else f"; before {decimal(old)}")
         made.append(Tile("Probe NLL", decimal(nll), note))
     if number(after.get("distinct_share")) is not None:
@@ -112,177 +307,225 @@ def tiles(run: RunRecord) -> list[Tile]:
     return [*made, *_cost_tiles(run, after)]
 
 
-def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
-    """Headings and rows of the comparison of before, after and random search."""
-    shown = [(heading, mapping(run.results.get(name))) for name, heading in COLUMNS]
+def _headline_tile(label: str, name: str, before: Report, after: Report) -> Tile:
+    bars = [rate_whisker(before, 0, name), rate_whisker(after, 1, name)]
+    notes = [interval(*interval_of(after, name)), counts_text(after, name)]
+    note = ", ".join(note for note in notes if note)
+    if number(before.get(name)) is not None:
+        note = f"{note}; before {percent(before[name])}".removeprefix("; ")
+    return Tile(
+        label, percent(after[name]), note or "of test episodes", [bar for bar in bars if bar]
+    )
+
+
+def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[Tile]:
+    old, new = agent_figures(before), agent_figures(after)
+    if new.accuracy is not None:
+        name = accuracy_name(new.overall)
+        yield _headline_tile("Right decisions", name, old.overall, new.overall)
+    for agent, share in alone_texts(new):
+        yield Tile(f"Alone, {agent}", share, "right labels")
+    if number(new.overall.get("share_undecided")) is not None:
+        before_share = old.overall.get("share_undecided")
+        note = "" if before_share is None else f"; before {percent(before_share)}"
+        yield Tile("Undecided", percent(new.overall["share_undecided"]), f"rounds ran out{note}")
+    if number(new.overall.get("mean_episode_length")) is not None:
+        yield Tile("Episode length", decimal(new.overall["mean_episode_length"]), "rounds, mean")
+    for agent in run.agents:
+        reward = new.by_agent.get(agent, {}).get("mean_episode_reward")
+        if reward is not None:
+            yield Tile(f"Reward, {_words(agent)}", decimal(reward), "mean of an episode")
+
+
+def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
+    training = mapping(run.results.get("training"))
+    seconds = sum(seconds for part, seconds in times(run) if part in ("collect", "update"))
+    note = f"{count(training.get('num_iterations'))} iterations"
+    timed = note + (f", {duration(seconds)}" if seconds else "")
+    queries = number(training.get("target_queries")) or number(after.get("target_queries"))
+    if queries is not None:
+        yield Tile("Target queries", count(queries), f"training, {timed}")
+    elif number(training.get("num_frames")):
+        yield Tile("Frames played", count(training["num_frames"]), timed)
+    elif number(training.get("num_epochs")):
+        yield Tile("Epochs", count(training["num_epochs"]), "passes over the training data")
+    elif number(training.get("num_requests")):
+        tokens = [count(training.get(f"{part}_tokens", 0)) for part in ("prompt", "completion")]
+        read = f"{tokens[0]} tokens read, {tokens[1]} generated"
+        yield Tile("Requests to models", count(training["num_requests"]), read)
+        yield Tile("Fine-tuning jobs", count(training.get("num_jobs")), note)
+
+
+# ---- tables
+
+
+class FigureRow(NamedTuple):
+    """A row of the table of measurements: its label and its cell for a measurement."""
+
+    label: str
+    cell: Callable[[Report], str]
+
+
+def figure(name: str) -> Callable[[Report], str]:
+    """Return a writer of the figure of this name."""
+    return lambda report: format_figure(report, name)
+
+
+MAIN_ROWS = (
+    FigureRow("episodes with a failure", figure("failure_rate")),
+    FigureRow(
+        "  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING
+    ),
+    FigureRow(
+        "replies: empty / refused",
+        lambda one: str(Replies.read(mapping(one.get("replies")))) or NOTHING,
+    ),
+    FigureRow("right answers", figure("accuracy")),
+    FigureRow("mean reward", figure("mean_reward")),
+    FigureRow("mean score", figure("mean_score")),
+    FigureRow("probe NLL, nats per token", figure("probe_nll")),
+    FigureRow("distinct successful probes", distinct_text),
+    FigureRow("planted failures found", plants_text),
+    FigureRow("target queries", lambda one: count(one.get("target_queries"))),
+    FigureRow("failing responses", lambda one: count(one.get("failing_responses"))),
+)
+
+
+def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
+    """Return headings and rows of the measurements beside each other."""
+    shown = [(heading, mapping(run.results.get(name))) for name, heading in MEASUREMENTS]
+    if run.kind == PROTOCOL:
+        shown += [
+            (f"evaluation {name}", mapping(one.get("figures")))
+            for name, one in run.evaluations.items()
+        ]
+        shown = [(heading, agent_figures(report).overall) for heading, report in shown]
     shown = [(heading, report) for heading, report in shown if report]
-    reports = [report for _, report in shown]
-    unit = "an answer" if is_task_run(run) else "a turn"
-    writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        ("conversations with a failure", rate_text),
-        ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
-        ("held-out problems answered right", accuracy_text),
-        ("replies: empty / refused", replies_text),
-        ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
-        (f"mean reward of {unit}", lambda one: decimal(one.get("mean_reward"))),
-        ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
-        ("distinct among successful probes", distinct_text),
-        ("planted failures found", plants_text),
-        ("target queries", lambda one: count(one.get("target_queries"))),
-        ("failing responses", lambda one: count(one.get("failing_responses"))),
-    ]
+    names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
-    for label, write in writers:
-        cells = [write(report) for report in reports]
-        bars = [rate_whisker(one, int(name != "before")) for name, one in shown] if not rows else []
-        if any(cell != NOTHING for cell in cells):
-            rows.append(Row(label, cells, bars))
+    for label, cell in _protocol_rows(names) if run.kind == PROTOCOL else MAIN_ROWS:
+        cells = [cell(report) for _, report in shown]
+        if any(one != NOTHING for one in cells):
+            bars = [rate_whisker(one, int(when != "before")) for when, one in shown]
+            rows.append(Row(label, cells, bars if not rows else []))
     met = met_in_training(run.results)
     if met is not None:
-        by_heading = {"after": met.text(met.found), "random search": met.text(met.random)}
-        cells = [by_heading.get(heading, NOTHING) for heading, _ in shown]
-        rows.append(Row(f"planted failures met in {count(met.queries)} queries of training", cells))
+        found = {"after": met.text(met.found), "random search": met.text(met.random)}
+        cells = [found.get(heading, NOTHING) for heading, _ in shown]
+        rows.append(Row("planted failures met in training", cells))
+        queries = [count(met.queries) if heading in found else NOTHING for heading, _ in shown]
+        rows.append(Row("  in target queries", queries))
     return [heading for heading, _ in shown], rows
 
 
-@dataclass(frozen=True)
-class MetInTraining:
-    """Planted failures that training met, and random search with as many target queries."""
-
-    found: int
-    total: float
-    queries: float
-    random: int | None
-
-    def text(self, found: int | None) -> str:
-        """So many of all."""
-        return NOTHING if found is None else f"{count(found)} of {count(self.total)}"
+def _protocol_rows(names: Mapping[str, Any]) -> list[FigureRow]:
+    shown = [
+        name
+        for name in sorted(names, key=_place)
+        if not name.endswith("_interval") and name != "num_episodes"
+    ]
+    return [FigureRow(_words(name), figure(name)) for name in shown]
 
 
-def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
-    """What training met of the planted failures; None where it is not stored."""
-    training, search = mapping(results.get("training")), mapping(results.get("random_search"))
-    plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
-    total = number(mapping(results.get("after")).get("num_plants"))
-    if not plants or queries is None or total is None:
-        return None
-    by_random = [number(query) for query in mapping(search.get("plants")).values()]
-    in_time = sum(query is not None and query <= queries for query in by_random)
-    found = sum(number(query) is not None for query in plants.values())
-    return MetInTraining(found, total, queries, in_time if by_random else None)
+def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
+    """Return rows of the final figures with a cell for each agent, those before in brackets."""
+    before, after = (agent_figures(report).by_agent for report in measured(run))
+    agents = run.agents
+    names = dict.fromkeys(name for agent in agents for name in after.get(agent, {}))
+    rows = []
+    for name in sorted(names, key=_place):
+        cells = []
+        for agent in agents:
+            cell = format_value(name, after.get(agent, {}).get(name))
+            old = before.get(agent, {}).get(name) if has_before else None
+            cells.append(cell if old is None else f"{cell} (before {format_value(name, old)})")
+        rows.append(Row(_words(name), cells))
+    for evaluation, stored in run.evaluations.items():
+        found = agent_figures(mapping(stored.get("figures"))).by_agent
+        for scorer in mapping(stored.get("scorers")):
+            for name in (f"mean_{scorer}", f"share_{scorer}"):
+                cells = [format_value(name, found.get(agent, {}).get(name)) for agent in agents]
+                rows.append(Row(f"{_words(name)} ({evaluation})", cells))
+    return rows
 
 
-def plants_found(report: Mapping[str, Any]) -> float | None:
-    """Planted failures found in held-out conversations."""
-    # Older results count those met in training under the other name.
-    return number(report.get("plants_found_held_out", report.get("plants_found")))
+# ---- comparison of runs
 
 
-def distinct_text(report: Mapping[str, Any]) -> str:
-    """The share of successful probes that are distinct, and of how many."""
-    if number(report.get("distinct_share")) is None:
-        return NOTHING
-    share, total = percent(report.get("distinct_share"), 0), report.get("num_successful_probes")
-    return share if number(total) is None else f"{share}, {_num_distinct(report)} of {count(total)}"
+class Column(NamedTuple):
+    """A column of the comparison of runs: its cell for a run, and the figure for means.
+
+    Attributes
+    ----------
+    part : str
+        Part of `results.json` with the figure.
+    names : tuple[str, ...]
+        Names of the figure; a run has one of them.
+    """
+
+    heading: str
+    part: str
+    names: tuple[str, ...]
+    form: Callable[[Any], str] = decimal
+    write: Callable[[Report], str] | None = None
+
+    def cell(self, report: Report) -> str:
+        """Return the cell of a run."""
+        if self.write is not None:
+            return self.write(report)
+        known = [name for name in self.names if name in report] or self.names
+        return format_figure(report, known[0])
 
 
-def _num_distinct(report: Mapping[str, Any]) -> str:
-    share, total = number(report.get("distinct_share")), number(report.get("num_successful_probes"))
-    if share is None or total is None:
-        return NOTHING
-    known = number(report.get("num_distinct_probes"))
-    return count(round(share * total) if known is None else known)
+OVERVIEW: dict[str, tuple[Column, ...]] = {
+    CONVERSATION: (
+        Column("before", "before", ("failure_rate",), percent),
+        Column("after", "after", ("failure_rate",), percent),
+        Column("probe NLL", "after", ("probe_nll",)),
+        Column("distinct", "after", ("distinct_share",), partial(percent, digits=0), distinct_text),
+        Column("plants found", "after", ("plants_found",), decimal, plants_text),
+        Column("target queries", "training", ("target_queries",)),
+    ),
+    TASK: (
+        Column("before", "before", ("accuracy",), percent),
+        Column("after", "after", ("accuracy",), percent),
+        Column("mean reward", "after", ("mean_reward",)),
+        Column("problems", "after", ("num_problems",)),
+    ),
+    PROTOCOL: (
+        Column("before", "before", ACCURACY, percent),
+        Column("after", "after", ACCURACY, percent),
+        Column("worst datapoint", "after", ("worst_datapoint_accuracy",), percent),
+        Column("undecided", "after", ("share_undecided",), percent),
+        Column("rounds", "after", ("mean_episode_length",)),
+    ),
+}
+"""Columns of the comparison by kind of run; the second has the whisker."""
 
 
-def _cost_tiles(run: RunRecord, after: Mapping[str, Any]) -> Iterator[Tile]:
-    spent = dict(times(run))
-    seconds = spent.get("collect", 0.0) + spent.get("update", 0.0)
-    training = mapping(run.results.get("training"))
-    queries = number(training.get("target_queries")) or number(after.get("target_queries"))
-    if queries is not None:
-        note = f"training, {count(training.get('iterations'))} iterations"
-        note += f", {duration(seconds)}" if seconds else ""
-        yield Tile("Target queries", count(queries), note)
+def reward_texts(run: RunRecord) -> list[str]:
+    """Return each agent's mean reward of an episode after training."""
+    after = agent_figures(measured(run)[1]).by_agent
+    rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
+    return [f"{_words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
 
 
-def _answers(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    among = f"{count(after.get('num_problems'))} held-out problems"
-    sentence = f"After training, {accuracy_text(after)} of the answers to {among} are right"
-    if number(before.get("accuracy")) is not None:
-        sentence += f"; before, it was {accuracy_text(before)}"
-    return f"{sentence}."
+def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
+    """Lay out a rate with its interval on a line from 0 to 100 %; the main one of the report."""
+    if not name:
+        named = ("failure_rate", *ACCURACY)
+        name = next((one for one in named if number(report.get(one)) is not None), named[0])
+    return whisker(number(report.get(name)), *interval_of(report, name), limit=1.0, color=color)
 
 
-def accuracy_text(report: Mapping[str, Any]) -> str:
-    """The share of right answers with its interval."""
-    if number(report.get("accuracy")) is None:
-        return NOTHING
-    ends = items(report.get("accuracy_interval"))
-    told = interval(*ends) if len(ends) == 2 else ""
-    counts = {"num_failed": report.get("num_right"), "num_known": report.get("num_answers")}
-    counted = counts_text(counts)
-    return f"{percent(report.get('accuracy'))} {told}".strip() + (f", {counted}" if counted else "")
+def _place(name: str) -> tuple[bool, bool, bool, str]:
+    """The order of figures: deviations last, accuracy and means first."""
+    return name.startswith("std_"), "accuracy" not in name, not name.startswith("mean_"), name
 
 
-def _fluency(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    old, new = number(before.get("probe_nll")), number(after.get("probe_nll"))
-    if old is not None and new is not None:
-        change = new - old
-        if abs(change) < _SAME_NLL:
-            told = "about as likely as before"
-        else:
-            told = f"{decimal(abs(change), 2)} nats per token {'less' if change > 0 else 'more'}"
-            told += " likely than before"
-        yield f"Its probes are {told}."
-    share = number(after.get("distinct_share"))
-    if share is not None:
-        yield f"{percent(share, 0)} of the probes that succeed are distinct."
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _discovery(
-    run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> Iterator[str]:
-    met = met_in_training(run.results)
-    if plants_found(after) is not None:
-        sentence = f"In held-out conversations {plants_text(after)} planted failures were found"
-        if plants_found(before) is not None:
-            sentence += f", {count(plants_found(before))} before training"
-        yield f"{sentence}."
-    if met is not None:
-        sentence = f"Training met {met.text(met.found)} in {count(met.queries)} target queries"
-        if met.random is not None:
-            sentence += f"; random search met {count(met.random)} in as many"
-        yield f"{sentence}."
-
-
-def _rate(report: Mapping[str, Any]) -> str:
-    return f"{percent(report.get('failure_rate'))} {_interval(report)}".strip()
-
-
-def rate_text(report: Mapping[str, Any]) -> str:
-    """The failure rate with its interval, and of how many it is."""
-    known = [one for one in (_rate(report), counts_text(report)) if one and one != NOTHING]
-    return ", ".join(known) or NOTHING
-
-
-def _interval(report: Mapping[str, Any]) -> str:
-    ends = items(report.get("failure_rate_interval"))
-    return interval(*ends) if len(ends) == 2 else ""
-
-
-def rate_whisker(report: Mapping[str, Any], color: int) -> Whisker | None:
-    """Lay out the failure rate with its interval on a line from 0 to 100 %."""
-    ends = [number(end) for end in items(report.get("failure_rate_interval"))]
-    low, high = ends if len(ends) == 2 else (None, None)
-    return whisker(number(report.get("failure_rate")), low, high, limit=1.0, color=color)
-
-
-def replies_text(report: Mapping[str, Any]) -> str:
-    """How many replies of the target are empty or refusals."""
-    return str(Replies.read(mapping(report.get("replies")))) or NOTHING
-
-
-def plants_text(report: Mapping[str, Any]) -> str:
-    """How many planted failures were found, of how many."""
-    found, planted = plants_found(report), number(report.get("num_plants"))
-    return NOTHING if found is None else f"{count(found)} of {count(planted)}"
+def _joined(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -21,7 +21,7 @@ from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, J
 from nip_astra.scenarios.pure_text_base import PureTextScenario, cast_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.trainers.text.analysis import (
     JUDGE,
     Analysis,
@@ -180,22 +180,10 @@ class _OpenedRun:
 
     @contextmanager
     def tracker(self) -> Iterator[Tracker]:
-        """W&B where the settings ask for it, else nothing; files are written without it."""
-        if self.settings.wandb == "disabled":
-            yield Tracker()
-            return
-        from nip_astra.tracking.wandb_tracker import WandbLabels, WandbTracker
-
-        labels = WandbLabels(
-            self.settings.wandb_project,
-            self.settings.wandb_entity,
-            self.settings.wandb_group,
-            tuple(self.settings.wandb_tags),
-        )
+        """The trackers that the settings name; files are written without them."""
         config = self.hyper_params.to_dict()
-        tracker = WandbTracker(
-            self.directory, mode=self.settings.wandb, labels=labels, config=config
-        )
+        settings = self.settings.to_dict()
+        tracker = open_tracker(settings, self.directory, config, writes_files=False)
         is_done = False
         try:
             yield tracker

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 from nip_astra.errors import RunDirectoryError
-from nip_astra.report.charts import Chart, line_chart, whisker
-from nip_astra.report.curves import MAIN, RunGroup, band_of, lines_of, parameter_differences
-from nip_astra.report.lines import Band, Line
+from nip_astra.report.charts import Line, line_chart, whisker
+from nip_astra.report.curves import RunGroup, charts_of, parameter_differences
 from nip_astra.report.page import render_sections
-from nip_astra.report.protocol_curves import OVERALL
 from nip_astra.report.records import RunRecord, read_run
-from nip_astra.report.spec import Context, Spec
-from nip_astra.report.wording import NOTHING, decimal, figure_text, value_text
+from nip_astra.report.sections import Context, Spec
 from nip_astra.sweep.orders import RunStatus, status_of
 from nip_astra.sweep.plan import Arm
 from nip_astra.sweep.results import HEADLINES, Difference, SweepResults
 from nip_astra.sweep.runner import read_failures
 from nip_astra.tracking.run_directory import REPORT, write_atomically
+from nip_astra.utils.formatting import NOTHING, decimal, format_value, interval, value_text
 from nip_astra.utils.statistics import holm
 
 MAX_DRAWN = 7
@@ -93,12 +91,12 @@ def _table_of(found: SweepResults, name: str) -> Context:
                 "letter": _letter(place),
                 "color": _color(place),
                 "num_seeds": len(mean.values),
-                "before": figure_text(name, before.mean) if before else NOTHING,
-                "after": figure_text(name, mean.mean),
-                "interval": _interval(name, mean.low, mean.high),
+                "before": format_value(name, before.mean) if before else NOTHING,
+                "after": format_value(name, mean.mean),
+                "interval": interval(mean.low, mean.high, name),
                 "whisker": whisker(mean.mean, low, mean.high, limit=limit, color=_color(place)),
                 "seeds": ", ".join(
-                    figure_text(name, mean.values[seed]) for seed in sorted(mean.values)
+                    format_value(name, mean.values[seed]) for seed in sorted(mean.values)
                 ),
             }
         )
@@ -207,22 +205,9 @@ def _curves(groups: Sequence[RunGroup]) -> Context | None:
             for group in groups
         ],
         "is_compared": True,
-        "charts": list(_charts(groups)),
+        "charts": charts_of(groups, means_only=True),
         "metrics": [],
     }
-
-
-def _charts(groups: Sequence[RunGroup]) -> Iterator[Chart]:
-    named = [(name, *told) for name, *told in MAIN]
-    named += [(names[0], *told) for names, *told in OVERALL]
-    for name, title, note, kind in named:
-        # The mean alone, where there is one; its seeds are in the area.
-        lines = [list(lines_of(group, name))[-1] for group in groups]
-        bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
-        note = f"{note}; area: lowest to highest seed" if bands else note
-        chart = line_chart(title, lines, note=note, kind=kind, bands=bands)
-        if chart is not None:
-            yield chart
 
 
 def _differences(groups: Sequence[RunGroup]) -> Context | None:
@@ -260,12 +245,6 @@ def _letter(place: int) -> str:
 
 def _color(place: int) -> int:
     return 1 + place % MAX_DRAWN
-
-
-def _interval(name: str, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return ""
-    return f"[{figure_text(name, low)}, {figure_text(name, high)}]"
 
 
 def _signed(value: float) -> str:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from scipy import stats
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.run_results import import_pandas, is_share, read_results
+from nip_astra.evaluation.run_results import import_pandas, read_results
 from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan
 from nip_astra.sweep.runner import PLAN_FILE
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.utils.formatting import is_share
 from nip_astra.utils.intervals import PairedDifference, paired_difference
 from nip_astra.utils.statistics import holm
 

@@ -60,10 +60,7 @@ def processor_name() -> str:
 
 
 def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Tell what in the descriptions of two environments lets last digits differ.
-
-    What an older version did not write down is left out.
-    """
+    """Return the differences of two environments that can change last digits, as sentences."""
     old, new = (
         {name: described.get(name) for name in ("processor", "device", "layers")}
         | {"torch": described.get("packages", {}).get("torch")}
@@ -77,47 +74,47 @@ def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 
 def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
-    """Write down what computes, and tell what changed since the run was begun.
+    """Record the device and layers, and warn of changes since the run started.
 
     Parameters
     ----------
     computed : dict[str, str]
-        What the environment does not tell: the `device`, and by what `layers` are computed.
+        The `device`, and the implementation of `layers`.
     """
     try:
         before = dict(directory.read_json(ENVIRONMENT))
     except (RunDirectoryError, TypeError, ValueError) as error:
-        # Resuming does not need what the run was begun on.
-        logger.warning("what the run was begun on cannot be told: %s", error)
+        # Resuming does not need it.
+        logger.warning("the environment of the run's start cannot be read: %s", error)
         return
     changes = changes_of_rounding(before, describe_environment() | computed)
     if changes:
         logger.warning(
-            "the run goes on where it was not begun, so last digits may differ from those of a "
-            "run that was not stopped: %s",
+            "the run resumes in another environment, so last digits may differ from those of an "
+            "uninterrupted run: %s",
             "; ".join(changes),
         )
-    # What the run was begun on stays; a run of an older version has not written it down.
+    # Values of the start stay; runs of older versions have none.
     directory.write_json(ENVIRONMENT, computed | before)
 
 
 def warn_of_changed_plugins(directory: RunDirectory) -> None:
-    """Tell which plug-ins are not those that the run was begun with."""
+    """Warn of plug-ins that changed since the run started."""
     try:
         recorded = directory.read_json(ENVIRONMENT)["plugins"]
         before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
         by_name = {Path(spec).name: digest for spec, digest in before.items()}
     except (RunDirectoryError, KeyError, TypeError) as error:
         # Resuming needs no more of that file than this.
-        logger.warning("whether plug-ins have changed cannot be told: %s", error)
+        logger.warning("the plug-ins of the run's start cannot be read: %s", error)
         return
     for plugin in loaded_plugins():
         # A copy elsewhere has the name of what it stands in for.
         digest = before.get(plugin.spec, by_name.get(Path(plugin.spec).name, plugin.sha256))
         if digest != plugin.sha256:
             logger.warning(
-                "the plug-in %s has changed since the run was started; results may differ from "
-                "those of a run that was not stopped",
+                "the plug-in %s has changed since the run started; results may differ from those "
+                "of an uninterrupted run",
                 plugin.spec,
             )
 

@@ -1,4 +1,4 @@
-"""The tracker that writes into the run directory, and the trackers of a run."""
+"""The tracker that writes into the run directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO
 
 from nip_astra.errors import TrackingError
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import CompositeTracker, Tracker
+from nip_astra.tracking.tracker import Tracker, plain_numbers, register_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,7 @@ TIMING_PREFIXES = ("time/", "memory/", "services/")
 _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+@register_tracker("file")
 class LocalTracker(Tracker):
     """Appends to `metrics.jsonl`, `timings.jsonl` and `rollouts/<table>.jsonl`.
 
@@ -32,17 +32,21 @@ class LocalTracker(Tracker):
     Artifacts and the summary are in the run directory already, as files and as `results.json`.
     """
 
-    name = "local"
-
-    def __init__(self, run_directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        run_directory: RunDirectory,
+        settings: Mapping[str, Any] = {},
+        config: Mapping[str, Any] = {},
+    ) -> None:
+        super().__init__(run_directory)
         self._root = run_directory.path
         self._files: dict[str, BinaryIO] = {}
 
     def log_metrics(self, values: Mapping[str, float | int], *, step: int) -> None:
         if "step" in values:
             raise TrackingError(
-                "a metric named 'step' was to be logged, but that is the name of the column that "
-                "holds the step. Give the metric another name."
+                "the metric named 'step' has the name of the column of steps. Give the metric "
+                "another name."
             )
         values = plain_numbers(values)
         timings = {
@@ -58,8 +62,8 @@ class LocalTracker(Tracker):
     ) -> None:
         if not _TABLE_NAME.fullmatch(name):
             raise TrackingError(
-                f"a table named {name!r} was to be logged, but the name becomes that of a file and "
-                "may hold only letters, digits, '.', '_' and '-'. Rename the table."
+                f"the table named {name!r} becomes a file, and may hold only letters, digits, '.', "
+                "'_' and '-'. Rename the table."
             )
         self._append(
             f"rollouts/{name}.jsonl",
@@ -81,8 +85,8 @@ class LocalTracker(Tracker):
     def rewind(self, position: Mapping[str, Any]) -> None:
         """Cut each file to the length that it had; a file that was not there yet is removed.
 
-        An empty position removes all, for a run that starts over. Timings and conversations that
-        are lost are told in a warning, since nothing is computed from them.
+        An empty position removes all, for a run that starts over. Lost timings and conversations
+        give a warning, since nothing is computed from them.
 
         Raises
         ------
@@ -98,12 +102,12 @@ class LocalTracker(Tracker):
                 continue
             if name == METRICS_FILE:
                 raise TrackingError(
-                    f"the run was to go on from a checkpoint at byte {length} of {path}, but the "
-                    f"file has {size} bytes. Restore the file, or start a new run."
+                    f"the checkpoint is at byte {length} of {path}, but the file has {size} bytes. "
+                    "Restore the file, or start a new run."
                 )
             logger.warning(
-                "%s had %d bytes when the checkpoint was saved and has %d now; what is lost stays "
-                "lost, and the run goes on without it",
+                "%s had %d bytes when the checkpoint was saved and has %d now; the run goes on "
+                "without the lost rows",
                 path,
                 length,
                 size,
@@ -117,8 +121,8 @@ class LocalTracker(Tracker):
                     path.unlink()
             except OSError as error:
                 raise TrackingError(
-                    f"{path} was to be cut back to where the checkpoint was saved, but: "
-                    f"{error.strerror or error}. Mend the file's permissions."
+                    f"{path} cannot be cut back to the checkpoint: {error.strerror or error}. "
+                    "Correct the file's permissions."
                 ) from error
 
     def finish(self, *, success: bool) -> None:
@@ -143,8 +147,8 @@ class LocalTracker(Tracker):
             file.flush()
         except OSError as error:
             raise TrackingError(
-                f"{path} was to be written, but: {error.strerror or error}. Free some space or "
-                "mend the directory's permissions, then resume the run."
+                f"{path} cannot be written: {error.strerror or error}. Free some space or correct "
+                "the directory's permissions, then resume the run."
             ) from error
 
     def _close(self) -> None:
@@ -165,62 +169,3 @@ def _without_non_finite(record: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
     }
-
-
-class TrackingSettings(Protocol):
-    """The settings that choose trackers; `ExperimentSettings` has them."""
-
-    @property
-    def wandb(self) -> Literal["disabled", "offline", "online"]:
-        """Whether Weights & Biases mirrors the run directory."""
-
-    @property
-    def wandb_project(self) -> str | None:
-        """W&B project; None for that of the environment, or nip_astra."""
-
-    @property
-    def wandb_entity(self) -> str | None:
-        """W&B user or team; None for that of the environment, or the account's own."""
-
-    @property
-    def wandb_group(self) -> str | None:
-        """Group of runs; None for that of the environment, or none."""
-
-    @property
-    def wandb_tags(self) -> list[str]:
-        """Tags; with none, those of the environment."""
-
-
-def open_tracker(
-    settings: TrackingSettings, run_directory: RunDirectory, config: Mapping[str, Any]
-) -> Tracker:
-    """The local tracker and, unless it is disabled, W&B as its mirror.
-
-    Parameters
-    ----------
-    config : Mapping
-        The run's parameters, shown beside its metrics.
-
-    Raises
-    ------
-    TrackingError
-        When W&B cannot be used as asked.
-    """
-    trackers: list[Tracker] = [LocalTracker(run_directory)]
-    if settings.wandb != "disabled":
-        from nip_astra.tracking.wandb_tracker import WandbLabels, WandbTracker
-
-        trackers.append(
-            WandbTracker(
-                run_directory,
-                mode=settings.wandb,
-                labels=WandbLabels(
-                    settings.wandb_project,
-                    settings.wandb_entity,
-                    settings.wandb_group,
-                    tuple(settings.wandb_tags),
-                ),
-                config=config,
-            )
-        )
-    return CompositeTracker(trackers)

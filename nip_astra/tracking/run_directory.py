@@ -72,8 +72,8 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise RunDirectoryError(
-            f"{path} was to be written, but {error.strerror or error}. Free space or change the "
-            "permissions; what was there before is unchanged."
+            f"{path} cannot be written: {error.strerror or error}. Free space or change the "
+            "permissions; the old file is unchanged."
         ) from error
 
 
@@ -136,8 +136,8 @@ class RunDirectory:
         """
         if not _RUN_ID.fullmatch(run_id):
             raise RunDirectoryError(
-                f"the run id {run_id!r} was asked for, but a run id names a folder. Use letters, "
-                "digits, dots, dashes and underscores."
+                f"the run id {run_id!r} cannot name a folder. Use letters, digits, dots, dashes "
+                "and underscores."
             )
         path, new = Path(runs_dir) / run_id, Path(runs_dir) / f"{_UNFINISHED}{run_id}"
         try:
@@ -169,12 +169,12 @@ class RunDirectory:
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 raise RunDirectoryError(
-                    f"the run {run_id!r} was to be started, but {path} exists. Go on with it by "
-                    f"`nip-astra resume {path}`, or choose another --run-id."
+                    f"the run {run_id!r} exists already: {path}. Resume it with `nip-astra resume "
+                    f"{path}`, or choose another --run-id."
                 ) from error
             raise RunDirectoryError(
-                f"the run directory {path} was to be made, but {error.strerror or error}. Choose "
-                "a folder that you may write to with --runs-dir."
+                f"the run directory {path} cannot be made: {error.strerror or error}. Choose a "
+                "writable folder with --runs-dir."
             ) from error
         return cls(path)
 
@@ -204,8 +204,8 @@ class RunDirectory:
         found = Path(path)
         if not (found / HYPER_PARAMETERS).is_file():
             raise RunDirectoryError(
-                f"{found} was to be opened as a run, but it holds no {HYPER_PARAMETERS}. Give the "
-                "path of a run directory, for instance runs/<run id>."
+                f"{found} is no run: it holds no {HYPER_PARAMETERS}. Give the path of a run "
+                "directory, for instance runs/<run id>."
             )
         directory = cls(found)
         directory.check_links()
@@ -235,7 +235,7 @@ class RunDirectory:
         near = nearest_names(str(run), names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise RunDirectoryError(
-            f"the run {str(run)!r} was asked for, but {runs_dir} holds no run of that name.{hint} "
+            f"{runs_dir} holds no run {str(run)!r}.{hint} "
             "Give the name of one of its runs, or the path of a run directory."
         )
 
@@ -289,8 +289,7 @@ class RunDirectory:
             return parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RunDirectoryError(
-                f"{path} was to be read, but it is missing or broken: {error}. The run cannot be "
-                "used without it."
+                f"{path} is missing or broken: {error}. The run cannot be used without it."
             ) from error
 
 

@@ -16,20 +16,20 @@ from filelock import FileLock, Timeout
 from nip_astra.errors import RunDirectoryError
 
 LOCK = ".lock"
-"""File that the process at work on a run has locked, and in which it says who it is."""
+"""File that the process at work on a run locks, with its id and host."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems answer that have no locks."""
+"""Errors of file systems without locks."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Have the run to oneself within the block.
+    """Hold the run exclusively within the block.
 
-    The lock is advisory and the system's own, so it ends with the process that holds it, however
-    that ends. Where the file system has no locks, a warning says so and the block is entered.
+    The lock is advisory and the system's own, so it ends with its process, also on a kill. On a
+    file system without locks the block is entered with a warning.
 
     Raises
     ------
@@ -45,8 +45,8 @@ def run_lock(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise RunDirectoryError(
-                f"the run {directory} was to be worked on, but {directory / LOCK} cannot be "
-                f"written: {error.strerror or error}. Change the permissions of that folder."
+                f"{directory / LOCK} cannot be written: {error.strerror or error}. Change the "
+                "permissions of that folder."
             ) from error
         _warn(directory, f"its file system gives no lock ({error.strerror or error})")
         yield
@@ -61,7 +61,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Say whether no process is at work in a directory; False where that cannot be told."""
+    """Whether no process is at work in a directory; False where that is unknown."""
     if not (directory / LOCK).exists():
         return True
     try:
@@ -77,32 +77,29 @@ def _lock_of(directory: Path) -> FileLock:
 
 def _warn(directory: Path, reason: str) -> None:
     logger.warning(
-        "the run %s is not protected from a second process: %s. Take care yourself that it is "
-        "resumed once at a time",
+        "the run %s is not protected from a second process: %s. Resume it once at a time",
         directory,
         reason,
     )
 
 
 def _refusal(directory: Path) -> str:
-    asked = f"the run {directory.resolve().name!r} was to be worked on, but"
+    name = f"the run {directory.resolve().name!r}"
     owner = _owner_of(directory)
     if owner is None:
-        return f"{asked} another process is at work on it. Wait until it ends, or stop it."
+        return f"{name} is in use by another process. Wait until it ends, or stop it."
     pid, host = owner
     if host == socket.gethostname():
         stop = f"stop it by `kill {pid}`, which saves its work first"
-        return f"{asked} process {pid} is at work on it. Wait until it ends, or {stop}."
-    return (
-        f"{asked} process {pid} on {host} is at work on it. Wait until it ends, or stop it there."
-    )
+        return f"{name} is in use by process {pid}. Wait until it ends, or {stop}."
+    return f"{name} is in use by process {pid} on {host}. Wait until it ends, or stop it there."
 
 
 def _owner_of(directory: Path) -> tuple[int, str] | None:
     """Process id and host; None where the owner has not written them yet."""
     try:
-        said = json.loads((directory / LOCK).read_text(encoding="utf-8"))
-        return int(said["pid"]), str(said["host"])
+        owner = json.loads((directory / LOCK).read_text(encoding="utf-8"))
+        return int(owner["pid"]), str(owner["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

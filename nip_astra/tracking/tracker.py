@@ -1,19 +1,58 @@
-"""What a tracker takes. The base does nothing, and serves where nothing is to be tracked."""
+"""Trackers: what they take, their registry, and the names and numbers of metrics.
+
+`metrics.jsonl` keeps the names that trainers give; the other trackers show them `grouped`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from nip_astra.errors import TrackingError
+from nip_astra.registry import Registry
+from nip_astra.tracking.run_directory import RunDirectory
+
+KEPT = ("time", "memory", "tokens")
+"""Groups that names of metrics have already."""
+EVALUATIONS = ("dev", "before", "after", "random_search")
+"""First parts of names of metrics on prompts or data that are not trained on."""
+_TEST = "test_"
+_ROLLOUT_GROUPS = ("reward", "message_regression")
+_ROLLOUT_FIGURES = (
+    *("mean_", "std_", "worst_", "share_", "residual_", "num_episodes", "num_undetermined"),
+    *("num_scorer_errors", "probe_", "failure_", "episode_", "distinct_", "plants_", "target_"),
+)
+INTERVAL = "_interval"
+"""Suffix of the name of an interval, after the name of its figure."""
 
 
 class Tracker:
-    """Takes metrics, tables and artifacts of a run; this one ignores them."""
+    """Takes metrics, tables and artifacts of a run; this one ignores them.
+
+    A subclass registered by `register_tracker` is chosen with the setting `trackers` and overrides
+    the methods that it needs.
+
+    Parameters
+    ----------
+    run_directory : RunDirectory, optional
+        Where the run's files go.
+    settings : Mapping
+        `ExperimentSettings` as a dict.
+    config : Mapping
+        The run's parameters.
+    """
+
+    def __init__(
+        self,
+        run_directory: RunDirectory | None = None,
+        settings: Mapping[str, Any] = {},
+        config: Mapping[str, Any] = {},
+    ) -> None:
+        self.run_directory = run_directory
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Record numbers at a step. Names that begin with `time/` or `memory/` differ between
-        equal runs.
-        """
+        """Record numbers at a step. `time/` and `memory/` differ between equal runs."""
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
@@ -48,12 +87,10 @@ class Tracker:
 
 
 class CompositeTracker(Tracker):
-    """Hands everything to several trackers.
-
-    The position is the first one's; the others are mirrors that cannot be rewound.
-    """
+    """Passes everything to several trackers. Only the first is rewound; the others mirror it."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
+        super().__init__()
         self.trackers = list(trackers)
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
@@ -94,3 +131,121 @@ class CompositeTracker(Tracker):
     def finish(self, *, success: bool) -> None:
         for tracker in self.trackers:
             tracker.finish(success=success)
+
+
+TRACKERS: Registry[type[Tracker]] = Registry(
+    "tracker",
+    package="nip_astra.tracking",
+    members=("file", "tensorboard", "wandb"),
+    modules={"file": "local", "tensorboard": "tensorboard_tracker", "wandb": "wandb_tracker"},
+)
+AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
+
+
+def register_tracker(name: str) -> Callable[[AnyTracker], AnyTracker]:
+    """Register a `Tracker` subclass under the name by which the setting `trackers` chooses it."""
+    return TRACKERS.register(name)  # type: ignore[return-value]  # it returns its argument
+
+
+def open_tracker(
+    settings: Mapping[str, Any],
+    run_directory: RunDirectory,
+    config: Mapping[str, Any],
+    *,
+    writes_files: bool = True,
+) -> CompositeTracker:
+    """Return the trackers that the settings name, after the one that writes the run's files.
+
+    Parameters
+    ----------
+    settings : Mapping
+        `ExperimentSettings` as a dict.
+    config : Mapping
+        The run's parameters, shown beside its metrics.
+    writes_files : bool
+        Whether the tracker `file`, which a run always has, is the first.
+
+    Raises
+    ------
+    UnknownNameError
+        When no tracker has a name.
+    TrackingError
+        When a tracker cannot start.
+    MissingDependencyError
+        When the package of a tracker is not installed.
+    """
+    names = ["file"] if writes_files else []
+    names += [name for name in settings["trackers"] if name != "file"]
+    names += ["wandb"] if settings["wandb"] != "disabled" else []
+    classes = [TRACKERS.get(name) for name in dict.fromkeys(names)]
+    opened = CompositeTracker([])
+    try:
+        for cls in classes:
+            opened.trackers.append(cls(run_directory, settings, config))
+    except BaseException:
+        opened.finish(success=False)
+        raise
+    return opened
+
+
+def grouped(name: str) -> str:
+    """Return a metric's name with its group: `eval/`, `rollout/`, or `train/` for all others."""
+    first, figure = name.partition("/")[0], name.rpartition("/")[2]
+    if first in KEPT and first != name:
+        return name
+    if first in EVALUATIONS or figure.startswith(_TEST):
+        return f"eval/{name}"
+    is_rollout = first in _ROLLOUT_GROUPS or figure.startswith(_ROLLOUT_FIGURES)
+    return f"{'rollout' if is_rollout else 'train'}/{name}"
+
+
+def flat_figures(report: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a report, and intervals as `<name>_low` and `<name>_high`."""
+    figures: dict[str, float] = {}
+    for name, value in report.items():
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        if name.endswith(INTERVAL) and is_pair and all(map(_is_number, value)):
+            stem = f"{prefix}{name.removesuffix(INTERVAL)}"
+            figures |= {f"{stem}_low": value[0], f"{stem}_high": value[1]}
+        elif _is_number(value):
+            figures[f"{prefix}{name}"] = value
+    return figures
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def plain_numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures as numbers of Python, also those of NumPy and torch.
+
+    Raises
+    ------
+    TrackingError
+        When a figure is not a single number, or a name is not a text.
+    """
+    if not isinstance(figures, Mapping):
+        raise TrackingError(
+            f"figures must be a dict of numbers by name, got {type(figures).__name__}."
+        )
+    return {name: _plain(name, value) for name, value in figures.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise TrackingError(
+            f"the name of a figure must be a text, got {name!r}, a {type(name).__name__}."
+        )
+    # By its own class: a float64 of NumPy is a float, too.
+    if value is None or type(value) in (bool, int, float):
+        return value
+    try:
+        number = value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        number = None
+    if not isinstance(number, bool | int | float):
+        raise TrackingError(
+            f"the figure {name!r} is a {type(value).__name__}. Give one number, for instance "
+            "float(value.mean())."
+        )
+    return number

@@ -7,13 +7,12 @@ import netrc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from nip_astra.errors import MissingDependencyError, TrackingError
 from nip_astra.safe_text import safe_text, to_json
-from nip_astra.tracking.groups import grouped
 from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 from nip_astra.trust import SIGNATURE, read_variable
 
 STEP = "iteration"
@@ -28,27 +27,7 @@ ENVIRONMENT_KEY = "environment"
 DEFAULT_PROJECT = "nip_astra"
 
 
-class WandbLabels(NamedTuple):
-    """Under what a run is found on W&B; what is empty is taken from W&B's own variables.
-
-    Attributes
-    ----------
-    project : str or None
-        `WANDB_PROJECT`, or nip_astra.
-    entity : str or None
-        User or team: `WANDB_ENTITY`, or the account's own.
-    group : str or None
-        `WANDB_RUN_GROUP`, or none.
-    tags : tuple[str, ...]
-        `WANDB_TAGS`, or none.
-    """
-
-    project: str | None = None
-    entity: str | None = None
-    group: str | None = None
-    tags: tuple[str, ...] = ()
-
-
+@register_tracker("wandb")
 class WandbTracker(Tracker):
     """Sends config, environment, metrics by step, tables, artifacts and the report to W&B.
 
@@ -57,28 +36,29 @@ class WandbTracker(Tracker):
 
     Parameters
     ----------
-    mode : {"online", "offline"}
-        Offline needs neither network nor account; upload later with `wandb sync`.
+    settings : Mapping
+        The setting `wandb` is the mode: "offline" needs neither network nor account (upload later
+        with `wandb sync`), anything else is "online". `wandb_project`, `wandb_entity`,
+        `wandb_group` and `wandb_tags` that are empty come from W&B's own variables.
 
     Raises
     ------
     TrackingError
-        When W&B is to be online and there is no key, or it cannot be reached.
+        When W&B is online and there is no key, or it cannot be reached.
     """
 
     def __init__(
-        self,
-        run_directory: RunDirectory,
-        *,
-        mode: Literal["online", "offline"],
-        labels: WandbLabels,
-        config: Mapping[str, Any],
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
+        super().__init__(run_directory)
+        mode: Literal["offline", "online"] = (
+            "offline" if settings["wandb"] == "offline" else "online"
+        )
         if mode == "online" and not has_credentials():
             # W&B itself would stop to ask at a terminal.
             raise TrackingError(
-                "W&B was asked to track the run online, but there is no W&B key on this machine. "
-                "Log in with `wandb login`, set WANDB_API_KEY, or use --wandb offline."
+                "there is no W&B key on this machine. Log in with `wandb login`, set "
+                "WANDB_API_KEY, or use --wandb offline."
             )
         root = run_directory.path.resolve()
         self._environment_before = _set_environment(root, mode)
@@ -87,17 +67,18 @@ class WandbTracker(Tracker):
         except ImportError as error:
             self._restore_environment()
             raise MissingDependencyError(
-                f"W&B was asked to track the run {mode}, but the package wandb cannot be "
-                f"imported: {error}. Install it with: pip install wandb"
+                f"the package wandb cannot be imported: {error}. Install it with: pip install wandb"
             ) from error
 
         self._wandb = wandb
         try:
             self._run = wandb.init(
-                project=labels.project or read_variable("WANDB_PROJECT") or DEFAULT_PROJECT,
-                entity=labels.entity,
-                group=labels.group,
-                tags=list(labels.tags) or None,
+                project=settings["wandb_project"]
+                or read_variable("WANDB_PROJECT")
+                or DEFAULT_PROJECT,
+                entity=settings["wandb_entity"],
+                group=settings["wandb_group"],
+                tags=list(settings["wandb_tags"]) or None,
                 id=run_directory.run_id,
                 name=run_directory.run_id,
                 mode=mode,
@@ -116,8 +97,8 @@ class WandbTracker(Tracker):
         except Exception as error:
             self._restore_environment()
             raise TrackingError(
-                f"W&B was asked to track the run {mode}, but it cannot start: {error}. Check the "
-                "network and `wandb login`, or use --wandb offline or --wandb disabled."
+                f"W&B ({mode}) cannot start: {error}. Check the network and `wandb login`, or use "
+                "--wandb offline or --wandb disabled."
             ) from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

@@ -43,7 +43,6 @@ from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.samplers.together import PLAY, play_shard, playing_together
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
-from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.ast.ahead import (
     CorrectedAheadParameters,
     correct_for_staleness,
@@ -384,12 +383,13 @@ class AstTrainer(LanguageModelTrainer):
         found, state = self._discovery(), self.state
         is_measured = state.best_dev_value is not None
         dev = {"metric": self.training.dev_metric, "value": state.best_dev_value}
-        self.results |= {
+        results = {
+            "kind": "conversation",
             "before": state.before,
             "training": {
-                "iterations": state.iteration,
+                "num_iterations": state.iteration,
                 "stopped_early": state.iteration < self.training.num_iterations,
-                "optimizer_steps": state.num_optimizer_steps,
+                "num_optimizer_steps": state.num_optimizer_steps,
                 "target_queries": found.num_queries,
                 "plants_found": found.num_found if found.planted else None,
                 "num_plants": len(found.planted) if found.planted else None,
@@ -406,11 +406,7 @@ class AstTrainer(LanguageModelTrainer):
             },
             **services_used(self.scenario_instance.services),
         }
-        self.results.setdefault("warnings", [])
-        for when in ("before", "after", "random_search"):
-            self.tracker.log_summary(summary_of(when, self.results.get(when) or {}))
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(results)
 
     def components_to_time(self) -> Components:
         return components_of_stress_test(self)

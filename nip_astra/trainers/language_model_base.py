@@ -36,7 +36,7 @@ from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.tracking.figures import plain_numbers
+from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.dry_run import (
     bytes_of,
     estimate_run,

@@ -36,9 +36,9 @@ from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
-from nip_astra.tracking.figures import plain_numbers
-from nip_astra.tracking.groups import as_test_metrics, summary_of
-from nip_astra.tracking.run_directory import RESULTS, write_atomically
+from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.tracking.tracker import plain_numbers
+from nip_astra.trainers.protocol.statistics import as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,
@@ -317,7 +317,7 @@ class PureTextRlTrainer(Trainer):
         rollouts = self._sampled("test", iteration)
         self._keep(rollouts, "test", iteration)
         report = self.figures_of(rollouts) | self._analyse(rollouts, "test", iteration)
-        self.tracker.log_metrics(as_test_metrics(report), step=iteration + 1)
+        self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
         if self.state.before is None and iteration == 0:
             self.state.before = report
         self.state.after = report
@@ -553,7 +553,7 @@ class PureTextRlTrainer(Trainer):
     def _write_results(self) -> None:
         self._note_groups()
         state = self.state
-        self.results |= {
+        results = {
             "kind": "interaction_proof",
             "protocol": self.hyper_params.interaction_protocol,
             "agents": list(self.agent_names),
@@ -568,14 +568,11 @@ class PureTextRlTrainer(Trainer):
                 **state.costs(),
             },
         }
-        self.results |= self._services_used
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
             run_id, folder = self.run_directory.run_id, self.run_directory.rollouts_dir
             self.tracker.log_artifact(folder, name=f"rollouts-{run_id}", type="rollouts")
             log_analyses_artifact(self.tracker, self.run_directory)
-            self.run_directory.write_json(RESULTS, self.results)
+        self.store_results(results | self._services_used)
 
     def services(self) -> dict[str, PatientChatModel]:
         """The models that are asked at present, by group, and the judge; those that are open."""

@@ -37,7 +37,6 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.tracking.groups import as_test_metrics, summary_of
 from nip_astra.trainers.dry_run import (
     estimate_run,
     measure_smallest_step,
@@ -72,6 +71,7 @@ from nip_astra.trainers.protocol.processes import (
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     PlayStatistics,
+    as_of_test,
     iteration_statistics,
     read,
     timings_of,
@@ -301,7 +301,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Testing")
         found = self._test(iteration_context, "evaluation")
-        self.tracker.log_metrics(as_test_metrics(found), step=self.state.iteration)
+        self.tracker.log_metrics(as_of_test(found), step=self.state.iteration)
         self.results["after"] = found
 
     def _test(
@@ -426,22 +426,20 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return parts | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.results |= {
-            "kind": "interaction_proof",
-            "protocol": self.hyper_params.interaction_protocol,
-            "agents": list(self.agents.names),
-            "before": self.state.before,
-            "training": {
-                "num_iterations": self.state.iteration,
-                "num_frames": self.state.iteration * self.frames_per_iteration,
-                "num_optimizer_steps": self.state.num_optimizer_steps,
-                "last": self.state.last,
-            },
-        }
-        for when in ("before", "after"):
-            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(
+            {
+                "kind": "interaction_proof",
+                "protocol": self.hyper_params.interaction_protocol,
+                "agents": list(self.agents.names),
+                "before": self.state.before,
+                "training": {
+                    "num_iterations": self.state.iteration,
+                    "num_frames": self.state.iteration * self.frames_per_iteration,
+                    "num_optimizer_steps": self.state.num_optimizer_steps,
+                    "last": self.state.last,
+                },
+            }
+        )
 
     def components_to_time(self) -> Components:
         return components_of_protocol(self)

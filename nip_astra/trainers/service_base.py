@@ -38,6 +38,7 @@ from nip_astra.samplers.task_parts import PLAY_TASK, play_task, play_task_shard
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
 from nip_astra.trainers.service.ahead import Played, PlayingAhead
 from nip_astra.trainers.service.configuration import (
@@ -49,7 +50,6 @@ from nip_astra.trainers.service.distant import build_distant_service
 from nip_astra.trainers.service.measuring import (
     RECORD_COLUMNS,
     Tally,
-    plain_figures,
     rollout_rows,
 )
 from nip_astra.trainers.service.metrics import log_rollout_metrics
@@ -391,7 +391,7 @@ class ServiceTrainer(LanguageModelTrainer):
         num_runs = options.num_dev_runs
         played = self.play_held_out("dev", problems, num_runs)
         tally.add(played, problems, num_runs)
-        figures = plain_figures(tally.report(num_runs))
+        figures = flat_figures(tally.report(num_runs))
         return {n: v for n, v in figures.items() if not n.startswith("num_")}
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
@@ -406,13 +406,6 @@ class ServiceTrainer(LanguageModelTrainer):
         return {"reward": metrics.get("rollout/reward_mean", math.nan)}
 
     def _write_results(self) -> None:
-        self.results |= {
-            "before": self.state.before,
-            "num_iterations": self.state.iteration,
-            "num_optimizer_steps": self.state.num_optimizer_steps,
-            **services_used(self.scenario_instance.services),
-        }
-        self.results.setdefault("warnings", [])
         for text in warnings_about_services(self.scenario_instance.services):
             self._warn(text)
         if self.state.iteration and not self.state.num_optimizer_steps:
@@ -421,12 +414,17 @@ class ServiceTrainer(LanguageModelTrainer):
                 "since no advantage was other than 0. Compare runs of one problem (group_id) with "
                 "each other, and raise num_runs until some of them are right and some are wrong."
             )
-        for when in ("before", "after"):
-            figures = self.results.get(when) or {}
-            numbers = {n: v for n, v in figures.items() if isinstance(v, int | float)}
-            self.tracker.log_summary({f"{when}/{name}": value for name, value in numbers.items()})
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(
+            {
+                "kind": "task",
+                "before": self.state.before,
+                "training": {
+                    "num_iterations": self.state.iteration,
+                    "num_optimizer_steps": self.state.num_optimizer_steps,
+                },
+                **services_used(self.scenario_instance.services),
+            }
+        )
 
     def dry_run(self) -> dict[str, Any]:
         """Play one problem, take the gradient of one minibatch, and estimate a whole run."""

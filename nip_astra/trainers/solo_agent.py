@@ -16,7 +16,6 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -185,13 +184,12 @@ class SoloAgentTrainer(TensorDictTrainer):
         } | super().kept_parts()
 
     def _write_results(self) -> None:
-        self.results |= {
-            "kind": "interaction_proof",
-            "protocol": self.hyper_params.interaction_protocol,
-            "agents": [agent.name for agent in self.agents],
-            "before": None,
-            "training": {"num_epochs": self.state.iteration, "last": self.state.last},
-        }
-        self.tracker.log_summary(summary_of("after", self.results["after"]))
-        if self.run_directory is not None:
-            self.run_directory.write_json("results.json", self.results)
+        self.store_results(
+            {
+                "kind": "interaction_proof",
+                "protocol": self.hyper_params.interaction_protocol,
+                "agents": [agent.name for agent in self.agents],
+                "before": None,
+                "training": {"num_epochs": self.state.iteration, "last": self.state.last},
+            }
+        )

@@ -53,8 +53,8 @@ from nip_astra.progress import (
     total_num_iterations,
 )
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RESULTS, RunDirectory
+from nip_astra.tracking.tracker import Tracker, flat_figures
 from nip_astra.trainers.service_use import last_failure, refuse_unanswered
 from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
@@ -434,6 +434,22 @@ class Trainer(ABC):
             "iteration %d measured nothing: %s", self.state.iteration + 1, known,
             extra={"told_at_the_end": True},
         )  # fmt: skip
+
+    def store_results(self, results: Mapping[str, Any]) -> None:
+        """Add to `results`, write them, and give trackers the figures of each measurement.
+
+        Parameters
+        ----------
+        results : Mapping
+            `kind` of the experiment, figures `before` and `after` training (None where they were
+            not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
+        """
+        self.results |= results
+        self.results.setdefault("warnings", [])
+        for when in ("before", "after", "random_search"):
+            self.tracker.log_summary(flat_figures(self.results.get(when) or {}, f"{when}/"))
+        if self.run_directory is not None:
+            self.run_directory.write_json(RESULTS, self.results)
 
     def dry_run(self) -> dict[str, Any]:
         """Run the smallest possible step and give what a whole run would cost."""

@@ -180,7 +180,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),
         (["--trainer", "ast_dpo", "--set", "seed"], "seed"),
         (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' was to be loaded"),
-        (["resume", "nothing"], "the run 'nothing' was asked for, but runs holds no run of that"),
+        (["resume", "nothing"], "runs holds no run 'nothing'"),
     ],
 )
 def test_wrong_input_is_told_in_short_with_exit_code_2(

@@ -17,6 +17,7 @@ from nip_astra.evaluation.comparison import Contender, compare, pair_up, read_co
 from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.rows import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
+from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
 
@@ -247,4 +248,4 @@ def test_one_prompt_played_often_excludes_no_difference() -> None:
     assert (rate["low"], rate["high"]) == (-1.0, 1.0)
     # Likelihoods have no bound: nothing can be said of what other prompts would show.
     assert math.isnan(found["comparisons"]["b"]["probe_nll"]["low"])
-    assert "[-, -]" in as_text(comparison_tables(found))
+    assert f"[{NOTHING}, {NOTHING}]" in as_text(comparison_tables(found))

@@ -17,10 +17,9 @@ from nip_astra.evaluation.tables import (
     evaluation_tables,
     matrix_tables,
     model_label,
-    percent,
-    plain,
 )
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
+from nip_astra.utils.formatting import NOTHING, decimal, percent
 from tests.evaluation.rows_by_hand import THRESHOLD, episode
 
 EMBED = build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed
@@ -234,8 +233,8 @@ def test_a_matrix_tells_the_warnings_of_each_cell() -> None:
 
 
 def test_numbers_that_are_missing_are_a_dash() -> None:
-    assert percent(None) == percent(float("nan")) == plain(None) == "-"
-    assert (percent(0.1234), plain(1234.5)) == ("12.3%", "1.23e+03")
+    assert percent(None) == percent(float("nan")) == decimal(None) == NOTHING
+    assert (percent(0.1234), decimal(1234.5)) == ("12.3%", "1,234")
 
 
 def test_warnings_come_from_the_figures_alone() -> None:

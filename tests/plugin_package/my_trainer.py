@@ -1,4 +1,4 @@
-"""A trainer of one's own: python run.py --plugin my_trainer.py --trainer my_trainer"""
+"""A custom trainer: python run.py --plugin my_trainer.py --trainer my_trainer"""
 
 import torch
 
@@ -7,22 +7,22 @@ import nip_astra as na
 
 @na.register_trainer("my_trainer")
 class MyTrainer(na.AstTrainer):
-    """Say again what was rewarded more than its siblings.
+    """Maximise the likelihood of probes, weighted by their reward among siblings.
 
-    Loss: `-mean_i(w_i log pi(probe_i))`, where `w = G softmax(reward / temperature)` among G
-    siblings. Siblings that were rewarded alike teach nothing and are left out.
+    Loss: `-mean_i(w_i log pi(probe_i))`, where `w = G softmax(reward / temperature)` over the G
+    siblings. Groups with nearly equal rewards are skipped.
     """
 
     class Parameters(na.SubParameters):
-        """How sharply rewards are told apart."""
+        """How rewards become weights."""
 
         temperature: float = na.Field(default=0.3, gt=0)
-        """Reward difference that multiplies a weight by e. Larger weighs siblings more alike."""
+        """Reward difference that multiplies a weight by e. Larger makes weights more equal."""
         min_reward_range: float = na.Field(default=0.5, ge=0)
-        """Siblings whose rewards differ by less are left out. Larger learns from fewer."""
+        """Smallest range of rewards in a group. Larger skips more groups."""
 
     def flatten(self, tree: na.RolloutTree) -> list[na.Sample]:
-        """One sample a probe."""
+        """One sample per probe."""
         probes, masks, rewards = (tree.nodes[x] for x in ("probe", "probe_mask", "reward"))
         samples = []
         for nodes_G in tree.sibling_groups():
@@ -36,8 +36,8 @@ class MyTrainer(na.AstTrainer):
         return samples
 
     def loss(self, batch):
-        """The loss of a batch, and a number to log."""
+        """The loss of a batch and a metric."""
         (logprobs_BT,) = self.policy_logprobs(batch, "probe")
-        said_B = logprobs_BT.sum(dim=1)
-        weighted_B = batch["weight"].to(said_B.device) * said_B
-        return na.LossOutput(-weighted_B.mean(), {"log_likelihood": said_B.detach().mean()})
+        likelihood_B = logprobs_BT.sum(dim=1)
+        loss = -(batch["weight"].to(likelihood_B.device) * likelihood_B).mean()
+        return na.LossOutput(loss, {"log_likelihood": likelihood_B.detach().mean()})

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nip_astra.report.records import RunRecord
-from nip_astra.report.summary import before_after, verdict
+from nip_astra.report.summary import main_table, verdict
 from nip_astra.report.terminal import print_results
 
 RESULTS = {
@@ -26,9 +26,9 @@ def test_the_page_says_how_many_answers_are_right(tmp_path: Path) -> None:
     (sentence,) = verdict(run)
     assert sentence.startswith("After training, 80.0")
     assert "of the answers to 300 held-out problems are right; before, it was 30.0" in sentence
-    headings, rows = before_after(run)
+    headings, rows = main_table(run)
     assert headings == ["before", "after"]
-    assert rows[0].label == "held-out problems answered right"
+    assert rows[0].cells == ["30.0% [25.0%, 36.0%]", "80.0% [75.0%, 84.0%]"]
 
 
 def test_the_terminal_says_how_many_answers_are_right(tmp_path: Path) -> None:

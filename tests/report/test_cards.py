@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from nip_astra.report.cards import cards, determinism
+from nip_astra.report.provenance import cards, determinism
 from nip_astra.report.records import read_run
-from nip_astra.report.wording import NOTHING
+from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import evaluation, write_run
 
 CARDS: list[dict[str, Any]] = [

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from nip_astra.report.charts import line_chart, nice_ticks, sparkline, whisker
-from nip_astra.report.lines import Band, Line
+from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparkline, whisker
 
 
 @pytest.mark.parametrize(

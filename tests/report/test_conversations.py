@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nip_astra.report.conversations import (
+from nip_astra.report.records import RunRecord, node_of
+from nip_astra.report.transcripts import (
     MAX_CHARACTERS,
     MAX_NODES,
     Episode,
@@ -13,7 +14,6 @@ from nip_astra.report.conversations import (
     Turn,
     tables_of,
 )
-from nip_astra.report.records import RunRecord, node_of
 from tests.report.runs import THRESHOLD, chains, failing, row, tree
 
 

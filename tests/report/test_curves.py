@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nip_astra.report.curves import (
+    charts_of,
     group_runs,
-    main_charts,
     metric_rows,
     parameter_differences,
     run_label,
@@ -47,7 +47,7 @@ def test_runs_without_readable_parameters_do_not_share_a_group(tmp_path: Path) -
 def test_seeds_are_overlaid_with_their_mean_and_range(tmp_path: Path) -> None:
     low = {"seed": 0, "metrics": metrics(mean_reward=1.0)}
     high = {"seed": 1, "metrics": metrics(mean_reward=3.0)}
-    charts = {chart.title: chart for chart in main_charts(group_runs(runs(tmp_path, low, high)))}
+    charts = {chart.title: chart for chart in charts_of(group_runs(runs(tmp_path, low, high)))}
     reward = charts["Reward"]
     assert [drawn.line.is_thin for drawn in reward.lines] == [True, True, False]
     assert [y for _, y in reward.lines[2].line.points] == [2.0] * 4
@@ -56,7 +56,7 @@ def test_seeds_are_overlaid_with_their_mean_and_range(tmp_path: Path) -> None:
 
 def test_a_mean_stands_only_where_every_seed_has_a_value(tmp_path: Path) -> None:
     short = {"seed": 1, "metrics": metrics(2)}
-    charts = main_charts(group_runs(runs(tmp_path, {"seed": 0}, short)))
+    charts = charts_of(group_runs(runs(tmp_path, {"seed": 0}, short)))
     assert [x for x, _ in charts[0].lines[-1].line.points] == [1, 2]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.report.protocol_episodes import view_of
+from nip_astra.report.transcripts import view_of
 from nip_astra.scenario_base.protocol.datapoint_views import (
     HEIGHT,
     WIDTH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nip_astra.report.failure_groups import GroupedFailures, group_failures
+from nip_astra.report.failures import GroupedFailures, group_failures
 from nip_astra.report.records import RunRecord, node_of
 from tests.report.runs import THRESHOLD, failing, row
 
@@ -51,7 +51,7 @@ def test_without_log_probabilities_the_lowest_nll_counts_and_is_named() -> None:
 
 def test_the_same_words_are_counted_whatever_their_case_and_spaces() -> None:
     found = grouped(failing("Why ?"), failing("why  ?"))
-    assert [(member.num_said) for member in found.groups[0].members] == [2]
+    assert [(member.num_occurrences) for member in found.groups[0].members] == [2]
     assert found.num_distinct == 1
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import page, sections
-from nip_astra.report.findings import turns_to_failure
+from nip_astra.report.evaluations import turns_to_failure
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from tests.documents import ROOT
@@ -319,7 +319,7 @@ def test_no_run_is_refused() -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_typed_error(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="was to be written"):
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
         write_report([run], tmp_path / "missing" / "report.html")
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import yaml
 
-from nip_astra.report.failure_groups import group_failures
-from nip_astra.report.labels import Labels
-from nip_astra.report.paths import Anchors, Paths
+from nip_astra.report.failures import Labels, group_failures
 from nip_astra.report.records import Node, node_of, read_run
+from nip_astra.report.transcripts import Anchors, Paths
 from tests.report.runs import (
     chains,
     evaluation,
@@ -139,7 +138,7 @@ def test_a_failure_whose_conversation_is_not_stored_says_so(tmp_path: Path) -> N
     lone = [failing("it is alone", episode=1, depth=2)]
     words = report(write_run(tmp_path / "a", tables={"evaluation": lone})).words
     assert "turn 3" in words
-    assert "what was said before is not stored" in words
+    assert "earlier turns are not stored" in words
 
 
 def test_evaluations_of_older_versions_have_no_turns_and_are_shown(tmp_path: Path) -> None:

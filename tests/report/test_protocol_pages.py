@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from nip_astra.report import protocol_episodes
-from nip_astra.report.protocol_episodes import outcome_of, tables_of
-from nip_astra.report.protocol_runs import agents_of, is_protocol_run, split_name
-from nip_astra.report.records import RunRecord, read_run
+from nip_astra.report.records import PROTOCOL, RunRecord, read_run, split_name
+from nip_astra.report.transcripts import MAX_EPISODES, ProtocolEpisode, episode_tables, outcome_of
 from tests.report.protocol_runs import (
     episode,
     image,
@@ -38,9 +36,9 @@ def page_of(tmp_path: Path, *rows: dict[str, Any], **files: Any) -> Page:
     return report(write_protocol_run(tmp_path / "one", tables=tables, **files))
 
 
-def episodes_of(tmp_path: Path, *rows: dict[str, Any]) -> list[protocol_episodes.Episode]:
+def episodes_of(tmp_path: Path, *rows: dict[str, Any]) -> list[ProtocolEpisode]:
     folder = write_protocol_run(tmp_path / "one", tables={"evaluation": list(rows)})
-    return tables_of(read_run(folder))[0].episodes
+    return episode_tables(read_run(folder))[0].episodes
 
 
 def test_a_run_has_sections_of_its_own_kind(tmp_path: Path) -> None:
@@ -71,9 +69,9 @@ def test_final_figures_stand_by_agent_and_for_all_together(tmp_path: Path) -> No
 def test_the_curves_have_a_line_for_each_agent(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert titles(page) == [
-        "Right decisions", "Worst datapoint", "Undecided episodes", "Episode length",
+        "Right decisions", "Worst datapoint", "Undecided episodes", "Episode length", "Loss",
         "Reward of an episode", "Entropy of messages", "Entropy of decisions",
-        "What critics do not foresee", "Label read off the first message",
+        "Residual variance of critics", "Label predicted from the first message",
     ]  # fmt: skip
     (told,) = [
         str(one["aria-label"])
@@ -156,7 +154,7 @@ def test_right_wrong_and_undecided_episodes_come_in_turn_the_longest_first(
     rows = [episode(number, symbols=[1] * (number + 1)) for number in range(20)]
     rows += [episode(20, label=0), episode(21, decision=2)]
     shown = episodes_of(tmp_path, *rows)
-    assert len(shown) == protocol_episodes.MAX_EPISODES
+    assert len(shown) == MAX_EPISODES
     assert [one.outcome for one in shown[:4]] == ["right", "wrong", "undecided", "right"]
     assert [one.num_rounds for one in shown[:4]] == [20, 3, 3, 19]
 
@@ -170,8 +168,8 @@ def test_a_long_episode_is_cut_and_says_so(tmp_path: Path) -> None:
 def test_training_is_shown_at_its_first_and_last_iteration(tmp_path: Path) -> None:
     rows = [episode(step=step) for step in (1, 11, 21)]
     folder = write_protocol_run(tmp_path / "one", tables={"before": rows[:1], "train": rows})
-    assert [(table.title, table.step) for table in tables_of(read_run(folder))] == [
-        ("Before training, test data", 1), ("During training", 21), ("During training", 1),
+    assert [(table.title, table.step) for table in episode_tables(read_run(folder))] == [
+        ("During training", 21), ("During training", 1), ("Before training, test data", 1),
     ]  # fmt: skip
 
 
@@ -197,7 +195,7 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
     words = report(folder).words
     assert "The run has not ended; 200 iterations are recorded" in words
     assert "the last with an accuracy of 85." in words
-    assert agents_of(read_run(folder)) == ["prover", "verifier"]
+    assert read_run(folder).agents == ["prover", "verifier"]
 
 
 def test_agents_that_were_trained_alone_have_their_accuracy(tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_runs_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
     )
     assert "could not be drawn" not in page.text
     sections = [str(one["id"]) for one in page.named("section")]
-    assert sections[:4] == ["overview", "protocols", "differences", "curves"]
+    assert sections[:4] == ["overview", "differences", "curves", "run-1-summary"]
     assert {"run-1-episodes", "run-2-conversations"} <= set(sections)
     assert "A: vanilla_ppo · lr 0.0003; thick: mean of seeds 0, 1" in page.words
     assert "A, seed 1 nip 49.8% [46.0%, 53.0%] 87.3% [84.1%, 90.0%] 25.0% 3.1% 4.2" in page.words
@@ -233,10 +231,10 @@ def test_runs_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
     assert {link[1:] for link in page.attributes("href")} <= set(ids)
 
 
-def test_runs_of_protocols_alone_have_one_overview(tmp_path: Path) -> None:
+def test_runs_of_protocols_alone_have_one_table(tmp_path: Path) -> None:
     page = report(write_protocol_run(tmp_path / "a"), write_protocol_run(tmp_path / "b", seed=1))
     found = [str(one["id"]) for one in page.named("section")]
-    assert found[:3] == ["protocols", "differences", "curves"]
+    assert found[:3] == ["overview", "differences", "curves"]
     assert "Reward of an episode, prover" in titles(page)
 
 
@@ -300,4 +298,4 @@ def test_a_metric_is_of_an_agent_or_of_all(name: str, parts: tuple[str, str]) ->
 def test_the_kind_of_a_run_is_known_without_its_results(
     tmp_path: Path, fields: dict[str, Any], expected: bool
 ) -> None:
-    assert is_protocol_run(RunRecord(tmp_path, **fields)) is expected
+    assert (RunRecord(tmp_path, **fields).kind == PROTOCOL) is expected

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nip_astra.report.findings import kinds_found
+from nip_astra.report.evaluations import agreement_rows, kinds_found, kinds_text, quality_rows
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
-from nip_astra.report.scorers import agreement_rows, kinds_text, quality_rows
 from nip_astra.report.summary import Row
-from nip_astra.report.wording import NOTHING
+from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import evaluation, write_run
 
 RATE = {"value": 0.5, "low": 0.4, "high": 0.6}

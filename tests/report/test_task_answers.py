@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.report.page import render_report
-from nip_astra.report.records import read_run
-from nip_astra.report.task_answers import MAX_ANSWERS, task_answers
+from nip_astra.report.records import RunRecord, read_run
+from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES, Table, tables_of
 from nip_astra.run import run_experiment
 from tests.resuming import short_experiment
 
@@ -28,25 +28,28 @@ def row(step: int, reward: float | None, *messages: Any) -> dict[str, Any]:
     return {"step": step, "problem": 0, "reward": reward, "messages": list(messages)}
 
 
+def tables(run: RunRecord) -> list[Table]:
+    return tables_of(run, max_nodes=MAX_NODES, max_characters=MAX_CHARACTERS)
+
+
 def test_answers_stand_by_table_and_iteration(tmp_path: Path) -> None:
-    asked = ["user", "2+9="]
-    several = [asked, ["assistant", "12"], ["user", "too high"], ["assistant", "11"]]
-    rows = [row(1, 0.0, asked, ["assistant", "3"]), row(9, 1.0, *several), row(9, None, asked)]
-    evaluated = [{**row(0, 0.5, asked), "step": None}] * (MAX_ANSWERS + 1)
+    problem = ["user", "2+9="]
+    several = [problem, ["assistant", "12"], ["user", "too high"], ["assistant", "11"]]
+    rows = [row(1, 0.0, problem, ["assistant", "3"]), row(9, 1.0, *several), row(9, None, problem)]
+    evaluated = [{**row(0, 0.5, problem), "step": None}] * 25
     files = {"rollouts/train.jsonl": rows, "evaluations/test/problems.jsonl": evaluated}
     metrics = {"step": 9, "rollout/num_trajectories": 64, "rollout/reward_mean": 0.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     run = read_run(make_run(tmp_path, files))
-    assert (run.tables, run.episodes) == ({}, {})
-    found = task_answers(run)
-    assert found is not None
-    evaluation, newest, oldest = found["tables"]
-    assert (evaluation.num_played, len(evaluation.answers)) == (MAX_ANSWERS + 1, MAX_ANSWERS)
+    assert run.episodes == {}
+    evaluation, newest, oldest = tables(run)
+    assert (evaluation.num_all, len(evaluation.episodes)) == (25, 25)
     assert evaluation.mean_reward == 0.5
     # Of a run's own tables the first few are kept, of which a mean would be another one.
-    assert (newest.step, newest.num_played, newest.mean_reward) == (9, 64, 0.25)
-    assert newest.answers[0].messages == [tuple(one) for one in several]
-    assert (oldest.step, oldest.answers[0].opening) == (1, "2+9=")
+    assert (newest.step, newest.num_all, newest.mean_reward) == (9, 64, 0.25)
+    assert newest.episodes[0].turns[0].node.messages == [tuple(one) for one in several]
+    assert (oldest.step, oldest.episodes[0].prompt) == (1, "2+9=")
+    assert not newest.has_scores
 
 
 def test_what_was_said_is_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None:
@@ -80,8 +83,4 @@ def test_a_page_of_a_task_tells_nothing_of_roles_and_parameters_that_it_lacks(
     for group in ("rl.num_iterations", "ppo.clip_epsilon", "text_rl.", "protocol_common."):
         assert group not in page, group
     assert "training.minibatch_size" in page
-    assert "right after" in compared
-
-
-def test_a_run_without_a_task_has_no_such_section(tmp_path: Path) -> None:
-    assert task_answers(read_run(make_run(tmp_path, {}))) is None
+    assert "Right answers before and after training" in compared

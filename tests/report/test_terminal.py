@@ -10,6 +10,7 @@ from rich.console import Console
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.report.terminal import print_dry_run, print_results
+from nip_astra.utils.formatting import NOTHING
 from tests.report.protocol_runs import protocol_results
 
 BEFORE = {
@@ -67,22 +68,30 @@ def test_the_table_has_before_after_and_random_search() -> None:
     assert cells(text, "episodes with a failure") == [
         "4.0% [2.0%, 7.0%], 50 of 1,256",
         "61.2% [55.0%, 67.0%], 615 of 1,256, 251 unknown",
-        "-",
+        NOTHING,
     ]
-    assert cells(text, "if missing verdicts were passes / failures") == ["-", "51.2% / 70.1%", "-"]
-    assert cells(text, "mean score") == ["0.0171", "-", "-"]
-    assert cells(text, "probe NLL") == ["0.915", "0.915", "-"]
-    assert cells(text, "distinct successful probes") == ["100%, 29 of 29", "34%, 10 of 29", "-"]
+    assert cells(text, "if missing verdicts were passes / failures") == [
+        NOTHING,
+        "51.2% / 70.1%",
+        NOTHING,
+    ]
+    assert cells(text, "mean score") == ["0.0171", NOTHING, NOTHING]
+    assert cells(text, "probe NLL") == ["0.915", "0.915", NOTHING]
+    assert cells(text, "distinct successful probes") == [
+        "100%, 29 of 29",
+        "34%, 10 of 29",
+        NOTHING,
+    ]
     # Before and after on the same conversations; of random search what it met in as many queries.
-    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", "-"]
-    assert cells(text, "planted failures met in training") == ["-", "2 of 8", "1 of 8"]
-    assert cells(text, "in target queries") == ["-", "13,440", "13,440"]
+    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", NOTHING]
+    assert cells(text, "planted failures met in training") == [NOTHING, "2 of 8", "1 of 8"]
+    assert cells(text, "in target queries") == [NOTHING, "13,440", "13,440"]
 
 
 def test_results_of_an_older_version_show_what_was_found_in_held_out_conversations() -> None:
     after = AFTER | {"plants_found": 6, "plants_found_held_out": 4}
     text = printed(RESULTS | {"after": after})
-    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", "-"]
+    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", NOTHING]
 
 
 def test_planted_failures_come_in_the_order_in_which_they_were_found() -> None:
@@ -90,7 +99,7 @@ def test_planted_failures_come_in_the_order_in_which_they_were_found() -> None:
     names = [line.split()[1] for line in lines][-3:]
     assert names == ["soon", "late", "never"]
     assert cells(printed(RESULTS), "soon") == ["12", "9"]
-    assert cells(printed(RESULTS), "never") == ["-", "-"]
+    assert cells(printed(RESULTS), "never") == [NOTHING, NOTHING]
 
 
 def test_planted_failures_are_shown_with_their_rarity_where_it_is_known() -> None:
@@ -98,7 +107,7 @@ def test_planted_failures_are_shown_with_their_rarity_where_it_is_known() -> Non
     text = printed(RESULTS | {"planted_failures": [*planted, {"name": "never", "rarity": None}]})
     assert cells(text, "soon") == ["1 in 100", "12", "9"]
     assert cells(text, "late") == ["1 in 12,500", "12,000", "15,000"]
-    assert cells(text, "never") == ["-", "-", "-"]
+    assert cells(text, "never") == [NOTHING, NOTHING, NOTHING]
     assert "ordinary turns" not in printed(RESULTS)
 
 
@@ -130,7 +139,7 @@ def test_results_of_another_kind_of_trainer_give_paths_only() -> None:
 def test_figures_that_are_missing_are_no_error() -> None:
     text = printed({"before": {"failure_rate": 0.5}, "after": {"failure_rate": None, "x": 1}})
     assert text.startswith("before and after training\n")
-    assert cells(text, "episodes with a failure") == ["50.0%", "-"]
+    assert cells(text, "episodes with a failure") == ["50.0%", NOTHING]
 
 
 def test_a_run_of_a_protocol_prints_what_was_decided_and_the_figures_of_each_agent() -> None:
@@ -146,7 +155,7 @@ def test_a_run_of_a_protocol_prints_what_was_decided_and_the_figures_of_each_age
 def test_many_agents_have_their_figures_after_training_alone() -> None:
     names = ["prover", "verifier", "simulator"]
     text = printed(protocol_results(agents=names), width=80)
-    assert cells(text, "mean episode reward") == ["0.61", "0.72", "\N{EN DASH}"]
+    assert cells(text, "mean episode reward") == ["0.61", "0.72", NOTHING]
 
 
 def test_a_run_of_a_protocol_without_tests_gives_its_name_and_paths() -> None:
@@ -160,7 +169,7 @@ def test_agents_that_were_tested_alone_have_their_accuracy() -> None:
     after = {"prover/test_accuracy": 0.75, "prover/test_loss": 0.5, "verifier/test_accuracy": 0.6}
     text = printed(protocol_results(before=None, after=after))
     assert cells(text, "accuracy") == ["75.0%", "60.0%"]
-    assert cells(text, "loss") == ["0.5", "\N{EN DASH}"]
+    assert cells(text, "loss") == ["0.5", NOTHING]
 
 
 def test_a_dry_run_prints_its_estimate() -> None:
@@ -171,8 +180,8 @@ def test_a_dry_run_prints_its_estimate() -> None:
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines == [
         ["dry", "run:", "nothing", "was", "written"],
-        ["num", "parameters", "475328"],
-        ["loss", "-"],
+        ["num", "parameters", "475,328"],
+        ["loss", NOTHING],
         ["hours", "0.02305"],
     ]
 

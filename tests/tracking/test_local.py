@@ -12,9 +12,9 @@ import pytest
 
 from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.local import LocalTracker, open_tracker
+from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, open_tracker
 
 
 @pytest.fixture
@@ -125,12 +125,12 @@ def test_a_full_disk_is_told(directory: RunDirectory, monkeypatch: pytest.Monkey
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "open", lambda self, mode: Full())
-    with pytest.raises(TrackingError, match=r"metrics.jsonl was .* but: No space left on device"):
+    with pytest.raises(TrackingError, match=r"metrics.jsonl .*: No space left on device"):
         LocalTracker(directory).log_metrics({"a": 1}, step=1)
 
 
 def test_the_tracker_of_a_run_without_wandb_fills_the_directory(directory: RunDirectory) -> None:
-    tracker = open_tracker(ExperimentSettings(), directory, {})
+    tracker = open_tracker(ExperimentSettings().to_dict(), directory, {})
     log_part(tracker, 0, 2)
     tracker.log_artifact(directory.path, name="a", type="model")
     tracker.log_summary({"a": 1})

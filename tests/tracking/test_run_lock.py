@@ -47,7 +47,7 @@ def test_the_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        assert f"but process {holder.pid} is at work on it" in refusal(tmp_path)
+        assert f"process {holder.pid}" in refusal(tmp_path)
         holder.kill()
         holder.wait()
         with run_lock(tmp_path):
@@ -59,13 +59,13 @@ def test_a_process_on_another_machine_is_to_be_stopped_there(
 ) -> None:
     with run_lock(tmp_path):
         monkeypatch.setattr(module.socket, "gethostname", lambda: "elsewhere")
-        assert refusal(tmp_path).endswith("is at work on it. Wait until it ends, or stop it there.")
+        assert "stop it there" in refusal(tmp_path)
 
 
 def test_an_owner_that_has_not_said_who_it_is_yet(tmp_path: Path) -> None:
     with run_lock(tmp_path):
         (tmp_path / LOCK).write_text("")
-        assert "but another process is at work on it" in refusal(tmp_path)
+        assert "another process" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])

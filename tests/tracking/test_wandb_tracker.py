@@ -13,9 +13,8 @@ import pytest
 
 from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.local import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.tracking.wandb_tracker import _cells, offline_runs
 from tests.messages import says
 from tests.tracking.wandb_log import WandbLog
@@ -80,7 +79,7 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
         wandb="offline", wandb_project="rude", wandb_group="all", wandb_tags=["a", "b"]
     )
     config = {"trainer": "ast_dpo", "training": {"lr": 1e-3, "optimizer": "adamw"}}
-    log_a_run(open_tracker(settings, directory, config), model)
+    log_a_run(open_tracker(settings.to_dict(), directory, config), model)
     # W&B's own process writes the last records after the run has finished, and then ends.
     importlib.import_module("wandb").teardown()
 
@@ -133,7 +132,7 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
 def test_online_without_a_key_says_what_to_do_and_asks_nothing(home: Path, tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "runs", "one")
     with pytest.raises(TrackingError) as caught:
-        open_tracker(ExperimentSettings(wandb="online"), directory, {})
+        open_tracker(ExperimentSettings(wandb="online").to_dict(), directory, {})
     assert says(caught.value, "no W&B key", "wandb login", "WANDB_API_KEY", "--wandb offline")
 
 
@@ -149,7 +148,7 @@ def test_a_failed_start_is_told_and_leaves_the_environment_as_it_was(
     before = dict(os.environ)
     directory = RunDirectory.create(tmp_path / "runs", "one")
     with pytest.raises(TrackingError, match=r"cannot start: the server said no\. Check"):
-        open_tracker(ExperimentSettings(wandb="offline"), directory, {})
+        open_tracker(ExperimentSettings(wandb="offline").to_dict(), directory, {})
     assert dict(os.environ) == before
 
 
@@ -174,7 +173,7 @@ def test_what_is_not_set_is_taken_from_the_variables_of_wandb(
         ]
     ):
         directory = RunDirectory.create(tmp_path / "runs", f"run{number}")
-        open_tracker(settings, directory, {}).finish(success=True)
+        open_tracker(settings.to_dict(), directory, {}).finish(success=True)
         importlib.import_module("wandb").teardown()
         (file,) = offline_runs(directory.path)
         log = WandbLog(next(file.glob("*.wandb")))

@@ -40,7 +40,7 @@
       const [one, other] = [a, b].map((e) => e.id.replace(/\d+/g, pad));
       return one < other ? -1 : one > other ? 1 : 0;
     }).forEach((one, place) => { one.played = place; });
-    let order = "s";
+    let order = value("order");
 
     const apply = () => {
       const words = value("words").trim().toLowerCase();

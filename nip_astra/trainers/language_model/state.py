@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rollouts.samples import Sample
-from nip_astra.tracking.figures import plain_numbers
+from nip_astra.tracking.tracker import plain_numbers
 
 logger = logging.getLogger(__name__)
 

@@ -348,3 +348,13 @@ class PlayStatistics:
             estimate = rate_estimate(episodes.is_right_N.tolist(), episodes.datapoint_N.tolist())
             found["mean_accuracy_interval"] = [estimate.low, estimate.high]
         return found
+
+
+def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of test statistics with the prefix `test_` before each figure."""
+    found = {}
+    for name, value in statistics.items():
+        agent, slash, figure = name.rpartition("/")
+        if isinstance(value, float):
+            found[f"{agent}{slash}test_{figure}"] = value
+    return found

@@ -189,5 +189,5 @@ def _error(
     known = f"\nFields there: {', '.join(fields)}." if fields else ""
     return ConfigurationError(
         f"the trainer {trainer} was to learn from what its {hook} gives, but:{lines}{known}\n"
-        f"Change {hook}; the guide custom-training-service-trainers shows a complete one."
+        f"Change {hook}; the guide training-on-services shows a complete one."
     )

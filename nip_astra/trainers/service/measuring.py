@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,15 +99,3 @@ class Tally:
             figures[f"pass_at_{k}_interval"] = list(interval)
             k *= 2
         return figures
-
-
-def plain_figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a report, each interval as `<name>_low` and `<name>_high`."""
-    figures: dict[str, float] = {}
-    for name, value in report.items():
-        if isinstance(value, list):
-            whole = name.removesuffix("_interval")
-            figures |= {f"{whole}_low": value[0], f"{whole}_high": value[1]}
-        else:
-            figures[name] = float(value)
-    return figures

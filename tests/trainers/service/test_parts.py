@@ -10,8 +10,9 @@ import torch
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
+from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.service.losses import clip_share
-from nip_astra.trainers.service.measuring import Tally, pass_at_k, plain_figures
+from nip_astra.trainers.service.measuring import Tally, pass_at_k
 from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
 from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
 
@@ -130,7 +131,7 @@ def test_pass_at_k_has_an_interval_over_problems() -> None:
     report = tally.report(2)
     assert report["pass_at_2_interval"] == pytest.approx((0.6915, 1.0), abs=1e-4)  # of 10 in 10
     assert report["pass_at_1_interval"] == report["accuracy_interval"]
-    figures = plain_figures(report)
+    figures = flat_figures(report)
     assert figures["pass_at_2_high"] == 1.0
     assert figures["accuracy_low"] < 0.5 < figures["accuracy_high"]
 

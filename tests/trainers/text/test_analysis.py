@@ -21,7 +21,7 @@ from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.analysers.base import ROLLOUT_ANALYSERS
 from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
 from tests.command_line import CommandLine, refused
 from tests.text_games import Script, build_text_parts, build_text_trainer
@@ -208,33 +208,38 @@ def test_a_question_of_ones_own_comes_from_a_plug_in(
     assert set(summary["shares"]) == {"verifier"}
 
 
-def test_wandb_shows_what_was_found_in_a_stored_run(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Mapping[str, Any]] = []
+def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
+    made: list[Any] = []
 
     class Recorder(_Recorder):
-        def __init__(self, *_: Any, **options: Any) -> None:
+        def __init__(
+            self,
+            run_directory: RunDirectory,
+            settings: Mapping[str, Any],
+            config: Mapping[str, Any],
+        ) -> None:
             super().__init__()
-            made.append(options | {"tracker": self})
+            self.config = config
+            made.append(self)
 
         def log_summary(self, values: Mapping[str, float]) -> None:
             made.append(values)
 
-    monkeypatch.setattr("nip_astra.tracking.wandb_tracker.WandbTracker", Recorder)
-    settings = ExperimentSettings(wandb="offline")
-    model = ScriptedChatModel(["Answer: yes"])
-    analyse_run(
-        *(finished, ["direct_quotation"], model),
-        settings=settings,
-        iteration=1,
-        is_overwritten=True,
-    )
-    assert made[0]["mode"] == "offline"
-    assert made[0]["config"]["trainer"] == "pure_text_ei"
-    assert made[1] == {"test_prover/share_direct_quotation": 1.0}
-    assert made[0]["tracker"].artifacts == ["analyses-one"]
-    assert len(made[0]["tracker"].tables["analyses/2"]) == 4
+    register_tracker("recorder")(Recorder)
+    try:
+        analyse_run(
+            *(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"])),
+            settings=ExperimentSettings(trackers=["recorder"]),
+            iteration=1,
+            is_overwritten=True,
+        )
+    finally:
+        TRACKERS.forget("recorder")
+    tracker, summary = made
+    assert tracker.config["trainer"] == "pure_text_ei"
+    assert summary == {"test_prover/share_direct_quotation": 1.0}
+    assert tracker.artifacts == ["analyses-one"]
+    assert len(tracker.tables["analyses/2"]) == 4
 
 
 def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:

@@ -1,0 +1,383 @@
+"""Failures: groups and clusters of failing probes, with the conversations that led to them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+from nip_astra.report.evaluations import Cluster, clusters_of
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, text
+from nip_astra.report.transcripts import Key, Paths, Table, key_of, label_of, order_of
+from nip_astra.utils.formatting import decimal
+
+MIN_SIMILARITY = 0.6
+"""Share of words, in order, that a probe has in common with the group's most likely one."""
+MAX_DISTINCT = 1_000
+"""Distinct failing probes that are grouped; the likeliest."""
+MAX_MEMBERS = 12
+"""Distinct probes shown of a group."""
+MAX_CLUSTERS = 40
+"""Clusters of a table that a reader can choose, those that the page shows."""
+Links = Mapping[tuple[str, Key], str]
+"""Ids of the conversations that a page shows, by table and conversation."""
+
+
+@dataclass
+class Member:
+    """A distinct failing probe, the number of its occurrences, and the most likely one."""
+
+    node: Node
+    num_occurrences: int
+
+
+@dataclass
+class FailureGroup:
+    """Failing probes that resemble one another, the most likely first."""
+
+    members: list[Member]
+
+    @property
+    def size(self) -> int:
+        """Failing responses of the group."""
+        return sum(member.num_occurrences for member in self.members)
+
+    @property
+    def most_likely(self) -> Node:
+        """The failure with the most likely probe."""
+        return self.members[0].node
+
+
+@dataclass
+class GroupedFailures:
+    """All failures of one table.
+
+    Attributes
+    ----------
+    table : str
+        The table that they come from.
+    criterion : str
+        What "most likely" means here.
+    num_left_out : int
+        Distinct probes beyond those that were grouped.
+    """
+
+    table: str
+    criterion: str
+    groups: list[FailureGroup]
+    num_failures: int
+    num_distinct: int
+    num_left_out: int
+
+
+def group_failures(run: RunRecord) -> GroupedFailures | None:
+    """Group the failures of the trained attacker, or of training where there is no evaluation.
+
+    A group is led by its most likely probe. A probe joins if at least `MIN_SIMILARITY` of its words
+    match the leader's in order (twice the matching words over all words of both).
+    Returns None where no table holds a response with a verdict.
+    """
+    for table in sorted(run.tables, key=lambda name: (order_of(name), name)):
+        nodes = [node for node in run.tables[table] if node.response_score is not None]
+        if nodes and run.threshold is not None:
+            return _grouped(table, [node for node in nodes if node.is_failure(run.threshold)])
+    return None
+
+
+def probe_key(probe: str) -> str:
+    """Return the words of a probe, by which equal ones are known."""
+    return " ".join(probe.casefold().split())
+
+
+def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
+    has_logprobs = all(node.logprob is not None for node in failures)
+    by_probe: dict[str, Node] = {}
+    num_occurrences: Counter[str] = Counter()
+    for node in sorted(failures, key=lambda node: _unlikeliness(node, has_logprobs)):
+        key = probe_key(node.probe)
+        by_probe.setdefault(key, node)
+        num_occurrences[key] += 1
+    groups: list[FailureGroup] = []
+    leaders: list[tuple[list[str], Counter[str]]] = []
+    for key, node in list(by_probe.items())[:MAX_DISTINCT]:
+        words = key.split()
+        place = _similar(words, leaders)
+        if place is None:
+            leaders.append((words, Counter(words)))
+            groups.append(FailureGroup([Member(node, num_occurrences[key])]))
+        else:
+            groups[place].members.append(Member(node, num_occurrences[key]))
+    criterion = (
+        "log-probability of the whole probe under the reference"
+        if has_logprobs
+        else "lowest NLL per token of the probe"
+    )
+    num_left_out = max(len(by_probe) - MAX_DISTINCT, 0)
+    return GroupedFailures(table, criterion, groups, len(failures), len(by_probe), num_left_out)
+
+
+def _similar(words: list[str], leaders: Sequence[tuple[list[str], Counter[str]]]) -> int | None:
+    """The first leader that is similar enough."""
+    counts = Counter(words)
+    for place, (leader, leader_counts) in enumerate(leaders):
+        needed = MIN_SIMILARITY * (len(words) + len(leader)) / 2
+        # Words in common, in any order, bound those in order; most leaders fail this already.
+        if (counts & leader_counts).total() < needed:
+            continue
+        blocks = SequenceMatcher(None, leader, words, autojunk=False).get_matching_blocks()
+        if sum(block.size for block in blocks) >= needed:
+            return place
+    return None
+
+
+def _unlikeliness(node: Node, has_logprobs: bool) -> tuple[float, float]:
+    logprob = node.logprob if has_logprobs else None
+    nll = node.probe_nll if node.probe_nll is not None else float("inf")
+    return (nll if logprob is None else -logprob), -(node.response_score or 0.0)
+
+
+def failures(
+    run: RunRecord,
+    grouped: GroupedFailures | None,
+    tables: Sequence[Table],
+    anchor: str,
+) -> dict[str, Any] | None:
+    """Return what the section shows; None where no response has a verdict.
+
+    Parameters
+    ----------
+    tables : Sequence[Table]
+        Conversations of the page, which examples link to.
+    anchor : str
+        Id of the section of conversations.
+    """
+    links = links_to(tables)
+    clustered: list[dict[str, Any]] = []
+    first = 0
+    for name, evaluation in run.evaluations.items():
+        found = clusters_of(evaluation)[:MAX_CLUSTERS]
+        if found:
+            examples = Examples(run, f"evaluations/{name}", links)
+            clustered.append(_clustered(name, evaluation, found, examples, first))
+        first += len(found)
+    if grouped is None and not clustered:
+        return None
+    groups = grouped.groups if grouped else []
+    small = groups[MAX_CLUSTERS:]
+    return {
+        "clustered": clustered,
+        "grouped": grouped if groups else None,
+        "shown": _shown_groups(run, grouped, links, first),
+        "anchor": anchor,
+        "place": "" if anchor == "conversations" else f"{anchor}-",
+        "has_filter": bool(tables),
+        "num_small": len(small),
+        "num_in_small": sum(group.size for group in small),
+    }
+
+
+def _clustered(
+    name: str,
+    evaluation: dict[str, Any],
+    clusters: Sequence[Cluster],
+    examples: Examples,
+    first: int,
+) -> dict[str, Any]:
+    """Return what is shown of an evaluation's clusters; the first has the number `first`."""
+    likeliest = mapping(evaluation.get("most_likely_failure"))
+
+    def shown(node: Node | None) -> Example | None:
+        return None if node is None else examples.of(node, is_stored=False)
+
+    return {
+        "title": f"Evaluation {name}",
+        "groups": [
+            {
+                "size": cluster.size,
+                "share": cluster.share,
+                "plants": cluster.plants,
+                "most_likely": shown(cluster.most_likely),
+                "medoid": shown(cluster.medoid),
+                "shortest": shown(cluster.shortest),
+                "number": number,
+            }
+            for number, cluster in enumerate(clusters, start=first)
+        ],
+        "likeliest": shown(node_of(likeliest)) if likeliest else None,
+    }
+
+
+def _shown_groups(
+    run: RunRecord, grouped: GroupedFailures | None, links: Links, first: int
+) -> list[dict[str, Any]]:
+    if grouped is None:
+        return []
+    examples = Examples(run, grouped.table, links)
+    return [
+        {
+            "size": group.size,
+            "members": group.members,
+            "example": examples.of(group.most_likely, is_stored=True),
+            "others": group.members[1 : MAX_MEMBERS + 1],
+            "number": number,
+        }
+        for number, group in enumerate(grouped.groups[:MAX_CLUSTERS], start=first)
+    ]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation up to the turn that stands for a cluster.
+
+    Attributes
+    ----------
+    turns : list of (node, is_failure)
+        From the first on; the failing turn alone where the others are not stored.
+    figures : list of (name, value)
+        Of the last turn.
+    label : str
+        What the conversation is called; empty where it is not known which it is.
+    link : str
+        Id of the conversation on the page, empty where the page does not show it.
+    """
+
+    prompt: str
+    turns: list[tuple[Node, bool]]
+    figures: list[tuple[str, str]]
+    label: str = ""
+    link: str = ""
+
+
+class Examples:
+    """Makes examples of one table's failures.
+
+    Parameters
+    ----------
+    table : str
+        The table that holds the conversations; one that is missing leaves the failing turns alone.
+    links : Mapping
+        Ids of the conversations that the page shows; see `links_to`.
+    """
+
+    def __init__(self, run: RunRecord, table: str, links: Links) -> None:
+        self._table, self._threshold, self._links = table, run.threshold, links
+        self._paths = Paths(run.tables.get(table, ()))
+
+    def of(self, node: Node, *, is_stored: bool) -> Example:
+        """Return the conversation up to a failing turn.
+
+        Parameters
+        ----------
+        is_stored : bool
+            Whether the node is one of the table's; one that a file quotes is looked for in it.
+        """
+        found = node if is_stored else self._paths.find(node)
+        path = [node] if found is None else self._paths.to(found)
+        link = "" if found is None else self._links.get((self._table, key_of(found)), "")
+        return Example(
+            node.prompt,
+            [(one, one is path[-1] or one.is_failure(self._threshold)) for one in path],
+            _figures_of(node if found is None else found),
+            "" if found is None else label_of(self._table, found),
+            link,
+        )
+
+
+def links_to(tables: Sequence[Table]) -> Links:
+    """Return the ids of the conversations that a page shows, by table and conversation."""
+    return {
+        (table.name, key_of(episode.turns[0].node)): episode.anchor
+        for table in tables
+        for episode in table.episodes
+    }
+
+
+def _figures_of(node: Node) -> list[tuple[str, str]]:
+    figures = {"score": node.response_score, "reward": node.reward, "NLL": node.probe_nll}
+    figures["log-probability"] = node.logprob
+    return [(name, decimal(value)) for name, value in figures.items() if value is not None]
+
+
+class ClusterLabel(NamedTuple):
+    """A cluster of failures that a reader can choose."""
+
+    table: str
+    number: int
+    size: int
+
+
+class _Plant(NamedTuple):
+    """A planted failure as the parameters have it."""
+
+    name: str
+    probe: re.Pattern[str]
+    previous_probe: re.Pattern[str] | None
+
+    def is_met(self, path: Sequence[Node]) -> bool:
+        if self.probe.search(path[-1].probe) is None:
+            return False
+        if self.previous_probe is None:
+            return True
+        return len(path) > 1 and self.previous_probe.search(path[-2].probe) is not None
+
+
+class Labels:
+    """Planted failures and clusters of a run, each by its place in a list.
+
+    Attributes
+    ----------
+    plants : list[str]
+        Names of the planted failures.
+    clusters : list[ClusterLabel]
+        Clusters of all tables; those of an evaluation are its own, others are by wording.
+    """
+
+    def __init__(self, run: RunRecord, grouped: GroupedFailures | None) -> None:
+        self._threshold = run.threshold
+        self._planted = list(_plants_of(run))
+        self.plants = [plant.name for plant in self._planted]
+        self.clusters: list[ClusterLabel] = []
+        self._by_turn: dict[tuple[str, int, int], int] = {}
+        self._by_probe: dict[tuple[str, str], int] = {}
+        for name, evaluation in run.evaluations.items():
+            table = f"evaluations/{name}"
+            found = clusters_of(evaluation)[:MAX_CLUSTERS]
+            for number, cluster in enumerate(found, start=1):
+                self._by_turn |= {(table, *turn): len(self.clusters) for turn in cluster.turns}
+                self.clusters.append(ClusterLabel(table, number, int(cluster.size)))
+        for number, group in enumerate(grouped.groups[:MAX_CLUSTERS] if grouped else (), start=1):
+            assert grouped is not None
+            keys = {(grouped.table, probe_key(one.node.probe)) for one in group.members}
+            self._by_probe |= dict.fromkeys(keys, len(self.clusters))
+            self.clusters.append(ClusterLabel(grouped.table, number, group.size))
+
+    def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Return the planted failures and the clusters of the failures among nodes."""
+        failures = [node for node in nodes if node.is_failure(self._threshold)]
+        paths = Paths(nodes) if self._planted else None
+        plants: set[int] = set()
+        clusters: set[int] = set()
+        for node in failures:
+            own = self._by_turn.get((table, node.episode, node.depth))
+            if own is None:
+                own = self._by_probe.get((table, probe_key(node.probe)))
+            clusters |= set() if own is None else {own}
+            if paths is not None:
+                path = paths.to(node)
+                plants |= {i for i, plant in enumerate(self._planted) if plant.is_met(path)}
+        return sorted(plants), sorted(clusters)
+
+
+def _plants_of(run: RunRecord) -> Iterable[_Plant]:
+    for group in run.hyper_params.values():
+        for one in map(mapping, items(mapping(group).get("planted_failures"))):
+            previous = one.get("previous_probe")
+            try:
+                probe = re.compile(text(one.get("probe")) or "(?!)")
+                before = None if previous is None else re.compile(text(previous))
+            except re.error:
+                continue
+            yield _Plant(text(one.get("name")), probe, before)

@@ -1,0 +1,767 @@
+"""Transcripts of a page: conversations, answers to tasks, and episodes of a protocol."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from nip_astra.errors import NipAstraError
+from nip_astra.report.charts import agent_colors
+from nip_astra.report.records import Node, RunRecord, items, mapping, number, text
+from nip_astra.scenario_base.protocol.datapoint_views import Choice, DatapointView, Picture
+from nip_astra.utils.formatting import count, decimal, percent
+
+Key = tuple[int, int, str]
+"""Identity of a conversation within its table: step, episode, opening."""
+AnyRow = TypeVar("AnyRow")
+MAX_NODES = 5_000
+"""Nodes that a page shows at most."""
+MAX_CHARACTERS = 1_400_000
+"""Size of the conversations of a page at most, markup included."""
+FIRST_EPISODES = 20
+"""Episodes of a list that are in view; the others are folded away."""
+NUM_SHADES = 10
+"""Steps of the colour scale."""
+_MARKUP_OF_NODE = 260
+_MARKUP_OF_EPISODE = 480
+_CHAINS = re.compile(r"before|evaluation|evaluations/.*")
+"""Tables of conversations that do not branch, so turns follow one another by depth."""
+MAX_EPISODES = 12
+"""Episodes of a protocol of a table and iteration that a page shows."""
+MAX_ROUNDS = 40
+"""Rounds of an episode that a page shows."""
+SHOWN_ROUNDS = 3
+"""Rounds listed beside a place of a picture that was named more often."""
+DECISIONS = {0: "rejects", 1: "accepts", 2: "goes on"}
+UNDECIDED = 2
+_TITLES = {"evaluation": "After training, {}", "before": "Before training, {}"}
+_TITLES |= {"train": "During training"}
+_ORDER = ["evaluation", "train", "before"]
+_RESULTS_OF = {"before": "before", "evaluation": "after"}
+"""Parts of `results.json` by the names of their tables."""
+_SPLIT_OF = {"train": "train", "before": "test", "evaluation": "test"}
+"""Split of the rollouts of which a table of episodes is a sample."""
+
+
+# ---- conversations
+
+
+@dataclass
+class Turn:
+    """A node as the page shows it.
+
+    Attributes
+    ----------
+    shade, score_shade : int or None
+        Colour by reward, from the run's lowest to its highest, and by score, from 0 to 1.
+    outcome : str
+        "failure", "none", "undetermined" or "error".
+    figures : list of (name, value)
+        Scores, rewards and likelihoods.
+    is_open : bool
+        Whether it lies on the path to the highest reward.
+    anchor : str
+        Its id on the page; empty where its rows do not name one turn.
+    """
+
+    node: Node
+    shade: int | None
+    score_shade: int | None
+    outcome: str
+    figures: list[tuple[str, str]]
+    children: list[Turn] = field(default_factory=list)
+    is_open: bool = False
+    anchor: str = ""
+
+
+@dataclass
+class Episode:
+    """A conversation from one opening prompt, or its tree.
+
+    Attributes
+    ----------
+    is_flat : bool
+        Whether the rows do not say which turn follows which.
+    anchor : str
+        Its id on the page.
+    label : str
+        Its name.
+    plants, clusters : list[int]
+        Planted failures and clusters that its failures belong to, by their places.
+    """
+
+    prompt: str
+    turns: list[Turn]
+    roots: list[Turn]
+    is_flat: bool
+    anchor: str = ""
+    label: str = ""
+    plants: list[int] = field(default_factory=list)
+    clusters: list[int] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float | None:
+        """The highest reward of a turn."""
+        known = [turn.node.reward for turn in self.turns if turn.node.reward is not None]
+        return max(known, default=None)
+
+    @property
+    def first_failure(self) -> int | None:
+        """The earliest turn at which the target failed, from 1."""
+        failed = [turn.node.depth + 1 for turn in self.turns if turn.outcome == "failure"]
+        return min(failed, default=None)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether some response failed."""
+        return any(turn.outcome == "failure" for turn in self.turns)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every turn has at most one that follows it, so it reads as a transcript."""
+        if self.is_flat or len(self.roots) != 1:
+            return False
+        return all(len(turn.children) <= 1 for turn in self.turns)
+
+    @property
+    def levels(self) -> list[Turn]:
+        """The worst turn of each depth."""
+        worst: dict[int, Turn] = {}
+        for turn in self.turns:
+            known = worst.get(turn.node.depth)
+            if known is None or _score(turn) > _score(known):
+                worst[turn.node.depth] = turn
+        return [worst[depth] for depth in sorted(worst)]
+
+    @property
+    def worst(self) -> Turn:
+        """The turn with the highest score."""
+        return max(self.turns, key=_score)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Order of episodes: highest score, then highest reward."""
+        return _score(self.worst), max(_reward(turn) for turn in self.turns)
+
+    @property
+    def size(self) -> int:
+        """Approximate number of characters on the page."""
+        texts = sum(len(content) for turn in self.turns for _, content in turn.node.messages)
+        return texts + len(self.prompt) + _MARKUP_OF_NODE * len(self.turns) + _MARKUP_OF_EPISODE
+
+
+@dataclass
+class Table:
+    """Conversations of one table at one iteration that the page shows.
+
+    Attributes
+    ----------
+    sample : str
+        How those shown were chosen; empty where all are shown.
+    num_all, mean_reward : float or None
+        Of all answers to a task, of which a run's own tables keep some.
+    """
+
+    name: str
+    title: str
+    step: int
+    episodes: list[Episode]
+    num_episodes: int
+    num_nodes: int
+    sample: str = ""
+    num_all: float | None = None
+    mean_reward: float | None = None
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether a turn was scored, or could have been."""
+        return any(turn.node.transcript is None for one in self.episodes for turn in one.turns)
+
+    @property
+    def num_failed(self) -> int:
+        """Episodes shown that hold a failure."""
+        return sum(episode.is_failed for episode in self.episodes)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Turns numbers into steps of the colour scale; `low` and below is 0, `high` the last."""
+
+    low: float
+    high: float
+
+    def shade(self, value: float | None) -> int | None:
+        """The step of a value, None where there is none."""
+        if value is None:
+            return None
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
+        return min(max(int(share * NUM_SHADES), 0), NUM_SHADES - 1)
+
+
+def reward_scale(run: RunRecord) -> Scale:
+    """The scale from the lowest to the highest reward of a run's conversations."""
+    rewards = [node.reward for nodes in run.tables.values() for node in nodes]
+    known = [reward for reward in rewards if reward is not None]
+    return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
+
+
+def tables_of(
+    run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
+) -> list[Table]:
+    """Return a run's conversations by table and iteration, a sample where they are too many.
+
+    `prefix` begins the ids of conversations on the page.
+    """
+    scale = reward_scale(run)
+    anchors = Anchors(prefix)
+    tables = []
+    for name, step, nodes in by_step(run.tables):
+        episodes = _episodes(name, nodes, scale, run.threshold)
+        _name_turns(name, episodes, anchors)
+        table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
+        if not table.has_scores:
+            table.num_all, table.mean_reward = _of_all(run, name, step, nodes)
+        tables.append(table)
+    sizes = [sum(episode.size for episode in table.episodes) for table in tables]
+    limits = [
+        _shares([table.num_nodes for table in tables], max_nodes),
+        _shares(sizes, max_characters),
+    ]
+    for table, num_nodes, num_characters in zip(tables, *limits, strict=True):
+        _choose(table, num_nodes, num_characters)
+    return tables
+
+
+def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> None:
+    """Give conversations and turns their ids, in the order of play."""
+    for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
+        first = episode.turns[0].node
+        episode.anchor = anchors.new(table, first)
+        episode.label = label_of(table, first)
+        taken: set[str] = set()
+        for turn in () if episode.is_flat else episode.turns:
+            branch = "" if episode.is_chain else f"-{turn.node.node}"
+            anchor = f"{episode.anchor}-t{turn.node.depth + 1}{branch}"
+            turn.anchor = "" if anchor in taken else anchor
+            taken.add(anchor)
+
+
+def order_of(table: str) -> int:
+    """The place of a table among those of a run; the trained attacker's comes first."""
+    return _ORDER.index(table) if table in _ORDER else 0
+
+
+def title_of(table: str, data: str) -> str:
+    """Return the heading of a table, with what its data were."""
+    named = table.replace("evaluations/", "Evaluation ")
+    return _TITLES[table].format(data) if table in _TITLES else named
+
+
+def by_step(
+    tables: Mapping[str, Sequence[AnyRow]],
+) -> Iterator[tuple[str, int, list[AnyRow]]]:
+    """Give name, iteration and rows of each table, the newest iteration first."""
+    for name in sorted(tables, key=lambda name: (order_of(name), name)):
+        found: dict[int, list[AnyRow]] = {}
+        for row in tables[name]:
+            step = row.step if isinstance(row, Node) else number(mapping(row).get("step"))
+            found.setdefault(int(step or 0), []).append(row)
+        for step in sorted(found, reverse=True):
+            yield name, step, found[step]
+
+
+def _of_all(
+    run: RunRecord, name: str, step: int, nodes: Sequence[Node]
+) -> tuple[float | None, float | None]:
+    """Number and mean reward of all answers, of which the run's own tables keep some."""
+    if name in _RESULTS_OF:
+        return None, number(mapping(run.results.get(_RESULTS_OF[name])).get("mean_reward"))
+    if name.startswith("evaluations/"):
+        known = [node.reward for node in nodes if node.reward is not None]
+        return len(nodes), sum(known) / len(known) if known else None
+    metrics: Mapping[str, Any] = next((row for row in run.metrics if row.get("step") == step), {})
+    return number(metrics.get("rollout/num_trajectories")), number(
+        metrics.get("rollout/reward_mean")
+    )
+
+
+def _episodes(
+    table: str, nodes: Sequence[Node], scale: Scale, threshold: float | None
+) -> list[Episode]:
+    gathered: dict[tuple[int, str], list[Node]] = {}
+    for node in nodes:
+        gathered.setdefault(node.conversation, []).append(node)
+    is_chain = bool(_CHAINS.fullmatch(table)) or nodes[0].transcript is not None
+    episodes = [
+        _episode(members, scale, threshold, is_chain=is_chain) for members in gathered.values()
+    ]
+    return sorted(episodes, key=lambda episode: episode.rank, reverse=True)
+
+
+def _episode(
+    nodes: list[Node], scale: Scale, threshold: float | None, *, is_chain: bool
+) -> Episode:
+    turns = [_turn(node, scale, threshold) for node in nodes]
+    if all(turn.node.node is not None and turn.node.parent is not None for turn in turns):
+        roots, is_flat = _linked(turns), False
+    elif is_chain and sorted(node.depth for node in nodes) == list(range(len(nodes))):
+        turns.sort(key=lambda turn: turn.node.depth)
+        for before, after in pairwise(turns):
+            before.children.append(after)
+        roots, is_flat = turns[:1], False
+    else:
+        turns.sort(key=_score, reverse=True)
+        roots, is_flat = turns, True
+    return Episode(nodes[0].prompt, turns, roots, is_flat)
+
+
+def _linked(turns: list[Turn]) -> list[Turn]:
+    """Attach each turn to its parent, mark the path to the best reward, and return the roots."""
+    by_index = {turn.node.node: turn for turn in turns}
+    above: dict[int, Turn] = {}
+    roots = []
+    for turn in turns:
+        parent = by_index.get(turn.node.parent)
+        # A parent is one turn earlier; anything else is a broken row, and could make a circle.
+        if parent is None or parent.node.depth != turn.node.depth - 1:
+            roots.append(turn)
+        else:
+            parent.children.append(turn)
+            above[id(turn)] = parent
+    on_path: Turn | None = max(turns, key=_reward)
+    while on_path is not None:
+        on_path.is_open = True
+        on_path = above.get(id(on_path))
+    return roots
+
+
+def _turn(node: Node, scale: Scale, threshold: float | None) -> Turn:
+    if node.is_error:
+        outcome = "error"
+    elif node.response_score is None:
+        outcome = "undetermined"
+    else:
+        outcome = "failure" if node.is_failure(threshold) else "none"
+    scores = {"score": node.response_score, "with probe": node.combined_score}
+    shown = [(name, f"{value:.3f}") for name, value in scores.items() if value is not None]
+    figures = {"reward": node.reward, "NLL": node.probe_nll, **node.reward_parts}
+    shown += [(name, decimal(value)) for name, value in figures.items() if value is not None]
+    if node.transcript is None and outcome in ("error", "undetermined"):
+        shown.insert(0, ("score", "scorer failed" if node.is_error else "no verdict"))
+    shade, score_shade = scale.shade(node.reward), Scale(0.0, 1.0).shade(node.response_score)
+    return Turn(node, shade, score_shade, outcome, shown)
+
+
+def _shares(sizes: Sequence[int], total: int) -> list[int]:
+    """Divide a total among tables: small ones get all they need, large ones equal parts."""
+    shares = [0] * len(sizes)
+    left = total
+    for place, index in enumerate(sorted(range(len(sizes)), key=lambda index: sizes[index])):
+        shares[index] = min(sizes[index], left // (len(sizes) - place))
+        left -= shares[index]
+    return shares
+
+
+def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
+    """Keep what fits: half the worst episodes, and half spread over the others."""
+    if _fits(table.episodes, max_nodes, max_characters):
+        return
+    mean_nodes = max(sum(len(one.turns) for one in table.episodes) / table.num_episodes, 1.0)
+    mean_size = sum(one.size for one in table.episodes) / table.num_episodes
+    num_kept = max(int(min(max_nodes / mean_nodes, max_characters / mean_size)), 1)
+    chosen = _spread(table.episodes, num_kept)
+    while len(chosen) > 1 and not _fits(chosen, max_nodes, max_characters):
+        num_kept = max(num_kept * 4 // 5, 1)
+        chosen = _spread(table.episodes, num_kept)
+    num_nodes = sum(len(episode.turns) for episode in chosen)
+    table.episodes = chosen
+    table.sample = (
+        f"A sample of {len(chosen):,} of {table.num_episodes:,} conversations ({num_nodes:,} of "
+        f"{table.num_nodes:,} turns): the {_num_worst(num_kept):,} with the highest scores and "
+        "others at equal distances in the order of scores. All are in the run's rollouts folder."
+    )
+
+
+def _fits(episodes: Iterable[Episode], max_nodes: int, max_characters: int) -> bool:
+    chosen = list(episodes)
+    num_nodes = sum(len(episode.turns) for episode in chosen)
+    return num_nodes <= max_nodes and sum(one.size for one in chosen) <= max_characters
+
+
+def _num_worst(num_kept: int) -> int:
+    return (num_kept + 1) // 2
+
+
+def _spread(episodes: list[Episode], num_kept: int) -> list[Episode]:
+    worst, others = episodes[: _num_worst(num_kept)], episodes[_num_worst(num_kept) :]
+    wanted = num_kept - len(worst)
+    return worst + [others[len(others) * place // wanted] for place in range(wanted)]
+
+
+def _score(turn: Turn) -> float:
+    return -1.0 if turn.node.response_score is None else turn.node.response_score
+
+
+def _reward(turn: Turn) -> float:
+    return -1e30 if turn.node.reward is None else turn.node.reward
+
+
+def key_of(node: Node) -> Key:
+    """Return the conversation of a node."""
+    return node.step, *node.conversation
+
+
+class Paths:
+    """The turns of one table by conversation."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._conversations: dict[Key, list[Node]] = {}
+        for node in nodes:
+            self._conversations.setdefault(key_of(node), []).append(node)
+
+    def to(self, node: Node) -> list[Node]:
+        """Return the turns from the opening to a node, itself the last.
+
+        The node alone where the rows do not hold the turns before it.
+        """
+        others = self._conversations.get(key_of(node), [node])
+        if node.node is not None and node.parent is not None:
+            return _up_to_the_root(node, others)
+        earlier = [other for other in others if other.depth < node.depth]
+        earlier.sort(key=lambda other: other.depth)
+        is_chain = [other.depth for other in earlier] == list(range(node.depth))
+        return [*earlier, node] if is_chain else [node]
+
+    def find(self, like: Node) -> Node | None:
+        """Return the turn that says the same at the same place; None where there is none."""
+        for (_, *conversation), nodes in self._conversations.items():
+            if tuple(conversation) == like.conversation:
+                for node in nodes:
+                    if node.depth == like.depth and node.probe == like.probe:
+                        return node
+        return None
+
+
+def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
+    by_index = {other.node: other for other in others}
+    path = [node]
+    parent = by_index.get(node.parent)
+    # A parent is one turn earlier; anything else is a broken row, and could make a circle.
+    while parent is not None and parent.depth == path[-1].depth - 1:
+        path.append(parent)
+        parent = by_index.get(parent.parent)
+    return path[::-1]
+
+
+class Anchors:
+    """Names the conversations of a page, the same whenever it is made again."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._taken: set[str] = set()
+
+    def new(self, table: str, node: Node) -> str:
+        """Return an id for a node's conversation that no other has."""
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", table.removeprefix("evaluations/")).strip("-")
+        stem = f"{self._prefix}-{slug or 'table'}-{node.step}-{node.episode}"
+        anchor, number = stem, 2
+        while anchor in self._taken:
+            anchor, number = f"{stem}-again-{number}", number + 1
+        self._taken.add(anchor)
+        return anchor
+
+
+def label_of(table: str, node: Node) -> str:
+    """Return the name of a node's conversation."""
+    kind = "conversation" if node.transcript is None else "answer"
+    when = f", iteration {node.step:,}" if node.step else ""
+    name = table.removeprefix("evaluations/")
+    quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
+    return f"{kind} {node.episode} of {quoted}{when}"
+
+
+# ---- episodes of a protocol
+
+
+@dataclass(frozen=True)
+class Move:
+    """What an agent sent in one channel in a round of a protocol.
+
+    Attributes
+    ----------
+    round : str
+        Number of the round, empty in further lines of it.
+    reward : str
+        In the round; empty for 0 and in further lines of the agent.
+    chance : str
+        How likely the agent's whole move was under its policy.
+    """
+
+    round: str
+    agent: str
+    color: int
+    channel: str
+    message: str
+    decision: str
+    reward: str
+    chance: str
+
+
+@dataclass(frozen=True)
+class ProtocolEpisode:
+    """An episode of a protocol as the page shows it.
+
+    Attributes
+    ----------
+    outcome : str
+        "right", "wrong" or "undecided".
+    label, decision : str
+        In words.
+    rewards : list of (agent, color, reward)
+        Of the whole episode.
+    datapoint : str
+        Which one it is.
+    texts : list of (name, text)
+        What it says, where agents speak in words.
+    verdicts : list of (agent, color, question, answer)
+        Answers of a judge about it.
+    """
+
+    outcome: str
+    label: str
+    decision: str
+    num_rounds: int
+    rewards: list[tuple[str, int, str]]
+    datapoint: str
+    texts: list[tuple[str, str]]
+    picture: Picture | None
+    lines: list[Move]
+    is_cut: bool
+    has_channels: bool
+    verdicts: list[tuple[str, int, str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EpisodeTable:
+    """Episodes of one table at one iteration."""
+
+    title: str
+    step: int
+    episodes: list[ProtocolEpisode]
+    num_episodes: int
+    first_open: frozenset[int]
+
+
+def episode_tables(run: RunRecord) -> list[EpisodeTable]:
+    """Return sample episodes: of each table's last iteration, and of training also the first."""
+    colors = agent_colors(run.agents)
+    tables: list[EpisodeTable] = []
+    for name, parts in groupby(by_step(run.episodes), key=itemgetter(0)):
+        newest, *others = parts
+        for _, step, rows in [newest, *others[-1:]]:
+            episodes = [_protocol_episode(run, name, row, colors) for row in _mixed(rows)]
+            title = title_of(name, "test data").replace("_", " ")
+            first_open = frozenset() if tables else _open(episodes)
+            tables.append(EpisodeTable(title, step, episodes, len(rows), first_open))
+    return tables
+
+
+def verdicts_of(run: RunRecord, table: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return agent, analyser and a judge's answer about an episode."""
+    step, episode = number(row.get("step")), number(row.get("episode"))
+    place = (_SPLIT_OF.get(table, table), int(step or 0) - 1)
+    found = []
+    for analysis in run.analyses:
+        if split_and_iteration(analysis) != place:
+            continue
+        for judged in map(mapping, items(analysis.get("judged"))):
+            if number(judged.get("rollout")) == episode:
+                reason = text(judged.get("reason"))
+                answer = text(judged.get("verdict")) + (f": {reason}" if reason else "")
+                found.append(
+                    (text(judged.get("agent")), _words(text(analysis.get("analyser"))), answer)
+                )
+    return found
+
+
+def split_and_iteration(analysis: Mapping[str, Any]) -> tuple[str, int]:
+    """Return which rollouts an analysis is about."""
+    return text(analysis.get("split")), int(number(analysis.get("iteration")) or 0)
+
+
+def outcome_of(row: Mapping[str, Any]) -> str:
+    """Say how an episode ended."""
+    decision = number(row.get("decision"))
+    if decision is None or decision == UNDECIDED:
+        return "undecided"
+    return "right" if decision == number(row.get("label")) else "wrong"
+
+
+def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take right, wrong and undecided episodes in turn, the longest of each first."""
+    longest = sorted(rows, key=lambda row: -len(items(row.get("rounds"))))
+    kinds = {kind: [] for kind in ("right", "wrong", "undecided")}  # type: dict[str, list[Any]]
+    for row in longest:
+        kinds[outcome_of(row)].append(row)
+    taken: list[dict[str, Any]] = []
+    while len(taken) < min(MAX_EPISODES, len(rows)):
+        taken += [found.pop(0) for found in kinds.values() if found]
+    return taken[:MAX_EPISODES]
+
+
+def _open(episodes: Sequence[ProtocolEpisode]) -> frozenset[int]:
+    """The episodes that are open from the start: the first right one and the first other."""
+    rights = [place for place, one in enumerate(episodes) if one.outcome == "right"]
+    others = [place for place, one in enumerate(episodes) if one.outcome != "right"]
+    return frozenset(rights[:1] + others[:1])
+
+
+def _protocol_episode(
+    run: RunRecord, table: str, row: Mapping[str, Any], colors: Mapping[str, int]
+) -> ProtocolEpisode:
+    datapoint = mapping(row.get("datapoint"))
+    view = view_of(datapoint)
+    rounds = [mapping(one) for one in items(row.get("rounds"))]
+    shown = rounds[:MAX_ROUNDS]
+    rewards = mapping(row.get("rewards"))
+    lines = [line for one in shown for line in _round(one, view, colors)]
+    outcome = outcome_of(row)
+    return ProtocolEpisode(
+        outcome=outcome,
+        label=_label(row.get("label"), view),
+        decision="no decision" if outcome == "undecided" else _label(row["decision"], view),
+        num_rounds=len(rounds),
+        rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
+        datapoint=_identity(datapoint),
+        texts=[
+            (_words(name), text(content))
+            for name, content in mapping(datapoint.get("texts")).items()
+        ],
+        picture=view.picture(_choices(shown, view, colors)),
+        lines=lines,
+        is_cut=len(rounds) > len(shown),
+        has_channels=len({line.channel for line in lines if line.channel}) > 1,
+        verdicts=[
+            (_words(agent), colors.get(agent, 0), question, answer)
+            for agent, question, answer in verdicts_of(run, table, row)
+        ],
+    )
+
+
+def _label(value: Any, view: DatapointView) -> str:
+    label = number(value)
+    return f"label {count(value)}" if label is None else view.label(int(label))
+
+
+def _identity(datapoint: Mapping[str, Any]) -> str:
+    parts = []
+    if number(datapoint.get("id")) is not None:
+        parts.append(f"datapoint {count(datapoint['id'])}")
+    if datapoint.get("note"):
+        parts.append(text(datapoint["note"]))
+    return "; ".join(parts)
+
+
+def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Move]:
+    """The lines of a round: one for each agent and channel, and rewards of who did nothing."""
+    rewards = {name: number(value) or 0.0 for name, value in mapping(one.get("rewards")).items()}
+    found: list[Move] = []
+    for move in (mapping(move) for move in items(one.get("moves"))):
+        agent = text(move.get("agent"))
+        messages = mapping(move.get("messages"))
+        linear = mapping(move.get("linear"))
+        decision = number(move.get("decision"))
+        for place, channel in enumerate(messages or {"": []}):
+            is_first = place == 0
+            logprob = number(move.get("logprob")) if is_first else None
+            found.append(
+                Move(
+                    round="" if found else count(one.get("round")),
+                    agent=_words(agent),
+                    color=colors.get(agent, 0),
+                    channel=_words(channel),
+                    message=_message(messages.get(channel), linear.get(channel), view),
+                    decision=DECISIONS.get(int(decision), "")
+                    if is_first and decision is not None
+                    else "",
+                    reward=_signed_reward(rewards.pop(agent, 0.0)) if is_first else "",
+                    chance=percent(math.exp(min(logprob, 0.0))) if logprob is not None else "",
+                )
+            )
+    for agent, reward in rewards.items():
+        if reward:
+            number_shown = "" if found else count(one.get("round"))
+            where = (number_shown, _words(agent), colors.get(agent, 0))
+            found.append(Move(*where, "", "", "", _signed_reward(reward), ""))
+    return found
+
+
+def _signed_reward(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{decimal(value)}" if value else ""
+
+
+def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
+    """What was sent, in the scenario's own words; a text as it is."""
+    if isinstance(symbols, str):
+        return symbols
+    named = [
+        view.symbol(int(symbol)) for one in items(symbols) if (symbol := number(one)) is not None
+    ]
+    plain = [count(symbol) for symbol in items(linear)]
+    written = ", ".join(named)
+    return f"{written} + symbol {', '.join(plain)}" if plain else written
+
+
+def _choices(
+    rounds: Sequence[Mapping[str, Any]], view: DatapointView, colors: Mapping[str, int]
+) -> list[Choice]:
+    """The places that were named, each once for each agent, with the rounds."""
+    found: dict[tuple[int, int, str], list[str]] = {}
+    for one in rounds:
+        for move in (mapping(move) for move in items(one.get("moves"))):
+            for symbols in mapping(move.get("messages")).values():
+                for symbol in (number(value) for value in items(symbols)):
+                    place = None if symbol is None else view.place_of(int(symbol))
+                    if place is not None:
+                        rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
+                        rounds_named.append(count(one.get("round")))
+    return [
+        Choice(part, place, _words(agent), colors.get(agent, 0), _rounds(named))
+        for (part, place, agent), named in found.items()
+    ]
+
+
+def _rounds(named: Sequence[str]) -> str:
+    """The rounds in which a place was named; of many the first."""
+    distinct = list(dict.fromkeys(named))
+    more = f" +{len(distinct) - SHOWN_ROUNDS}" if len(distinct) > SHOWN_ROUNDS else ""
+    return ", ".join(distinct[:SHOWN_ROUNDS]) + more
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
+    """The view of what a datapoint says it is; a plain one where no scenario knows that."""
+    kind = datapoint.get("kind")
+    return (_view_class(kind) if isinstance(kind, str) else DatapointView)(datapoint)
+
+
+def _view_class(kind: str) -> type[DatapointView]:
+    # Scenarios take torch, which a report without datapoints does not need.
+    from nip_astra.scenarios.registry import SCENARIOS
+
+    for name in SCENARIOS.names():
+        try:
+            scenario = SCENARIOS.get(name)
+        except NipAstraError:
+            continue  # its package cannot be imported
+        if scenario.datapoint_kind == kind:
+            return scenario.datapoint_view
+    return DatapointView

@@ -1,0 +1,145 @@
+"""Numbers and figures as text, the same in reports and terminals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nip_astra.utils.plain_values import items, mapping, number
+
+NOTHING = "\N{EN DASH}"
+"""Text of a missing figure."""
+COUNTS = {
+    "failure_rate": ("num_failed", "num_known", "num_episodes"),
+    "value": ("num_failed", "num_known", "num_episodes"),
+    "accuracy": ("num_right", "num_answers", ""),
+    "distinct_share": ("num_distinct", "num_probes", ""),
+    "self_bleu_complement": ("", "self_bleu_num_probes", ""),
+    "cosine_distance": ("", "num_probes", ""),
+    "vendi": ("", "num_probes", ""),
+    "share_below": ("num_below", "num_probes", ""),
+    "recall": ("found", "total", ""),
+}
+"""Names of the counts beside a figure: k, the n of known units, and all units."""
+_SHARE = re.compile(
+    r"(rate|share|share_below|recall|fraction|accuracy|(message|decision)_(entropy|prob)|"
+    r"message_regression(_baseline)?)$|(^|/)(pass_at_\d+$|share_|\w*accuracy_(of|where|wl)_)"
+)
+
+
+def is_share(name: str) -> bool:
+    """Whether a figure of this name is a share, which lies between 0 and 1."""
+    return _SHARE.search(name) is not None and not name.rpartition("/")[2].startswith("std_")
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    """Format a share of 1 as a percentage."""
+    share = number(value)
+    return NOTHING if share is None else f"{share:.{digits}%}"
+
+
+def decimal(value: Any, digits: int = 3) -> str:
+    """Format a number with `digits` significant digits, or all digits of a whole part above."""
+    figure = number(value)
+    if figure is None:
+        return NOTHING
+    if figure == int(figure) and abs(figure) < 1e9:
+        return f"{int(figure):,}".replace("-", "\N{MINUS SIGN}")
+    size = abs(figure)
+    written = f"{figure:,.0f}" if 10**digits <= size < 1e9 else f"{figure:.{digits}g}"
+    return written.replace("-", "\N{MINUS SIGN}") if "e" not in written else written
+
+
+def count(value: Any) -> str:
+    """Format a whole number with separators."""
+    figure = number(value)
+    return NOTHING if figure is None else f"{figure:,.0f}"
+
+
+def one_in(value: Any) -> str:
+    """Format a small share as one in so many."""
+    share = number(value)
+    return NOTHING if not share else f"1 in {1.0 / share:,.0f}"
+
+
+def duration(seconds: Any) -> str:
+    """Format seconds in seconds, minutes or hours."""
+    figure = number(seconds)
+    if figure is None:
+        return NOTHING
+    if figure < 120:
+        return f"{figure:.3g} s"
+    minutes, hours = figure / 60, figure / 3600
+    return f"{minutes:.0f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def value_text(value: Any) -> str:
+    """Format a parameter's value as in a file."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def format_value(name: str, value: Any) -> str:
+    """Format one value: a percentage where the name is that of a share."""
+    if number(value) is not None:
+        return percent(value) if is_share(name) else decimal(value)
+    return NOTHING if value is None else value_text(value)
+
+
+def interval_of(report: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
+    """Return the ends of the interval `<name>_interval` of a report."""
+    ends = [number(end) for end in items(report.get(f"{name}_interval"))]
+    return (ends[0], ends[1]) if len(ends) == 2 else (None, None)
+
+
+def interval(low: Any, high: Any, name: str = "share") -> str:
+    """Format an interval of a figure of this name; empty where there is none."""
+    if number(low) is None or number(high) is None:
+        return ""
+    return f"[{format_value(name, low)}, {format_value(name, high)}]"
+
+
+def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
+    """Format the counts of a figure, "3 of 10, 2 unknown"; empty where they are not stored."""
+    part, known, total = (number(report.get(key)) for key in COUNTS.get(name, ("", "", "")))
+    if known is None or (part is None and COUNTS[name][0]):
+        return ""
+    if part is None:
+        return f"of {known:,.0f}"
+    if total is None or total == known:
+        return f"{part:,.0f} of {known:,.0f}"
+    return f"{part:,.0f} of {total:,.0f}, {total - known:,.0f} unknown"
+
+
+def bounds_text(report: Mapping[str, Any]) -> str:
+    """Format a rate if all missing verdicts were passes, or failures; empty if none is missing."""
+    known, total = number(report.get("num_known")), number(report.get("num_episodes"))
+    ends = [number(report.get(f"if_unknown_{what}")) for what in ("passed", "failed")]
+    return "" if known in (None, total) or None in ends else " / ".join(map(percent, ends))
+
+
+def format_figure(report: Mapping[str, Any], name: str) -> str:
+    """Format a figure of a report with its interval and counts, as far as they are stored.
+
+    Parameters
+    ----------
+    report : Mapping
+        Holds the figure under its name: a number, beside which `<name>_interval` and counts may
+        stand, or a mapping with `value`, `low`, `high` and counts.
+    """
+    estimate = mapping(report.get(name))
+    if estimate:
+        value, ends = estimate.get("value"), (estimate.get("low"), estimate.get("high"))
+        counted, name = counts_text(estimate, "value"), "share"
+        if number(value) is None and not counted:
+            return NOTHING
+    else:
+        value, ends, counted = (
+            report.get(name),
+            interval_of(report, name),
+            counts_text(report, name),
+        )
+    parts = [format_value(name, value), "" if number(value) is None else interval(*ends, name)]
+    written = " ".join(part for part in parts if part)
+    return f"{written}, {counted}".removeprefix(f"{NOTHING}, ") if counted else written

@@ -1,0 +1,63 @@
+"""The loops of doc/loops give the metrics of the trainers that they show."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra import resolve_experiment, run_experiment
+from tests.documents import ROOT
+
+SHORT = {
+    "stress_testing": (
+        "ast_dpo",
+        ["ast_chat.evaluation.num_episodes=1", "ast_chat.evaluation.use_random_search=false"],
+    ),
+    "text_protocol": ("pure_text_ei", ["text_rl.test_scheme=none"]),
+    "interactive_proof": ("vanilla_ppo", ["rl.num_test_iterations=1"]),
+    "task": ("self_hosted_grpo", ["task.evaluation.num_problems=1"]),
+}
+"""Trainer of each loop, and overrides that skip most of its evaluation."""
+NUM_ITERATIONS = 2
+# Adam of the trainer is fused, and small differences grow within an iteration.
+RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
+
+
+HAS_ONE_ENGINE = importlib.util.find_spec("nip_astra.language_models.fine_tuning") is not None
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_loop_gives_the_metrics_of_its_trainer(name: str, tmp_path: Path) -> None:
+    if name == "text_protocol" and not HAS_ONE_ENGINE:
+        pytest.skip("the loop shows the engine of jobs with an option for each choice")
+    trainer, overrides = SHORT[name]
+    loop = _load(name)
+    overrides = [*loop.overrides(NUM_ITERATIONS), *overrides]
+    experiment = resolve_experiment(trainer=trainer, overrides=overrides)
+    run = run_experiment(experiment, runs_dir=str(tmp_path), progress=False, num_threads=1)
+    lines = (run.run_directory.path / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    torch.set_num_threads(1)
+    for number, metrics in enumerate(loop.train(NUM_ITERATIONS)):
+        expected = {key: logged[number][key] for key in metrics}
+        tolerance = RELATIVE_TOLERANCE.get(name, 1e-4)
+        assert metrics == pytest.approx(expected, rel=tolerance, abs=1e-6)
+
+
+def test_loops_are_short() -> None:
+    for path in (ROOT / "doc" / "loops").glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 220, path.name
+
+
+def _load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "doc" / "loops" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

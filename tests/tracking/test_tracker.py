@@ -1,0 +1,197 @@
+"""Tests of the registry of trackers, and of the names and numbers of metrics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nip_astra as na
+from nip_astra.errors import MissingDependencyError, TrackingError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.plugins import load_plugin
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import (
+    TRACKERS,
+    flat_figures,
+    grouped,
+    open_tracker,
+    plain_numbers,
+)
+
+CSV_TRACKER = """
+import nip_astra as na
+
+@na.register_tracker("csv")
+class CsvTracker(na.Tracker):
+    \"\"\"Writes a line for each metric.\"\"\"
+
+    def __init__(self, run_directory, settings, config):
+        self.file = (run_directory.path / "metrics.csv").open("a")
+
+    def log_metrics(self, values, *, step):
+        self.file.writelines(f"{step},{name},{value}\\n" for name, value in values.items())
+
+    def finish(self, *, success):
+        self.file.close()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "runs", "one")
+
+
+def opened(directory: RunDirectory, *names: str, **options: bool) -> na.Tracker:
+    settings = ExperimentSettings(trackers=list(names)).to_dict()
+    return open_tracker(settings, directory, {"seed": 7}, **options)
+
+
+def test_a_tracker_of_a_plug_in_mirrors_the_run(tmp_path: Path, directory: RunDirectory) -> None:
+    assert len(CSV_TRACKER.strip().splitlines()) <= 15
+    plugin = tmp_path / "csv_tracker.py"
+    plugin.write_text(CSV_TRACKER)
+    load_plugin(str(plugin))
+    try:
+        tracker = opened(directory, "csv", "file", "csv")
+        tracker.log_metrics({"loss": 0.5}, step=3)
+        tracker.finish(success=True)
+    finally:
+        TRACKERS.forget("csv")
+    assert (directory.path / "metrics.csv").read_text() == "3,loss,0.5\n"
+    assert (directory.path / "metrics.jsonl").is_file()
+
+
+def test_an_unknown_tracker_is_refused_before_any_starts(directory: RunDirectory) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        opened(directory, "wand")
+    assert "'wandb'" in str(caught.value)
+    assert not (directory.path / "metrics.jsonl").exists()
+
+
+def test_only_mirrors_are_opened_where_the_files_are_there_already(
+    directory: RunDirectory,
+) -> None:
+    opened(directory, "file", writes_files=False).log_metrics({"loss": 1.0}, step=1)
+    assert not (directory.path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_without_its_package_names_the_extra(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        opened(directory, "tensorboard")
+    assert "nip_astra[tensorboard]" in str(caught.value)
+
+
+def test_tensorboard_gets_finite_numbers_by_group(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            calls.append(("open", folder))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append((name, *given))
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    tracker = opened(directory, "tensorboard")
+    tracker.log_metrics({"loss": 0.5, "mean_reward": float("nan")}, step=2)
+    tracker.log_table("train", ["probe"], [["hi"]], step=2)
+    tracker.log_summary({"after/failure_rate": 0.25})
+    tracker.finish(success=True)
+    assert calls == [
+        ("open", str(directory.path / "tensorboard")),
+        ("add_text", "hyper_parameters", "    seed: 7"),
+        ("add_scalar", "train/loss", 0.5, 2),
+        ("add_text", "rollouts/train", '    {"probe": "hi"}', 2),
+        ("add_scalar", "eval/after/failure_rate", 0.25, 2),
+        ("close",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("loss", "train/loss"),
+        ("lr", "train/lr"),
+        ("pairs/kept", "train/pairs/kept"),
+        ("prover/loss_value", "train/prover/loss_value"),
+        ("of_a_plugin", "train/of_a_plugin"),
+        ("failure_rate", "rollout/failure_rate"),
+        ("reward/entropy_bonus", "rollout/reward/entropy_bonus"),
+        ("verifier/mean_step_reward", "rollout/verifier/mean_step_reward"),
+        ("dev/failure_rate", "eval/dev/failure_rate"),
+        ("after/failure_rate", "eval/after/failure_rate"),
+        ("verifier/test_mean_value", "eval/verifier/test_mean_value"),
+        ("test_mean_accuracy", "eval/test_mean_accuracy"),
+        ("time/collect_seconds", "time/collect_seconds"),
+        ("tokens/generated", "tokens/generated"),
+        ("time", "train/time"),
+    ],
+)
+def test_a_metric_is_shown_in_the_group_of_what_gave_it(name: str, shown: str) -> None:
+    assert grouped(name) == shown
+
+
+def test_names_stay_apart() -> None:
+    names = ["loss", "train/loss", "mean_reward", "rollout/mean_reward", "after/x", "x", "test_x"]
+    assert len({grouped(name) for name in names}) == len(names)
+
+
+def test_a_summary_holds_numbers_and_both_ends_of_intervals() -> None:
+    report = {
+        "failure_rate": 0.2,
+        "failure_rate_interval": [0.05, 0.4],
+        "num_episodes": 20,
+        "unknown_interval": [None, None],
+        "most_common_probe": "hello ?",
+        "is_there": True,
+    }
+    assert flat_figures(report, "after/") == {
+        "after/failure_rate": 0.2,
+        "after/failure_rate_low": 0.05,
+        "after/failure_rate_high": 0.4,
+        "after/num_episodes": 20,
+    }
+
+
+def test_scalars_of_numpy_and_torch_can_be_written() -> None:
+    given = {
+        "share": np.float32(0.5),
+        "mean": np.float64(0.25),
+        "count": np.int64(3),
+        "is_last": np.bool_(True),
+        "loss": torch.tensor(1.5, requires_grad=True),
+        "rows": np.array([7]),
+        "unknown": None,
+        "whole": 2,
+    }
+    found = plain_numbers(given)
+    assert json.loads(json.dumps(found)) == {
+        "share": 0.5, "mean": 0.25, "count": 3, "is_last": True, "loss": 1.5, "rows": 7,
+        "unknown": None, "whole": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(0), [1.0], {"a": 1}, object(), "good"])
+def test_what_is_no_number_is_told_by_its_name(value: object) -> None:
+    with pytest.raises(TrackingError, match=r"the figure 'mine/share' .* Give one number"):
+        plain_numbers({"mine/share": value})
+
+
+@pytest.mark.parametrize("figures", [None, [1.0], {1: 1.0}])
+def test_figures_without_names_are_refused(figures: Any) -> None:
+    with pytest.raises(TrackingError):
+        plain_numbers(figures)
