@@ -33,8 +33,7 @@ from nip_astra.rl_objectives.rewards import ast_reward
 from nip_astra.samplers.trees import RewardParameters
 from nip_astra.scenario_base.agents import ConversationAgentParameters
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import build_scorer
+from nip_astra.scorers.base import Scorer, build_scorer
 
 
 @dataclass

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from nip_astra.language_models.base import TokenModel as TokenModel
     from nip_astra.language_models.base import TokenSampler as TokenSampler
     from nip_astra.language_models.base import TokenScorer as TokenScorer
-    from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
-    from nip_astra.language_models.embeddings import build_embedder as build_embedder
-    from nip_astra.language_models.registry import (
+    from nip_astra.language_models.base import (
         register_language_model as register_language_model,
     )
+    from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
+    from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.services.chat import ChatAnswer as ChatAnswer
     from nip_astra.language_models.services.chat import ChatMessage as ChatMessage
     from nip_astra.language_models.services.chat import ChatModel as ChatModel
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
     from nip_astra.language_models.services.chat import ChatUsage as ChatUsage
     from nip_astra.language_models.services.chat import FinishReason as FinishReason
+    from nip_astra.language_models.services.chat import (
+        register_chat_model as register_chat_model,
+    )
     from nip_astra.language_models.services.chat_models.openai import (
         OpenAIChatModel as OpenAIChatModel,
-    )
-    from nip_astra.language_models.services.registry import (
-        register_chat_model as register_chat_model,
     )
     from nip_astra.language_models.services.retrying import open_chat_model as open_chat_model
     from nip_astra.language_models.services.training import (
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         register_training_service as register_training_service,
     )
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
-    from nip_astra.message_regressors.registry import (
+    from nip_astra.message_regressors.base import (
         register_message_regressor as register_message_regressor,
     )
     from nip_astra.overview import dry_run as dry_run
@@ -140,7 +140,7 @@ if TYPE_CHECKING:
     from nip_astra.resume_check import check_resume as check_resume
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
-    from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
+    from nip_astra.reward_terms.base import register_reward_term as register_reward_term
     from nip_astra.rl_objectives.advantages import gae as gae
     from nip_astra.rl_objectives.advantages import group_advantages as group_advantages
     from nip_astra.rl_objectives.advantages import mean_child_return as mean_child_return
@@ -198,14 +198,14 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import GeneratedTask as GeneratedTask
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
-    from nip_astra.scenario_base.tasks.registry import register_task as register_task
+    from nip_astra.scenario_base.tasks.base import register_task as register_task
     from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
     from nip_astra.scenario_base.text.analysers.base import Subject as Subject
+    from nip_astra.scenario_base.text.analysers.base import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
     from nip_astra.scenario_base.text.analysers.judging import (
         AnalysisParameters as AnalysisParameters,
-    )
-    from nip_astra.scenario_base.text.analysers.registry import (
-        register_rollout_analyser as register_rollout_analyser,
     )
     from nip_astra.scenario_base.text.parameters import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
@@ -226,7 +226,7 @@ if TYPE_CHECKING:
         ImageDatasetParameters as ImageDatasetParameters,
     )
     from nip_astra.scenarios.images.pretrained.base import PretrainedModel as PretrainedModel
-    from nip_astra.scenarios.images.pretrained.registry import (
+    from nip_astra.scenarios.images.pretrained.base import (
         register_pretrained_model as register_pretrained_model,
     )
     from nip_astra.scenarios.pure_text_base import PureTextScenario as PureTextScenario
@@ -235,12 +235,12 @@ if TYPE_CHECKING:
     from nip_astra.scenarios.registry import register_scenario as register_scenario
     from nip_astra.scenarios.tensordict_base import Datasets as Datasets
     from nip_astra.scenarios.tensordict_base import TensorDictScenario as TensorDictScenario
+    from nip_astra.scorers.base import SCORERS as SCORERS
     from nip_astra.scorers.base import Exchange as Exchange
     from nip_astra.scorers.base import Message as Message
     from nip_astra.scorers.base import Scorer as Scorer
-    from nip_astra.scorers.registry import SCORERS as SCORERS
-    from nip_astra.scorers.registry import build_scorer as build_scorer
-    from nip_astra.scorers.registry import register_scorer as register_scorer
+    from nip_astra.scorers.base import build_scorer as build_scorer
+    from nip_astra.scorers.base import register_scorer as register_scorer
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
     from nip_astra.sweep.results import read_sweep as read_sweep
@@ -256,6 +256,8 @@ if TYPE_CHECKING:
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
+    from nip_astra.trainers.optimization import register_optimizer as register_optimizer
+    from nip_astra.trainers.optimization import register_schedule as register_schedule
     from nip_astra.trainers.pure_text_ei import PureTextEiTrainer
     from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
@@ -421,7 +423,7 @@ _HOMES = {
     "RoundResult": "nip_astra.protocols.protocol_base",
     "RunDirectory": "nip_astra.tracking.run_directory",
     "RunResults": "nip_astra.evaluation.run_results",
-    "SCORERS": "nip_astra.scorers.registry",
+    "SCORERS": "nip_astra.scorers.base",
     "Sample": "nip_astra.rollouts.samples",
     "SandboxLimits": "nip_astra.utils.sandbox_values",
     "Scenario": "nip_astra.scenarios.registry",
@@ -481,7 +483,7 @@ _HOMES = {
     "build_optimizer": "nip_astra.trainers.optimization",
     "build_protocol_handler": "nip_astra.protocols.registry",
     "build_scenario_instance": "nip_astra.factory",
-    "build_scorer": "nip_astra.scorers.registry",
+    "build_scorer": "nip_astra.scorers.base",
     "call_in_sandbox": "nip_astra.utils.sandbox",
     "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
@@ -513,18 +515,20 @@ _HOMES = {
     "read_sweep": "nip_astra.sweep.results",
     "SweepOptions": "nip_astra.sweep.sweeping",
     "register_advantage": "nip_astra.rl_objectives.registry",
-    "register_chat_model": "nip_astra.language_models.services.registry",
+    "register_chat_model": "nip_astra.language_models.services.chat",
     "register_conversion": "nip_astra.parameters.conversion",
-    "register_language_model": "nip_astra.language_models.registry",
-    "register_message_regressor": "nip_astra.message_regressors.registry",
+    "register_language_model": "nip_astra.language_models.base",
+    "register_message_regressor": "nip_astra.message_regressors.base",
+    "register_optimizer": "nip_astra.trainers.optimization",
     "register_policy_loss": "nip_astra.rl_objectives.registry",
-    "register_pretrained_model": "nip_astra.scenarios.images.pretrained.registry",
+    "register_pretrained_model": "nip_astra.scenarios.images.pretrained.base",
     "register_protocol_handler": "nip_astra.protocols.registry",
-    "register_reward_term": "nip_astra.reward_terms.registry",
-    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.registry",
+    "register_reward_term": "nip_astra.reward_terms.base",
+    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.base",
     "register_scenario": "nip_astra.scenarios.registry",
-    "register_scorer": "nip_astra.scorers.registry",
-    "register_task": "nip_astra.scenario_base.tasks.registry",
+    "register_schedule": "nip_astra.trainers.optimization",
+    "register_scorer": "nip_astra.scorers.base",
+    "register_task": "nip_astra.scenario_base.tasks.base",
     "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
     "register_training_service": "nip_astra.language_models.services.training",

@@ -6,11 +6,14 @@ A message has four parts: what was asked, what is wrong, what would be right, an
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from nip_astra.safe_text import safe_text
+
+_MAX_SHOWN = 80
 
 
 def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
@@ -23,6 +26,15 @@ def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
         spelled.setdefault(_plainly(candidate), []).append(candidate)
     near = difflib.get_close_matches(_plainly(name), list(spelled), n=n, cutoff=0.6)
     return [candidate for plain in near for candidate in spelled[plain]][:n]
+
+
+def show_value(value: Any) -> str:
+    """A parameter's value as a file has it, cut if it is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _plainly(name: str) -> str:

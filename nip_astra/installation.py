@@ -282,7 +282,7 @@ def _computes(device: str, text: str) -> tuple[Status, str]:
 def _scorers(_: Question) -> Findings:
     import torch
 
-    from nip_astra.scorers.registry import SCORERS, build_scorer
+    from nip_astra.scorers.base import SCORERS, build_scorer
 
     for name in SCORERS.names():
         try:

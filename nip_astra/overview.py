@@ -14,10 +14,10 @@ from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import find_scenario, scenario_names
-from nip_astra.parameters.file_schema import schema_of_files
+from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import flatten
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.schema import schema_of_files
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.safe_text import to_json
@@ -34,16 +34,16 @@ REGISTRY_MODULES = (
     "evaluation.comparison",
     "evaluation.exports",
     "evaluation.families.base",
-    "language_models.registry",
-    "message_regressors.registry",
+    "language_models.base",
+    "message_regressors.base",
     "protocols.registry",
-    "reward_terms.registry",
+    "reward_terms.base",
     "rl_objectives.registry",
-    "scenario_base.tasks.registry",
-    "scenario_base.text.analysers.registry",
-    "scenarios.images.pretrained.registry",
+    "scenario_base.tasks.base",
+    "scenario_base.text.analysers.base",
+    "scenarios.images.pretrained.base",
     "scenarios.registry",
-    "scorers.registry",
+    "scorers.base",
     "tracking.tracker",
     "trainers.registry",
 )

@@ -27,8 +27,8 @@ from safetensors import SafetensorError, deserialize
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import flatten
 from nip_astra.progress import loops_cut_to
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment

@@ -15,7 +15,7 @@ import pytest
 
 from nip_astra import plugins
 from nip_astra.cli.app import main
-from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.base import LANGUAGE_MODELS
 from nip_astra.parameters.types import (
     LanguageModelType,
     RolloutAnalyserType,
@@ -24,10 +24,11 @@ from nip_astra.parameters.types import (
     TaskType,
     TrainerType,
 )
-from nip_astra.scenario_base.tasks.registry import TASKS
-from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
+from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.scenario_base.tasks.base import TASKS
+from nip_astra.scenario_base.text.analysers.base import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
-from nip_astra.scorers.registry import SCORERS
+from nip_astra.scorers.base import SCORERS
 from nip_astra.trainers.registry import TRAINERS
 
 LOGGER = logging.getLogger("nip_astra")
@@ -105,7 +106,7 @@ def plugins_forgotten_after() -> Iterator[None]:
         for member in members:
             # What is imported later would be lost: Python imports a module once only.
             registry.get(member)
-    snapshots = [(registry, registry.snapshot()) for registry, _ in REGISTRIES]
+    snapshots = [(registry, registry.snapshot()) for registry in ALL_REGISTRIES.values()]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))

@@ -30,7 +30,7 @@ def run_python(code: str) -> str:
     "modules",
     [
         "nip_astra, nip_astra.parameters, nip_astra.experiment_settings",
-        "nip_astra.parameters.loading, nip_astra.parameters.content, nip_astra.plugins",
+        "nip_astra.parameters.files, nip_astra.parameters.content, nip_astra.plugins",
         "nip_astra.progress, nip_astra.tracking.local, nip_astra.tracking.environment",
         "nip_astra.cli.app",
     ],

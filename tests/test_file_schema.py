@@ -73,7 +73,7 @@ def test_parts_references_and_sections_of_plugins_pass(text: str) -> None:
     [
         ("training: {lrr: 1e-4}", "$.training"),
         ("training: {lr: -1}", "$.training.lr"),
-        ("training: {optimizer: adm}", "$.training.optimizer"),
+        ("training: {batch_order: by_episod}", "$.training.batch_order"),
         ("training: {lr: fast}", "$.training.lr"),
         ("sede: 3", "$.sede"),
         ("extends: [a.yaml]", "$.extends"),

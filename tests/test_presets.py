@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nip_astra.parameters.content import content_root, preset_path, scenario_names
-from nip_astra.parameters.loading import flatten, read_yaml_layers
+from nip_astra.parameters.files import flatten, read_yaml_layers
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts

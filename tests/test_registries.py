@@ -13,41 +13,36 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import DuplicateNameError, UnknownNameError
-from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
+from nip_astra.language_models.base import LANGUAGE_MODELS, LanguageModel, register_language_model
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel, register_chat_model
 from nip_astra.language_models.services.training import (
     TRAINING_SERVICES,
     TrainingService,
     register_training_service,
 )
-from nip_astra.message_regressors.base import MessageRegressor
-from nip_astra.message_regressors.registry import register_message_regressor
+from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters import types
 from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from nip_astra.reward_terms.base import RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
+from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
-from nip_astra.scenario_base.tasks.base import Task
-from nip_astra.scenario_base.tasks.registry import TASKS, register_task
-from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser
-from nip_astra.scenario_base.text.analysers.registry import (
+from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
+from nip_astra.scenario_base.text.analysers.base import (
     ROLLOUT_ANALYSERS,
+    RolloutAnalyser,
     register_rollout_analyser,
 )
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
-from nip_astra.scenarios.images.pretrained.registry import (
+from nip_astra.scenarios.images.pretrained.base import (
     PRETRAINED_MODELS,
+    PretrainedModel,
     register_pretrained_model,
 )
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.registry import TRAINERS, register_trainer
 from nip_astra.trainers.trainer_base import Trainer
 
@@ -93,6 +88,8 @@ DECORATORS: dict[str, Any] = {
     "rollout_analyser": register_rollout_analyser,
     "training_service": register_training_service,
 }
+OF_FUNCTIONS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Registries of functions, whose built-ins stand in one module."""
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
@@ -110,7 +107,12 @@ REGISTRIES: dict[str, Registry[Any]] = {
 OF_EVALUATIONS = {"evaluation_family", "export_format", "metric"}
 """Have neither parameters nor an enum; see tests/evaluation/test_families.py."""
 KINDS = sorted(REGISTRIES)
-OF_FUNCTIONS = {"policy_loss": POLICY_LOSSES, "advantage": ADVANTAGES}
+OF_FUNCTIONS = {
+    "policy_loss": POLICY_LOSSES,
+    "advantage": ADVANTAGES,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+}
 """Registries of functions, whose built-ins stand in one module."""
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
 
@@ -130,6 +132,15 @@ def folder_of(kind: str) -> Path:
     return Path(next(iter(package.__path__)))
 
 
+def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
+    enums = [value for value in vars(types).values() if inspect.isclass(value)]
+    of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
+    assert of_names == set(ENUMS.values())
+    shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
+    # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
+    assert shipped - OF_EVALUATIONS == {*REGISTRIES, *OF_FUNCTIONS, "tracker"}
+
+
 @pytest.mark.parametrize("kind", OF_FUNCTIONS)
 def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None:
     registry = OF_FUNCTIONS[kind]
@@ -138,15 +149,6 @@ def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None
         assert (inspect.getdoc(registry.get(name)) or "").partition("\n")[0].endswith(".")
     with pytest.raises(DuplicateNameError):
         registry.register(registry.names()[0])(lambda: None)
-
-
-def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
-    enums = [value for value in vars(types).values() if inspect.isclass(value)]
-    of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
-    assert of_names == set(ENUMS.values())
-    shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
-    # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
-    assert shipped - OF_EVALUATIONS == {*REGISTRIES, *OF_FUNCTIONS, "tracker"}
 
 
 @pytest.mark.parametrize(("kind", "name"), MEMBERS)

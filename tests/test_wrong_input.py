@@ -21,7 +21,7 @@ from tests.messages import says
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seed", "1"], ["no trainer", "ast_dpo", "--trainer"]),
+        (["--seed", "1"], ["no trainer", "--trainer", "ast_dpo"]),
         (
             ["--trainer", "ast_dop"],
             ["'ast_dop'", "'ast_dpo'?", *TRAINERS.names(), "--plugin"],
@@ -57,7 +57,7 @@ MODEL = "ast_chat.target.language_model.model"
         (f"{MODEL}=./none", ["'./none'", "not exist", "config.json", ".gguf", "hub id"]),
         (f"{MODEL}=package://no_such_package/x", ["no_such_package/x'", "pip install"]),
         (f"{MODEL}=package://no.such/x", ["no.such/x'", "package", "pip install"]),
-        (f"{MODEL}=hub://a/b", ["'hub://a/b'", "hub:// is not known"]),
+        (f"{MODEL}=hub://a/b", ["hub://", "'hub://a/b'"]),
         ("ast_chat.attacker.system_prompt=hello", ["template", "'system'", "system_prompt"]),
         ("ast_chat.scorer.model=./none", ["'./none'", "not exist", "folder"]),
         ("ast_chat.scorer.label=rud", ["'rud'", "'rude'?", "civil, rude"]),
@@ -101,7 +101,7 @@ def test_an_unknown_kind_of_scenario(cli: CommandLine) -> None:
     assert "'ast_caht'. Did you mean 'ast_chat'?" in message
     cli.write("mine/scenario.yaml", "training: {lr: 1e-3}\n")
     message = refused(cli("--trainer", "ast_dpo", "--scenario", "mine"))
-    assert "scenario.yaml says no kind. Add `kind:` with one of: ast_chat, " in message
+    assert "scenario.yaml has no `kind`. Add one of: ast_chat, " in message
 
 
 # ---- parameters
@@ -179,12 +179,12 @@ def test_a_parameter_may_refer_to_one_of_the_scenario(cli: CommandLine) -> None:
 
 def test_a_parameter_file_that_is_missing_or_no_mapping(cli: CommandLine) -> None:
     message = refused(cli("--parameters", "none.yaml"))
-    assert "the parameter file none.yaml was to be read, but there is no such file." in message
-    assert "Give the path of a YAML file." in message
+    assert "the parameter file none.yaml" in message
+    assert "no such file" in message
     for text in ("- a\n", "a: [\n"):
         message = refused(cli("--parameters", cli.write("mine.yaml", text)))
-        assert "mine.yaml was to be read, but it " in message
-        assert "one `name: value` a line." in message
+        assert "mine.yaml" in message
+        assert "`name: value`" in message
 
 
 @pytest.mark.parametrize(

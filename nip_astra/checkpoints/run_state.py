@@ -14,9 +14,9 @@ import torch
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError
+from nip_astra.parameters.conversion import with_new_names
+from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import flatten
-from nip_astra.parameters.renamed import with_new_names
 
 STATE = "state"
 """File name of the run's state and parts in a checkpoint."""

@@ -434,7 +434,7 @@ app.add_typer(data.app, name="dataset")
 def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
     from nip_astra.parameters.content import find_scenario
-    from nip_astra.parameters.loading import parse_overrides, read_yaml_layers
+    from nip_astra.parameters.files import parse_overrides, read_yaml_layers
     from nip_astra.parameters.types import TrainerType
 
     trainer, scenario = given.get("trainer"), given.get("scenario")

@@ -142,7 +142,7 @@ Untrained = Annotated[
 
 def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str, Any]:
     """The settings that were given on the command line; options of their own win."""
-    from nip_astra.parameters.loading import parse_overrides
+    from nip_astra.parameters.files import parse_overrides
 
     by_name = parse_overrides(assignments or [], "--settings").values
     return by_name | {name: value for name, value in given.items() if value is not None}

@@ -16,8 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from nip_astra.errors import NipAstraError
 from nip_astra.evaluation.storage import text_hash, weights_files, weights_hash
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS
+from nip_astra.scorers.base import SCORERS, Scorer
 
 PACKAGES = {"profanity": "alt-profanity-check", "toxblock": "tox-block", "detoxify": "detoxify"}
 """Scorers whose weights a package ships, or knows where to find."""

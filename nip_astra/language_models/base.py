@@ -6,7 +6,7 @@ Shape suffixes: `B` row, `R` row of a session, `C` context position, `T` continu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -33,7 +33,8 @@ from nip_astra.language_models.tokens import TokenScores as TokenScores
 from nip_astra.language_models.tokens import Turns as Turns
 from nip_astra.language_models.tokens import pad_left as pad_left
 from nip_astra.language_models.tokens import pad_right as pad_right
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.seeding import uniform_rows
 
 
@@ -434,3 +435,15 @@ def _lacks(model: TokenModel, ability: str, role: str, to: str) -> ModelAbilityE
         f"the {role} needs a {ability} to {to}, but the backend {name!r} is "
         f"{' and '.join(present) or 'no such ability'} only. Use huggingface."
     )
+
+
+LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry(
+    "language_model", package="nip_astra.language_models", members=LanguageModelType
+)
+
+
+def register_language_model(
+    name: str,
+) -> Callable[[type[TokenModel]], type[TokenModel]]:
+    """Register a `TokenModel` subclass under the `_type` by which parameter files name it."""
+    return LANGUAGE_MODELS.register(name)

@@ -39,6 +39,7 @@ from nip_astra.language_models.base import (
     TokenCount,
     TokenModel,
     TokenScores,
+    register_language_model,
 )
 from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits
 from nip_astra.language_models.plain_forward import (
@@ -49,7 +50,6 @@ from nip_astra.language_models.plain_forward import (
     score_rows,
 )
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
-from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import (
     ConstrainedSampler,
     SupportMask,

@@ -19,9 +19,9 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     TokenCount,
     TokenModel,
+    register_language_model,
 )
 from nip_astra.language_models.pretrained import find_tokenizer
-from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import LanguageModelType

@@ -30,10 +30,10 @@ from nip_astra.language_models.base import (
     TokenScores,
     Turns,
     pad_left,
+    register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
-from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (

@@ -6,13 +6,13 @@ Shape suffixes: `N` training message, `M` test message, `D` feature.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from nip_astra.parameters.message_regression import MessageRegressorParameters
+from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressorParameters
 
 
 class MessageRegressor(ABC):
@@ -66,3 +66,16 @@ class MessageRegressor(ABC):
         Tensor
             Log-odds of the label 1, `[M]`.
         """
+
+
+def register_message_regressor(
+    name: str,
+) -> Callable[[type[MessageRegressor]], type[MessageRegressor]]:
+    """Register a `MessageRegressor` under the `_type` by which parameter files name it."""
+    return MESSAGE_REGRESSORS.register(name)
+
+
+def build_message_regressor(parameters: Any) -> MessageRegressor:
+    """The message regressor that the parameters describe."""
+    regressor: MessageRegressor = MESSAGE_REGRESSORS.get(parameters.type_name)(parameters)
+    return regressor

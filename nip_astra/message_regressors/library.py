@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nip_astra.message_regressors.base import MessageRegressor
-from nip_astra.message_regressors.registry import register_message_regressor
+from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters.parameters_base import MAX_LR
 from nip_astra.parameters.types import MessageRegressorType
 from nip_astra.utils.activations import ACTIVATIONS

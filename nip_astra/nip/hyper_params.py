@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, UnreadParameterError
-from nip_astra.parameters.faults import show
+from nip_astra.errors import ConfigurationError, UnreadParameterError, show_value
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.parameters.parameters_base import SubParameters as OurSubParameters
 from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
-from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
+from nip_astra.scenarios.images.pretrained.base import PRETRAINED_MODELS
 from nip_astra.trainers.registry import TRAINERS
 
 logger = logging.getLogger(__name__)
@@ -713,7 +712,7 @@ def _remove(values: dict[str, Any], names: list[str]) -> None:
     if first not in values or (rest and not isinstance(values[first], dict)):
         raise ConfigurationError(
             f"{'.'.join(names)}: is read by nothing, and was given by no parameter of nip's: "
-            f"{show(values)}. Give the trainer a preset of its own."
+            f"{show_value(values)}. Give the trainer a preset of its own."
         )
     if rest:
         _remove(values[first], rest)

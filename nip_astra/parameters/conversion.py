@@ -1,42 +1,223 @@
-"""Read parameter files that other versions of the package wrote."""
+"""Read parameters with the names or layout of older versions, of ASTRA-RL, or of NexRL.
+
+All three go through one operation, `rename`: move values from old dotted paths to new ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.renamed import with_new_names
+from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault, show_value
 from nip_astra.version import __version__
 
+logger = logging.getLogger(__name__)
+
+Move = str | Mapping[str, Callable[[Any], Any]]
+"""Where a value moves: a dotted path, or several, each with how its value follows from the old."""
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _distance_below(ratio: Any) -> Any:
+    return None if ratio is None else round(1 - ratio, 12)
+
+
+def _distance_above(ratio: Any) -> Any:
+    return None if ratio is None else round(ratio - 1, 12)
+
+
+def _kind_with_gradient(kind: Any) -> Any:
+    # The gradient of k1 is 0 in expectation.
+    return "k2" if kind == "k1" else kind
+
+
+RENAMED: dict[str, Move] = {
+    "training.training_steps": "training.num_iterations",
+    "training.batch_size": "training.minibatch_size",
+    "solo_agent.batch_size": "solo_agent.minibatch_size",
+    "text_rl.fine_tune_batch_size": "text_rl.fine_tune_minibatch_size",
+    "spg.foreseen_step_factor": "spg.opponent_step_factor",
+    "message_regression.regressor.batch_size": "message_regression.regressor.minibatch_size",
+    "ppo.entropy_coef": "ppo.entropy_weight",
+    "reinforce.entropy_coef": "reinforce.entropy_weight",
+    "ppo.clip_epsilon": {"ppo.clip_low": _unchanged, "ppo.clip_high": _unchanged},
+    "ast_ppo.clip_range": {"ast_ppo.clip_low": _unchanged, "ast_ppo.clip_high": _unchanged},
+    "ast_ppo.kl.kind": {
+        "ast_ppo.kl.value": _unchanged,
+        "ast_ppo.kl.gradient": _kind_with_gradient,
+    },
+    "ast_grpo.kl_weight": "ast_grpo.kl.weight",
+    "ast_grpo.kl_kind": {
+        "ast_grpo.kl.value": _unchanged,
+        "ast_grpo.kl.gradient": _kind_with_gradient,
+    },
+    "*.num_runs": "*.group_size",
+    "*.policy_loss.least_ratio": {"*.policy_loss.clip_low": _distance_below},
+    "*.policy_loss.most_ratio": {"*.policy_loss.clip_high": _distance_above},
+    "*.policy_loss.dual_clip": {
+        "*.policy_loss.loss_options": lambda c: {} if c is None else {"dual_clip": c}
+    },
+    "*.policy_loss.kl_weight": "*.policy_loss.kl.weight",
+    "*.policy_loss.kl_value": "*.policy_loss.kl.value",
+    "*.policy_loss.kl_gradient": "*.policy_loss.kl.gradient",
+    "*.policy_loss.most_mismatch": "*.policy_loss.max_mismatch",
+    "*.service_loss.loss_fn": "*.policy_loss.loss",
+    "*.service_loss.clip_low_threshold": {"*.policy_loss.clip_low": _distance_below},
+    "*.service_loss.clip_high_threshold": {"*.policy_loss.clip_high": _distance_above},
+}
+"""Old dotted paths and the current paths of the same parameters; `*` stands for any section."""
+ASTRA_NAMES: dict[str, Move] = {
+    "training_steps": "num_iterations",
+    "batch_size": "minibatch_size",
+}
+"""ASTRA-RL's names of fields of `TrainingConfiguration`, and ours; both are accepted there."""
+
+
+# ---- renamed parameters
+
+
+def rename(
+    values: Mapping[str, Any], names: Mapping[str, Move]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Move values from old dotted paths to new ones.
+
+    A value stays where it is if a new path is set already, or lies in something that is no group;
+    validation reports it then. The given values are not changed.
+
+    Returns
+    -------
+    tuple
+        The values, and the old and new paths of those that moved.
+    """
+    moved: dict[str, str] = {}
+    result = dict(values)
+    for old, move in names.items():
+        section, _, inside = old.partition(".")
+        targets = {move: _unchanged} if isinstance(move, str) else move
+        for name in list(result) if section == "*" else [section]:
+            path = f"{name}.{inside}" if inside else name
+            new = {one.replace("*", name, 1): function for one, function in targets.items()}
+            if _has(result, path) and all(_can_be_set(result, one) for one in new):
+                value = _pop(result, path)
+                for one, function in new.items():
+                    _set(result, one, function(value))
+                moved[path] = " and ".join(new)
+    return result, moved
+
+
+def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Nested values with the current names; the log notes which were renamed.
+
+    Parameters
+    ----------
+    source : str
+        Where the values come from, for the log.
+    """
+    result, moved = rename(values, RENAMED)
+    if moved:
+        logger.warning(
+            "%s uses old parameter names: %s. Write the new names.",
+            source,
+            "; ".join(f"{old} is {new}" for old, new in moved.items()),
+        )
+    return result
+
+
+def current_name(path: str) -> str | None:
+    """The current name of a parameter given by an old dotted path, or by its last part."""
+    section, _, inside = path.partition(".")
+    move = RENAMED.get(path) or RENAMED.get(f"*.{inside}")
+    if move is not None:
+        return " and ".join([move] if isinstance(move, str) else move).replace("*", section)
+    return "num_iterations" if path.rpartition(".")[2] == "training_steps" else None
+
+
+def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The group around a path, empty if missing, None if it is no group; and the last name."""
+    *groups, name = path.split(".")
+    found: Any = values
+    for group in groups:
+        found = found.get(group)
+        if found is None:
+            return {}, name
+        if not isinstance(found, Mapping):
+            return None, name
+    return found, name
+
+
+def _has(values: Mapping[str, Any], path: str) -> bool:
+    group, name = _group_at(values, path)
+    return group is not None and name in group
+
+
+def _can_be_set(values: Mapping[str, Any], path: str) -> bool:
+    group, name = _group_at(values, path)
+    return group is not None and name not in group
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value within copies of the groups around it, which are made if missing."""
+    *groups, name = path.split(".")
+    for group in groups:
+        values[group] = dict(values.get(group) or {})
+        values = values[group]
+    values[name] = value
+
+
+def _pop(values: dict[str, Any], path: str) -> Any:
+    """Remove a value from copies of the groups around it; one that becomes empty goes as well."""
+    group, name = _group_at(values, path)
+    assert group is not None
+    value = group[name]
+    rest = {key: other for key, other in group.items() if key != name}
+    above = path.rpartition(".")[0]
+    if rest and above:
+        _set(values, above, rest)
+    elif above.count("."):
+        _pop(values, above)
+    elif above:
+        values[above] = rest
+    else:
+        del values[name]
+    return value
+
+
+# ---- files of older versions
+
 Conversion = Callable[[dict[str, Any]], dict[str, Any]]
-"""Return the values of a newer file from those of an older one; may change what it is given."""
+"""Returns the values of a newer file for those of an older one; may change its argument."""
 
 _CONVERSIONS: dict[tuple[int, int], Conversion] = {}
 
 
 def register_conversion(from_version: str, function: Conversion) -> Conversion:
-    """Have files of a version, and of older ones, changed into what the next version reads.
+    """Convert files of a version, and of older ones, to what the next version reads.
 
     Parameters
     ----------
     from_version : str
         The last version, `major.minor`, whose files need the change.
     function : Callable
-        Takes and gives plain values. It may raise `ConfigurationError` where a file cannot be
-        converted, saying why.
+        Takes and returns plain values. Raises `ConfigurationError` with the reason if a file cannot
+        be converted.
 
     Raises
     ------
     ConfigurationError
-        When the version has a conversion already, or is none.
+        If the version is malformed or has a conversion already.
     """
     release = release_of(from_version)
     if release is None or release in _CONVERSIONS:
-        what = "is no version" if release is None else "has a conversion already"
+        problem = "is no version" if release is None else "has a conversion already"
         raise ConfigurationError(
-            f"a conversion of parameter files was to be registered for {from_version!r}, which "
-            f"{what}. Give the last major.minor version that needs it, once."
+            f"cannot register a conversion from {from_version!r}, which {problem}. Give the last "
+            "major.minor version that needs it."
         )
     _CONVERSIONS[release] = function
     return function
@@ -48,11 +229,10 @@ def forget_conversion(from_version: str) -> None:
 
 
 def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """The values as the installed version reads them.
+    """Values in the form that the installed version reads.
 
-    Values without a `package_version` are taken to be of the installed version. Those of a newer
-    one stay as they are: validation refuses them, together with all other faults. Names that were
-    changed are noted in the log.
+    Values without a `package_version` count as current. Those of a newer version stay as they are,
+    and validation refuses them together with all other faults.
 
     Parameters
     ----------
@@ -62,7 +242,7 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     Raises
     ------
     ConfigurationError
-        When a conversion cannot be done; names the file's version and the reason.
+        If a conversion fails; names the file's version and the reason.
     """
     converted = dict(values)
     version = converted.get("package_version")
@@ -77,21 +257,161 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
             converted = function(converted)
         except (ConfigurationError, LookupError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"{source} was written by nip_astra {version} and was to be converted for "
-                f"{__version__}, but that failed: {type(error).__name__}: {error}. Write it anew, "
-                f"or install nip_astra {version}."
+                f"{source} was written by nip_astra {version} and cannot be converted for "
+                f"{__version__}: {type(error).__name__}: {error}. Rewrite it, or install "
+                f"nip_astra {version}."
             ) from error
     return converted | {"package_version": __version__}
 
 
 def is_newer(version: str) -> bool:
-    """Say whether a version is of a newer major or minor release than the installed one."""
+    """Whether a version has a newer major or minor release than the installed one."""
     release, installed = release_of(version), release_of(__version__)
     return release is not None and installed is not None and release > installed
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """Major and minor of a version such as "0.1.0" or "1.2"; None where it is none."""
+    """Major and minor of a version such as "0.1.0" or "1.2"; None if it is malformed."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+# ---- NexRL's layout
+
+NEXRL_SCENARIO = "arithmetic"
+"""Scenario of a NexRL file, which names none."""
+
+_NEXRL_NAMES: dict[str, str] = {
+    "trainer.total_train_steps": "training.num_iterations",
+    "trainer.save_freq": "settings.checkpoint_period",
+    "trainer.train_service.backend": "{trainer}.train_service.backend",
+    "trainer.train_service.url": "{trainer}.train_service.base_url",
+    "trainer.train_service.config.loss_fn": "{trainer}.policy_loss.loss",
+    "trainer.train_service.config.learning_rate": "training.lr",
+    "trainer.train_service.config.weight_decay": "training.weight_decay",
+    "trainer.train_service.config.grad_clip_norm": "training.max_grad_norm",
+    "trainer.custom_trainer_module_path": "custom_trainer_module_path",
+    "trainer.custom_trainer_class_name": "custom_trainer_class_name",
+}
+_NEXRL_ALGORITHM = {
+    "trainer.algorithm.do_old_log_prob_compute": "{trainer}.policy_loss.rescore",
+    "trainer.algorithm.kl_penalty_coef": "{trainer}.distillation.weight",
+    "trainer.algorithm.kl_discount_factor": "{trainer}.distillation.discount",
+}
+"""Of the built-in trainers; a trainer class of the user's reads its whole `algorithm` itself."""
+_NEXRL_LOCAL_BACKENDS = ("self-hosted", "direct-zmq", "mock", "local")
+_NEXRL_CLUSTER = ("world_size", "resource", "identifier", "role")
+"""Placement of a service in NexRL's cluster, which has no counterpart."""
+_TINKER_POLICY: dict[str, Any] = {
+    "task.policy.language_model.lora": {"rank": 32, "alpha": 32.0},
+    "task.policy.min_new_tokens": 0,
+}
+"""What training through Tinker implies for a policy; NexRL's files leave it to the service."""
+
+
+def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
+    """Whether `trainer` is a group rather than a name."""
+    return isinstance(values.get("trainer"), Mapping)
+
+
+def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -> dict[str, Any]:
+    """The values of a file in NexRL's layout, in ours.
+
+    A custom trainer is named after its class; its file is looked up from the folder of the
+    parameter file, then from the working directory. Placement in a cluster is left out with a
+    warning.
+
+    Raises
+    ------
+    ParameterError
+        With every value that has no counterpart.
+    """
+    given = dict(values["trainer"])
+    path = given.get("custom_trainer_module_path")
+    class_name = str(given.get("custom_trainer_class_name") or "CustomTrainer")
+    trainer = given.pop("type", None)
+    names = dict(_NEXRL_NAMES)
+    if path is None:
+        given.pop("custom_trainer_class_name", None)
+        names |= _NEXRL_ALGORITHM
+    else:
+        trainer, given["custom_trainer_class_name"] = _snake_case(class_name), class_name
+        names["trainer.algorithm"] = "{trainer}.algorithm"
+    backend, given = _without_placement(given, source)
+    names = {old: new.format(trainer=trainer) for old, new in names.items()}
+    result, _ = rename({"scenario": NEXRL_SCENARIO, **values, "trainer": given}, names)
+    faults = list(_without_counterpart(result["trainer"], names, source))
+    result["trainer"] = trainer
+    if path is not None:
+        files = [(start / Path(path).expanduser()).resolve() for start in (folder, Path.cwd())]
+        is_file = str(path).endswith(".py")
+        found = next((file for file in files if is_file and file.is_file()), None)
+        result["custom_trainer_module_path"] = str(found or path)
+        if is_file and found is None:
+            place = "trainer.custom_trainer_module_path"
+            problem = f"no such file; tried {' and '.join(dict.fromkeys(map(str, files)))}"
+            faults.append(ParameterFault(place, show_value(path), problem, source=source))
+    if faults:
+        raise ParameterError(faults)
+    return _with_adapter(result, source) if backend == "tinker" else result
+
+
+def _without_placement(given: dict[str, Any], source: str) -> tuple[Any, dict[str, Any]]:
+    """The backend, and the trainer's group without what says where NexRL runs the service."""
+    service = given.get("train_service")
+    if not isinstance(service, Mapping):
+        return None, given
+    service = dict(service)
+    backend = service.get("backend")
+    is_local = backend is None or backend in _NEXRL_LOCAL_BACKENDS
+    if backend is not None and is_local:
+        service["backend"] = "local"
+    places = (*_NEXRL_CLUSTER, *(("url",) if is_local else ()))
+    left_out = [name for name in places if service.pop(name, None) is not None]
+    if left_out:
+        logger.warning(
+            "%s: trainer.train_service.%s left out; it places NexRL's services in a cluster",
+            source,
+            ", ".join(left_out),
+        )
+    return backend, given | {"train_service": service}
+
+
+def _without_counterpart(
+    given: Mapping[str, Any], names: Mapping[str, str], source: str, prefix: str = "trainer."
+) -> Iterator[ParameterFault]:
+    known = [old.removeprefix(prefix) for old in names if old.startswith(prefix)]
+    for name, value in given.items():
+        path = f"{prefix}{name}"
+        is_group = any(one.startswith(f"{name}.") for one in known)
+        if is_group and isinstance(value, Mapping):
+            yield from _without_counterpart(value, names, source, f"{path}.")
+        elif is_group and value is not None:
+            hint = "Write `name: value` below it."
+            yield ParameterFault(path, show_value(value), "must be a group", hint, source)
+        elif path in names:
+            problem = f"conflicts with {names[path]}"
+            hint = "Give one of them; what encloses it must be a group."
+            yield ParameterFault(path, show_value(value), problem, hint, source)
+        elif not is_group:
+            hint = f"Known here: {', '.join(known)}. See the guide coming-from-nexrl."
+            yield ParameterFault(path, show_value(value), "has no counterpart", hint, source)
+
+
+def _with_adapter(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Train an adapter, with Tinker's settings where the file gives none."""
+    added = {path: value for path, value in _TINKER_POLICY.items() if _can_be_set(values, path)}
+    for path, value in added.items():
+        _set(values, path, value)
+    if added:
+        logger.warning(
+            "%s: the backend tinker trains adapters, so the policy has %s",
+            source,
+            " and ".join(f"{path}={value}" for path, value in added.items()),
+        )
+    return values
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

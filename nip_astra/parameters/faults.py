@@ -1,8 +1,7 @@
-"""Turn what pydantic found into faults in words of parameter files, each with its dotted path."""
+"""Turn pydantic's errors into parameter faults, each with its dotted path."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +11,15 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from nip_astra.errors import ParameterFault, nearest_names
-from nip_astra.parameters.renamed import name_of_now
+from nip_astra.errors import ParameterFault, nearest_names, show_value
+from nip_astra.parameters.conversion import current_name
 
 TYPE_KEY = "_type"
-"""Key that says, in a file, of which kind a polymorphic part is."""
+"""Key that names the kind of a polymorphic part in a file."""
 NESTED = "nested"
-"""Type of an error that carries the `error` and the `model` of a polymorphic part."""
+"""Type of an error that wraps the `error` and the `model` of a polymorphic part."""
 UNKNOWN_TYPE = "unknown_type"
-"""Type of an error about the `_type` of a polymorphic part, which no registry knows."""
+"""Type of an error about an unknown `_type` of a polymorphic part."""
 
 _NOUNS = {
     "float_type": "a number",
@@ -43,13 +42,12 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "multiple_of": ("multiple_of", "a multiple of"),
 }
-_CALLED_OTHERWISE = {
+_OTHER_NAMES = {
     "entropy_eps": "ppo.entropy_weight, and entropy_weight in the section of reinforce",
     "body_lr_factor": "agents.<name>.body_lr_factor in the section of the scenario's kind",
     "learning_rate": "lr",
 }
-"""Names that other projects have for parameters that are found by no likeness."""
-_MAX_SHOWN = 80
+"""Names from other projects that are not similar to ours."""
 
 
 def faults_of(
@@ -64,12 +62,12 @@ def faults_of(
     Parameters
     ----------
     model : type[BaseModel]
-        What was validated.
+        The validated model.
     sources : Mapping[str, str]
-        Where each value came from, by dotted path; a fault takes that of its parts or of its
+        Where each value came from, by dotted path; a fault takes the source of its parts or of its
         nearest parent.
     prefix : str
-        Dotted path of the model, with a dot at its end, where it is a part of another.
+        Dotted path of the model with a trailing dot, if it is part of another.
     """
     found = [_Found.of(detail, model, prefix) for detail in error.errors(include_url=False)]
     faults: list[ParameterFault] = []
@@ -80,16 +78,16 @@ def faults_of(
             inner = f"{first.path}."
             faults += faults_of(context["error"], context["model"], sources, prefix=inner)
             continue
-        told = [_explain(one, model, prefix) for one in group]
+        explained = [_explain(one, model, prefix) for one in group]
         kind, path, given = first.detail["type"], first.path, first.detail["input"]
         if kind == UNKNOWN_TYPE:
             path, given = f"{path}.{TYPE_KEY}", given[TYPE_KEY]
         faults.append(
             ParameterFault(
                 path=path,
-                given="nothing" if kind == "missing" else show(given),
-                problem=_either([problem for problem, _ in told]),
-                suggestion=next((suggestion for _, suggestion in told if suggestion), ""),
+                given="nothing" if kind == "missing" else show_value(given),
+                problem=_either([problem for problem, _ in explained]),
+                suggestion=next((suggestion for _, suggestion in explained if suggestion), ""),
                 source="" if kind == "missing" else _source_of(path, sources),
             )
         )
@@ -97,41 +95,32 @@ def faults_of(
 
 
 def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
-    """A sentence with the known name nearest to a wrong one, or with all names."""
+    """A sentence with the known name nearest to a wrong one, or with all known names."""
     # nip_protocol is nearer to zk_protocol than to nip, and means the latter.
-    begun = [sibling for sibling in siblings if name.startswith(f"{sibling}_")]
-    near = begun[:1] or nearest_names(name, siblings, 1)
+    prefixes = [sibling for sibling in siblings if name.startswith(f"{sibling}_")]
+    near = prefixes[:1] or nearest_names(name, siblings, 1)
     if near:
         return f"Did you mean {prefix + near[0]!r}?"
     return f"Known here: {', '.join(siblings)}." if siblings else "Remove it."
 
 
-def show(value: Any) -> str:
-    """A value as a parameter file has it, cut where it is long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
-
-
 def is_about_elements(values: Mapping[str, Any]) -> bool:
-    """Say whether all names are numbers, from 0, which name elements of a list."""
+    """Whether all names are numbers, which index elements of a list from 0."""
     return bool(values) and all(str(name).isdecimal() for name in values)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """One error of pydantic at its place in the parameters.
+    """An error of pydantic, located in the parameters.
 
     Attributes
     ----------
     path : str
         Dotted path, without pydantic's names for the members of a union.
     union_path : str or None
-        Path of the field that takes several types, where the error is of one of them.
+        Path of the enclosing field of several types, if the error concerns one of them.
     siblings : tuple[str, ...]
-        Names that the group around the place knows.
+        Known names of the enclosing group.
     """
 
     detail: Mapping[str, Any]
@@ -159,11 +148,11 @@ class _Found:
 
 
 def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
-    """The errors one by one, but those of one union together.
+    """The errors one by one, but those of a union together.
 
-    Of a union the member that took most of the value tells what is wrong: where a list was given,
-    its element, and not that it should have been text; so does one that took it all and found its
-    parts at odds.
+    For a union, the member that accepted most of the value reports the error: for a list, its
+    element, and not that the value should have been text. So does a member that accepted all of it
+    and found its parts inconsistent.
     """
     unions: dict[str, list[_Found]] = {}
     for one in found:
@@ -186,7 +175,7 @@ def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
-    """Go down one part of a location: what is there, and whether the part is a name in a file."""
+    """The annotation at one part of a location, and whether the part is a name in a file."""
     members = _members(annotation)
     if len(members) > 1:
         return next((one for one in members if _is_tag_of(str(part), one)), None), False
@@ -204,7 +193,7 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types that an annotation takes, null left out."""
+    """The types of an annotation, without null."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -218,7 +207,7 @@ def _is_tag_of(tag: str, member: Any) -> bool:
 
 
 def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, str]:
-    """Say what is wrong, and what would be right."""
+    """The problem and the suggestion."""
     detail = found.detail
     kind, given, context = detail["type"], detail.get("input"), detail.get("ctx") or {}
     if kind == "extra_forbidden":
@@ -232,7 +221,7 @@ def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, s
         return f"must be {words} {context[key]:g}", ""
     if kind in ("literal_error", "enum"):
         names = re.findall(r"'([^']*)'", str(context["expected"]))
-        # Of three letters one may be quite another word: "gpu" does not mean "cpu".
+        # Words of three letters are too similar: "gpu" does not mean "cpu".
         near = nearest_names(given, names, 1) if isinstance(given, str) and len(given) > 3 else []
         hint = f"Did you mean {near[0]!r}?" if near else ""
         return f"must be one of {', '.join(names) or context['expected']}", hint
@@ -243,7 +232,7 @@ def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, s
 def _explain_type(kind: str, given: Any) -> tuple[str, str]:
     noun = _NOUNS[kind]
     if kind == "list_type" and isinstance(given, Mapping) and is_about_elements(given):
-        return "is a list of which nothing gives the elements that are to be changed", (
+        return "has no elements to change: no layer gives the list", (
             "Give the whole list, as [first, second]."
         )
     if kind == "int_type" and isinstance(given, float):
@@ -253,7 +242,7 @@ def _explain_type(kind: str, given: Any) -> tuple[str, str]:
     if noun.endswith("number") and isinstance(given, str) and _is_number(given):
         return problem, f"Write it without quotes: {given.strip()}."
     if noun == "text" and isinstance(given, bool | int | float):
-        return problem, f"Write it in quotes: '{show(given)}'."
+        return problem, f"Write it in quotes: '{show_value(given)}'."
     return problem, ""
 
 
@@ -275,12 +264,12 @@ def _is_number(text: str) -> bool:
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:
     group, _, name = found.path.rpartition(".")
-    now = name_of_now(found.path)
-    if now is not None:
-        return f"It is called {now!r} now."
-    if name in _CALLED_OTHERWISE:
-        return f"Here that is {_CALLED_OTHERWISE[name]}."
-    # `--set lr=...` for training.lr is the commonest slip.
+    current = current_name(found.path)
+    if current is not None:
+        return f"It is called {current!r} now."
+    if name in _OTHER_NAMES:
+        return f"Here that is {_OTHER_NAMES[name]}."
+    # `--set lr=...` for training.lr is the most common slip.
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"Did you mean {' or '.join(repr(prefix + path) for path in elsewhere[:3])}?"
@@ -290,7 +279,7 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
 def _paths(
     model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()
 ) -> Iterator[str]:
-    """The dotted path of every parameter that the model's type foresees."""
+    """The dotted path of every parameter of a model."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for inner in _members(field.annotation):
@@ -308,7 +297,7 @@ def _either(problems: Sequence[str]) -> str:
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str:
-    """Say where a value came from; of a group, where its parts did."""
+    """Where a value came from; for a group, where its parts did."""
     parts = [source for part, source in sources.items() if path and part.startswith(f"{path}.")]
     if parts:
         return ", ".join(dict.fromkeys(parts))

@@ -13,9 +13,15 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.lazy import provided
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
-from nip_astra.parameters.given import differences, merged, plain_values
+from nip_astra.parameters.files import Layer, differences, merge_layers
 from nip_astra.parameters.message_regression import MessageRegressionParameters
-from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, PlainText, SubParameters
+from nip_astra.parameters.parameters_base import (
+    MAX_WHOLE,
+    CheckedName,
+    PlainText,
+    SubParameters,
+    explicit_values,
+)
 from nip_astra.parameters.protocols import (
     BaseRunParameters,
     CommonProtocolParameters,
@@ -30,22 +36,22 @@ Sections = tuple[tuple[str, type[SubParameters]], ...]
 
 
 class HyperParameters(SubParameters):
-    """What an experiment is.
+    """All parameters of an experiment.
 
     The groups here are shared by all trainers. The parameters of one trainer, one kind of scenario
-    and one protocol stand in sections of their names.
+    and one protocol are in sections with their names.
 
-    `HyperParameters(trainer=..., ...)` is what a run with these values would have: sections are
-    those of what is named, and what is not given comes from the scenario and the preset, as on the
-    command line. Groups and sections are given as objects or as mappings. The same holds for
-    `from_dict`. With `with_sections` a class is made that takes nothing from files.
+    `HyperParameters(trainer=..., ...)` resolves as on the command line: the named components
+    determine the sections, and values that are not given come from the scenario and the preset.
+    Groups and sections are objects or mappings. The same holds for `from_dict`. A class from
+    `with_sections` takes nothing from files.
 
     Raises
     ------
     UnknownNameError
-        When nothing has the name of the trainer, scenario or protocol.
+        If the trainer, scenario or protocol is unknown.
     ParameterError
-        With every fault found, also of values that nothing in the run would read.
+        With every fault, including values that nothing in the run reads.
     """
 
     _sections: ClassVar[Sections] = ()
@@ -98,12 +104,13 @@ class HyperParameters(SubParameters):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on SubParameters'
 
     def given(self) -> dict[str, Any]:
-        """The plain values that were set explicitly, and not taken from files or defaults."""
+        """The plain values that were set explicitly, not by files or defaults."""
         if _GIVEN not in vars(self):
-            values: dict[str, Any] = plain_values(self)
+            values: dict[str, Any] = explicit_values(self)
             return values
         changed = differences(self.to_dict(), vars(self)[_WHOLE])
-        return merged(vars(self)[_GIVEN], changed)
+        layers = [Layer("given", vars(self)[_GIVEN]), Layer("changed", changed)]
+        return merge_layers(layers, resolve=False)[0]
 
     @field_validator("package_version")
     @classmethod
@@ -113,15 +120,14 @@ class HyperParameters(SubParameters):
         if is_newer(version):
             raise PydanticCustomError(
                 "version",
-                "was written by a newer nip_astra than the installed {here}, which may lack or "
-                "read otherwise what it asks for",
+                "was written by a newer nip_astra than the installed {here}",
                 {"here": _HERE, "hint": f"Install nip_astra {version}."},
             )
         return version
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, sources: Mapping[str, str] = {}) -> Self:
-        """Validate plain values; those that an older version wrote are converted first."""
+        """Validate plain values; those of an older version are converted first."""
         converted = convert(values, source=sources.get("package_version") or "the parameters")
         if cls is HyperParameters and converted:
             return cls(**converted)
@@ -136,15 +142,15 @@ class HyperParameters(SubParameters):
         Raises
         ------
         ConfigurationError
-            When a section has a name that hyper-parameters use otherwise.
+            If a section has a reserved name.
         """
         taken = [name for name in sections if hasattr(cls, name) or name in cls.model_fields]
         wrong = [name for name in sections if not name.isidentifier() or name.startswith("_")]
         if taken or wrong:
             name = (taken or wrong)[0]
-            reason = "has a meaning there already" if taken else "is no name for a section"
+            reason = "is reserved" if taken else "is no identifier"
             raise ConfigurationError(
-                f"a section {name!r} was to be added to the hyper-parameters, but that {reason}. "
+                f"no section of the hyper-parameters can be named {name!r}, which {reason}. "
                 "Register the trainer or scenario kind under another name: letters, digits and "
                 "underscores, starting with a letter."
             )
@@ -160,13 +166,13 @@ class HyperParameters(SubParameters):
 
 _HERE = __version__
 _GIVEN, _WHOLE = "_given", "_whole"
-"""Names under which an object keeps what it was made of, and all its values at that time."""
+"""Attributes for the given values of an object, and for all its initial values."""
 
 
 def _completed(values: Mapping[str, Any]) -> HyperParameters:
-    """Hyper-parameters with these values and, for the rest, those that a run would have."""
-    given = convert(plain_values(values), source="the parameters")
-    # Files are stacked on top of each other floors above this one.
+    """Hyper-parameters with these values, completed as for a run."""
+    given = convert(explicit_values(values), source="the parameters")
+    # Resolution is a higher layer than this one.
     hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
     # Beside the fields, where pydantic keeps them through copies and pickles, and compares none.
     vars(hyper_params).update({_GIVEN: given, _WHOLE: hyper_params.to_dict()})

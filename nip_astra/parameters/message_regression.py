@@ -8,21 +8,21 @@ from pydantic import Field
 
 from nip_astra.parameters.conditions import where_given
 from nip_astra.parameters.parameters_base import (
+    ComponentRegistry,
     PlainText,
     PolymorphicParameters,
     SubParameters,
     polymorphic,
 )
 from nip_astra.parameters.types import MessageRegressorType
-from nip_astra.registry import Registry
 
-MESSAGE_REGRESSORS: Registry[Any] = Registry(
+MESSAGE_REGRESSORS: ComponentRegistry[Any] = ComponentRegistry(
     "message_regressor",
     package="nip_astra.message_regressors",
     members=MessageRegressorType,
     modules=dict.fromkeys(MessageRegressorType, "library"),
 )
-"""Kinds of regressor; `nip_astra.message_regressors.registry` holds their decorator."""
+"""Kinds of regressor; `nip_astra.message_regressors.base` has the decorator."""
 
 
 class MessageRegressorParameters(PolymorphicParameters):

@@ -1,4 +1,4 @@
-"""The base of all parameter groups: strict, frozen, complete in what they complain about."""
+"""The base of all parameter groups: strict, frozen, reporting all faults at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import (
     ClassVar,
     Literal,
     Self,
+    TypeVar,
     get_args,
     get_origin,
 )
@@ -33,39 +34,33 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
+from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, show_value
 from nip_astra.parameters.conditions import ReadWhere
-from nip_astra.parameters.faults import (
-    NESTED,
-    TYPE_KEY,
-    UNKNOWN_TYPE,
-    faults_of,
-    show,
-    suggest,
-)
-from nip_astra.parameters.renamed import name_of_now
+from nip_astra.parameters.conversion import current_name
+from nip_astra.parameters.faults import NESTED, TYPE_KEY, UNKNOWN_TYPE, faults_of, suggest
 from nip_astra.registry import Registry
+
+T = TypeVar("T")
 
 
 class _Inside:
-    """Marks text that, in a run of others, reaches nothing outside of the run."""
+    """Marks text that cannot reach anything outside of a run."""
 
 
 PlainText = Annotated[str, _Inside()]
 """Text that is shown, compared or sent to a model, and names no file, address, variable or code.
 
-A text that is not marked as this, or as one of the types below, is approved by the user before a
-run of others may set it; see `nip_astra.trust`.
+Other text, unless it has one of the types below, needs the user's approval if a run of somebody
+else sets it; see `nip_astra.trust`.
 """
 CheckedName = Annotated[str, _Inside()]
-"""A registered name or code, which is checked where it is looked up or loaded."""
+"""A registered name or code, checked when it is looked up or loaded."""
 MAX_COUNT = 2**31 - 1
-"""Of a whole number whose field sets no bound of its own; a larger one is a slip of the pen, and
-ends somewhere in C or in memory."""
+"""Default bound of whole numbers; larger ones are mistakes, and overflow in C or in memory."""
 MAX_WHOLE = 2**63 - 1
-"""For fields whose whole numbers may be larger, such as seeds."""
+"""Bound for fields with larger whole numbers, such as seeds."""
 MAX_LR = 100.0
-"""Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
+"""Bound of learning rates; every optimizer here diverges above it."""
 
 
 def _checked_url(url: str) -> str:
@@ -87,13 +82,13 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 class SubParameters(BaseModel):
     """A group of parameters.
 
-    A field has the type that its value has in a YAML file: a number, text, true or false, a
-    `Literal`, a list, another group, or null. Nothing is converted but whole numbers to floats.
-    Each field has a docstring under it with its unit and consequence.
+    A field has the type of its value in a YAML file: a number, text, true or false, a `Literal`, a
+    list, another group, or null. Only whole numbers are converted, to floats. Each field has a
+    docstring below it with its unit and effect.
     """
 
     read_where: ClassVar[ReadWhere | None] = None
-    """Where the group is read at all; the parameter that this asks for is read always."""
+    """Condition of the whole group; the parameter that it depends on is always read."""
 
     model_config = ConfigDict(
         strict=True,
@@ -131,7 +126,7 @@ class SubParameters(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and YAML can hold and `from_dict` reads back."""
+        """Plain values for JSON and YAML, which `from_dict` reads back."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -141,7 +136,7 @@ class SubParameters(BaseModel):
         Parameters
         ----------
         sources : Mapping[str, str]
-            Where each value came from, by dotted path; told with its fault.
+            Where each value came from, by dotted path; reported with its fault.
 
         Raises
         ------
@@ -159,11 +154,11 @@ class SubParameters(BaseModel):
         Raises
         ------
         ParameterError
-            When there is no such field; their values are checked where the copy is used.
+            If there is no such field; values are checked where the copy is used.
         """
         known = list(type(self).model_fields)
         faults = [
-            ParameterFault(name, show(value), "unknown parameter", suggest(name, known))
+            ParameterFault(name, show_value(value), "unknown parameter", suggest(name, known))
             for name, value in (update or {}).items()
             if name not in known
         ]
@@ -175,20 +170,20 @@ class SubParameters(BaseModel):
 
         def __setattr__(self, name: str, value: Any) -> None:
             if self.model_config.get("frozen") and name in type(self).model_fields:
-                hint = f"Make another group by model_copy(update={{{name!r}: ...}})."
-                fault = "cannot be changed, since parameters are frozen once they are made"
-                raise ParameterError([ParameterFault(name, show(value), fault, hint)])
+                hint = f"Make a changed copy: model_copy(update={{{name!r}: ...}})."
+                fault = "cannot be changed; parameters are frozen"
+                raise ParameterError([ParameterFault(name, show_value(value), fault, hint)])
             super().__setattr__(name, value)
 
     def get(self, path: str) -> Any:
         """The value at a dotted path, for instance `get("training.lr")`.
 
-        An element of a list is found by its number, from 0.
+        An element of a list has its number, from 0, as name.
 
         Raises
         ------
         ParameterError
-            When there is no such parameter.
+            If there is no such parameter.
         """
         value: Any = self
         parts = path.split(".")
@@ -196,22 +191,23 @@ class SubParameters(BaseModel):
             known = _children(value)
             if name not in known:
                 above = "".join(f"{part}." for part in parts[:number])
-                now = name_of_now(path)
+                current = current_name(path)
                 hint = (
                     suggest(name, list(known), prefix=above)
-                    if now is None
-                    else f"It is called {now!r} now."
+                    if current is None
+                    else f"It is called {current!r} now."
                 )
-                raise ParameterError([ParameterFault(path, show(path), "unknown parameter", hint)])
+                fault = ParameterFault(path, show_value(path), "unknown parameter", hint)
+                raise ParameterError([fault])
             value = known[name]
         return value
 
 
 class PolymorphicParameters(SubParameters):
-    """Parameters of one of several kinds; `_type` says which in a file."""
+    """Parameters of one of several kinds; `_type` names it in a file."""
 
     type_name: ClassVar[str] = ""
-    """The registered name; set by the decorator that registers the component."""
+    """The registered name; set when the component is registered."""
 
     @model_validator(mode="before")
     @classmethod
@@ -231,36 +227,60 @@ class PolymorphicParameters(SubParameters):
         return {TYPE_KEY: type(self).type_name, **handler(self)}
 
 
-def claim_parameters(component: Any, name: str) -> None:
-    """Name a component's `Parameters` class after its registered name.
+def explicit_values(value: Any) -> Any:
+    """A value as a file would hold it; groups keep only the fields that were set explicitly."""
+    if isinstance(value, SubParameters):
+        names = [name for name in type(value).model_fields if name in value.model_fields_set]
+        fields = {name: explicit_values(getattr(value, name)) for name in names}
+        if isinstance(value, PolymorphicParameters):
+            return {TYPE_KEY: value.type_name, **fields}
+        return fields
+    if isinstance(value, Mapping):
+        return {str(name): explicit_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [explicit_values(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
 
-    A component that inherits its `Parameters`, or shares them with another, gets a class of its
-    own, so that naming it leaves the other's name alone.
-    """
-    found: type[PolymorphicParameters] = component.Parameters
-    is_own = "Parameters" in vars(component)
-    if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
-        body = {
-            "__doc__": found.__doc__,
-            "__module__": component.__module__,
-            "__qualname__": f"{component.__qualname__}.Parameters",
-        }
-        component.Parameters = new_class(
-            "Parameters", (found,), {}, lambda space: space.update(body)
-        )
-    component.Parameters.type_name = str(name)
+
+class ComponentRegistry(Registry[T]):
+    """A registry of components whose nested class `Parameters` is named after them, by `_type`."""
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that registers a component under `name` and names its `Parameters`.
+
+        A component that inherits its `Parameters`, or shares them with another, gets a class of its
+        own, so that the other's name stays.
+        """
+        register = super().register(name)
+
+        def decorate(component: Any) -> Any:
+            found: type[PolymorphicParameters] = component.Parameters
+            is_own = "Parameters" in vars(component)
+            if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
+                body = {
+                    "__doc__": found.__doc__,
+                    "__module__": component.__module__,
+                    "__qualname__": f"{component.__qualname__}.Parameters",
+                }
+                component.Parameters = new_class(
+                    "Parameters", (found,), {}, lambda space: space.update(body)
+                )
+            component.Parameters.type_name = str(name)
+            return register(component)
+
+        return decorate
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:
-    """A field type whose `_type` chooses the parameters.
+    """A field type whose `_type` selects the parameters.
 
     Parameters
     ----------
     get : Callable
-        Gives the component of a name, whose nested class `Parameters` is validated; usually a
-        registry's `get`. With that, the JSON Schema holds every registered kind.
+        Returns the component of a name, whose nested class `Parameters` validates; usually a
+        registry's `get`. Then the JSON Schema has every registered kind.
     base : type[PolymorphicParameters]
-        What all kinds inherit; an instance of it passes as it is.
+        The base of all kinds; instances pass unchanged.
     """
     return Annotated[base, _ByType(get, base)]
 
@@ -278,7 +298,7 @@ class _ByType:
         return core_schema.no_info_wrap_validator_function(
             lambda value, _: self._validate(value),
             handler(source),
-            # By what the value is, not by what the field says: a kind has fields of its own.
+            # By the value's class, not the field's: a kind has fields of its own.
             serialization=core_schema.simple_ser_schema("any"),
         )
 
@@ -288,7 +308,7 @@ class _ByType:
         if not isinstance(value, Mapping) or not isinstance(value.get(TYPE_KEY), str):
             raise PydanticCustomError(
                 "type_name",
-                "must be a group of parameters with a {key} that says its kind",
+                "must be a group of parameters with a {key}",
                 {"key": TYPE_KEY, "hint": self._hint()},
             )
         try:
@@ -331,11 +351,41 @@ class _ByType:
         return f"Known kinds: {', '.join(names)}." if names else ""
 
 
+class RegisteredName(_Inside):
+    """Marks text as a registered name: `Annotated[str, RegisteredName(REGISTRY)]`.
+
+    A name is checked without importing anything.
+    """
+
+    def __init__(self, registry: Registry[Any]) -> None:
+        self.registry = registry
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def _validate(self, name: str) -> str:
+        names = self.registry.names()
+        if name not in names:
+            raise PydanticCustomError(
+                "unknown_name",
+                "unknown {kind}",
+                {"kind": self.registry.kind.replace("_", " "), "hint": suggest(name, names)},
+            )
+        return name
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        shipped = [name for name in self.registry.names() if self.registry.is_built_in(name)]
+        return {"anyOf": [{"enum": shipped}, {"type": "string"}]}
+
+
 def texts_outside(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Each text of a group, by its dotted path, that may name something outside of a run.
 
-    Left out are choices from a list (`Literal`, enumerations), texts marked as harmless, and
-    defaults.
+    Left out are `Literal`s, enumerations, text with a harmless type, and defaults.
     """
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
@@ -354,7 +404,7 @@ def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def is_inside(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
-    """Whether no value of a type is text that may name something outside of a run."""
+    """Whether values of a type cannot name anything outside of a run."""
     if any(isinstance(one, _Inside) for one in metadata):
         return True
     if get_origin(annotation) is Annotated:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nip_astra.parameters.conditions import where_above
-from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
+from nip_astra.parameters.parameters_base import MAX_LR, RegisteredName, SubParameters
+from nip_astra.registry import Registry
+
+_OPTIMIZERS = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw"),
+    *("asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"),
+)
+OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
+    "optimizer",
+    package="nip_astra.trainers",
+    members=_OPTIMIZERS,
+    modules=dict.fromkeys(_OPTIMIZERS, "optimization"),
+)
+"""Optimizers by name; see `nip_astra.trainers.optimization.register_optimizer`."""
+_SCHEDULES = ("constant", "cosine", "linear")
+SCHEDULES: Registry[Callable[[float], float]] = Registry(
+    "schedule",
+    package="nip_astra.trainers",
+    members=_SCHEDULES,
+    modules=dict.fromkeys(_SCHEDULES, "optimization"),
+)
+"""Schedules of the learning rate; see `nip_astra.trainers.optimization.register_schedule`."""
 
 
 class TrainingConfiguration(SubParameters):
@@ -21,8 +43,9 @@ class TrainingConfiguration(SubParameters):
     """How minibatches are made of an iteration's samples. by_episode keeps those of an episode
     together, so that a minibatch shares more of its tokens and is faster, and less mixed; episodes
     and minibatches come in random order either way."""
-    optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"] = "adamw"
-    """Optimizer, with torch's defaults for what is not a parameter here."""
+    optimizer: Annotated[str, RegisteredName(OPTIMIZERS)] = "adamw"
+    """Optimizer: one of `torch.optim` in lower case, or a registered one; other options than lr and
+    weight_decay have torch's defaults."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay per step (decoupled for adamw). Larger pulls weights towards 0."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
@@ -35,8 +58,9 @@ class TrainingConfiguration(SubParameters):
     """Passes over an iteration's samples. Larger reuses experience more, further off policy."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them as they are."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate over the iterations; linear and cosine end at 0."""
+    lr_schedule: Annotated[str, RegisteredName(SCHEDULES)] = "constant"
+    """Course of the learning rate over the iterations, one of a plug-in or constant, linear or
+    cosine, which end at 0."""
     num_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
-from nip_astra.parameters.faults import show
+from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, show_value
 from nip_astra.parameters.parameters_base import PolymorphicParameters, polymorphic
 
 
@@ -21,7 +20,7 @@ class UpdateSchedule(PolymorphicParameters):
                 [
                     ParameterFault(
                         self.type_name,
-                        show([*in_order, values]),
+                        show_value([*in_order, values]),
                         f"has the parameters {', '.join(names)}, and one of them was given twice",
                         "Give each once, in this order or by name.",
                     )

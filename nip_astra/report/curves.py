@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nip_astra.parameters.loading import flatten
+from nip_astra.parameters.files import flatten
 from nip_astra.report.charts import (
     NUM_COLORS,
     Band,

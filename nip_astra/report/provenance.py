@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.parameters.loading import OVERRIDE_SOURCE, flatten
+from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
 from nip_astra.report.records import PROTOCOL, RunRecord, items, mapping, number, text
 from nip_astra.tracking import run_directory as files
 from nip_astra.trust import SETTINGS_SIGNATURE, SIGNATURE

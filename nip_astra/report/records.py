@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
-from nip_astra.parameters.renamed import RENAMED, with_new_names
+from nip_astra.parameters.conversion import current_name, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
@@ -230,7 +230,7 @@ def read_run(path: str | Path) -> RunRecord:
         run.notes.append("The run has not ended: there is no results.json yet.")
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
-        run.sources = {RENAMED.get(name, name): str(source) for name, source in sources.items()}
+        run.sources = {current_name(n) or n: str(source) for n, source in sources.items()}
     run.metrics = [
         {present_name(name): value for name, value in row.items()}
         for row in reader.lines(METRICS_FILE)

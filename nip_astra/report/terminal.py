@@ -83,7 +83,7 @@ def print_dry_run(
     console.print("dry run: nothing was written", table, sep="\n")
     if estimate.get(PLACEMENT):
         _print_placement(estimate[PLACEMENT], console, device_price)
-        if estimate.get("loss") is None:
+        if estimate.get("loss", 0.0) is None:
             console.print(
                 "The episode gave no sample to learn from, so updates are not in the table."
             )
@@ -101,7 +101,11 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
             f"GiB of {name}": [decimal(plan.memory[name] / 2**30) for plan in plans]
             for name in plans[0].memory
         },
-        "tokens/s of the policy": [decimal(plan.tokens_per_second) for plan in plans],
+        **(
+            {"tokens/s of the policy": [decimal(plan.tokens_per_second) for plan in plans]}
+            if plans[0].tokens_per_second
+            else {}
+        ),
         "hours": [decimal(plan.hours) for plan in plans],
         "device hours": [decimal(plan.device_hours) for plan in plans],
         "efficiency": [percent(plan.efficiency, 0) for plan in plans],

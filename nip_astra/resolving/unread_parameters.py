@@ -1,4 +1,4 @@
-"""Refuse what was asked for and nothing reads."""
+"""Refuse parameters that are set and that nothing in the run reads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from nip_astra.errors import NipAstraError, ParameterFault, UnreadParameterError
+from nip_astra.errors import NipAstraError, ParameterFault, UnreadParameterError, show_value
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.conditions import ReadWhere
-from nip_astra.parameters.faults import TYPE_KEY, show
+from nip_astra.parameters.faults import TYPE_KEY
+from nip_astra.parameters.files import Layer, flatten, merge_layers
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import Layer, flatten, merge_layers
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
-from nip_astra.resolving.base_runs import is_complete
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
 
 OF_EVERY_RUN = ("base_run",)
-"""Groups that are read whatever the trainer."""
+"""Groups that every run reads."""
 SHARED_GROUPS = tuple(
     name
     for name, field in HyperParameters.model_fields.items()
@@ -34,7 +33,7 @@ SHARED_GROUPS = tuple(
 """Groups of the hyper-parameters that belong to no single component."""
 
 
-def check_that_all_are_read(
+def refuse_unread(
     preset: Sequence[Layer],
     base: Layer,
     layers: Sequence[Layer],
@@ -45,19 +44,19 @@ def check_that_all_are_read(
 ) -> None:
     """Refuse values that neither trainer nor scenario nor protocol reads.
 
-    These are values of shared groups that are none of theirs, and of parameters whose condition
-    (`nip_astra.parameters.conditions`) does not hold. Values equal to the default pass, and so does
-    what a run wrote down: that is every parameter. A value passes also where a later layer, for
-    instance an option on the command line, is the one that made its condition fail.
+    These are values in shared groups that none of them uses, and parameters whose condition
+    (`nip_astra.parameters.conditions`) does not hold. Defaults pass, and so does the complete file
+    of a run. A value also passes if a later layer, for instance an option on the command line, made
+    its condition fail.
 
     Parameters
     ----------
     preset : Sequence[Layer]
-        What the trainer's preset says; where the base run says otherwise it is not asked for.
+        The trainer's preset; values that the base run sets as well are not checked.
     base : Layer
-        What the base run says, which is no request of this run.
+        The base run's values, which are not checked.
     layers : Sequence[Layer]
-        What was given by file, option or object; not what the scenario says.
+        Layers from a file, an option or an object; not the scenario's.
     hyper_params : HyperParameters
         The resolved ones.
 
@@ -70,9 +69,9 @@ def check_that_all_are_read(
         return
     order = _Order([*preset, base, *layers])
     run = _Run(hyper_params, trainer_class, scenario_class, kind, order)
-    asked = [Layer(layer.source, _without(layer.values, base.values)) for layer in preset]
-    asked += [layer for layer in layers if not is_complete(layer)]
-    given, sources = merge_layers(asked, resolve=False)
+    checked = [Layer(layer.source, _without(layer.values, base.values)) for layer in preset]
+    checked += [layer for layer in layers if not layer.is_complete]
+    given, sources = merge_layers(checked, resolve=False)
     faults = [
         ParameterFault(leaf.path, repr(leaf.value), *reason, _nearest(leaf.path, sources, ""))
         for leaf in _walk(hyper_params, given, (), run.trainer_class.reads_where)
@@ -90,9 +89,9 @@ def never_read(
     scenario_class: type[Scenario],
     kind: str,
 ) -> list[str]:
-    """Those of some parameters that nothing reads, and those of groups read elsewhere only.
+    """The given parameters that nothing reads, or whose whole group is read elsewhere only.
 
-    A single parameter whose condition does not hold is none of them: it is there to be found.
+    A single parameter whose condition does not hold is not among them: it is shown as unused.
     """
     if trainer_class.parameter_groups is None:
         return []
@@ -108,7 +107,7 @@ def never_read(
 
 
 class _Condition(NamedTuple):
-    """A condition, with the path from the top, and the value, of the parameter that it asks for."""
+    """A condition, with the full path and the value of the parameter that it depends on."""
 
     where: ReadWhere
     path: str
@@ -116,7 +115,7 @@ class _Condition(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """A value that was given, and the first condition of it that does not hold."""
+    """A given value, and its first condition that does not hold."""
 
     path: str
     value: Any
@@ -125,14 +124,14 @@ class _Leaf(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """A group of parameters and its path, which ends with a dot where it is not the whole."""
+    """A group of parameters and its path with a trailing dot, empty for all parameters."""
 
     prefix: str
     group: SubParameters
 
 
 class _Order:
-    """Which of two parameters was given later."""
+    """Which of two parameters a later layer set."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._last = {
@@ -140,13 +139,12 @@ class _Order:
         }
 
     def is_later(self, path: str, other: str) -> bool:
-        """Say whether a parameter was given by a later layer than another."""
         return bool(_nearest(path, self._last, -1) > _nearest(other, self._last, -1))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Who reads parameters."""
+    """The components that read parameters."""
 
     hyper_params: HyperParameters
     trainer_class: type[Trainer]
@@ -155,14 +153,14 @@ class _Run:
     order: _Order
 
     def reasons_against(self, leaf: _Leaf) -> Iterator[tuple[str, str]]:
-        """What is wrong with a value that nothing reads, and what to do; once at most."""
+        """The problem with an unread value and the advice; at most one pair."""
         trainer = self.hyper_params.trainer
         groups = self.trainer_class.parameter_groups or ()
         is_shared = leaf.path.partition(".")[0] in SHARED_GROUPS
         if is_shared and not _is_in(leaf.path, (*groups, *self.scenario_class.parameter_groups)):
             problem = (
-                f"is read neither by the trainer {trainer!r} ({_words(groups)}) nor by scenarios "
-                f"of the kind {self.kind!r} ({_words(self.scenario_class.parameter_groups)})"
+                f"is read neither by the trainer {trainer!r} ({_readers(groups)}) nor by scenarios "
+                f"of the kind {self.kind!r} ({_readers(self.scenario_class.parameter_groups)})"
             )
             yield problem, _advice(leaf.path)
         elif _is_in(leaf.path, self.trainer_class.never_reads):
@@ -173,11 +171,11 @@ class _Run:
             if self.order.is_later("interaction_protocol", leaf.path):
                 return
             protocol = self.hyper_params.interaction_protocol
-            yield f"means nothing to the protocol {protocol!r}", "Leave it out."
+            yield f"is not read by the protocol {protocol!r}", "Leave it out."
         elif leaf.unmet is not None and not self.order.is_later(leaf.unmet.path, leaf.path):
             where, path, value = leaf.unmet
             yield (
-                f"is read only where {path} {where.words}, and that is {_shown(value)}",
+                f"is read only where {path} {where.words}, and it is {_shown(value)}",
                 f"Leave it out, or change {path}.",
             )
 
@@ -189,7 +187,7 @@ class _Run:
 
 
 def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """What others do not say."""
+    """The values whose paths are not in others."""
     left = {}
     for name, value in values.items():
         other = others.get(name)
@@ -209,16 +207,16 @@ def _walk(
     prefix: str = "",
     unmet: _Condition | None = None,
 ) -> Iterator[_Leaf]:
-    """Every value that was given to a group or to a group within it.
+    """Every given value of a group and of the groups within it.
 
     Parameters
     ----------
     around : tuple[_Scope, ...]
-        Groups around this one, the outermost first.
+        Enclosing groups, the outermost first.
     conditions : Mapping[str, ReadWhere]
-        Those of the trainer, by path from the top.
+        The trainer's, by full path.
     unmet : _Condition, optional
-        A condition of the whole group that does not hold.
+        A failed condition of the whole group.
     """
     scopes = (*around, _Scope(prefix, group))
     for name, field in type(group).model_fields.items():
@@ -256,11 +254,11 @@ def _first_unmet(conditions: Sequence[ReadWhere], scopes: Sequence[_Scope]) -> _
 def _groups_in(
     value: Any, given: Any, path: str
 ) -> Iterator[tuple[str, SubParameters, Mapping[str, Any]]]:
-    """The groups that a value consists of, with their paths and what was given of each."""
+    """The groups in a value, each with its path and its given values."""
     if isinstance(value, SubParameters) and isinstance(given, Mapping):
         yield path, value, given
     elif isinstance(value, Mapping) and isinstance(given, Mapping):
-        # What stands under `default` may be read by an agent that says the rest otherwise.
+        # Values of `default` may be read by an agent that overrides the others.
         names = set(given) - ({DEFAULT_AGENT} if len(value) > 1 else set())
         for name in sorted(names & set(value)):
             yield from _groups_in(value[name], given[name], f"{path}.{name}")
@@ -272,7 +270,7 @@ def _groups_in(
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else show(value)
+    return value if isinstance(value, str) else show_value(value)
 
 
 def _is_in(path: str, groups: Sequence[str]) -> bool:
@@ -280,7 +278,7 @@ def _is_in(path: str, groups: Sequence[str]) -> bool:
 
 
 def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
-    """What a mapping holds of a parameter, or of the nearest group or list around it."""
+    """The entry of a parameter, or of the nearest group or list around it."""
     while path:
         if path in by_path:
             return by_path[path]
@@ -288,7 +286,7 @@ def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
     return default
 
 
-def _words(groups: Sequence[str]) -> str:
+def _readers(groups: Sequence[str]) -> str:
     return f"which reads {', '.join(groups)}" if groups else "which reads no shared group"
 
 
@@ -298,7 +296,7 @@ def _advice(path: str) -> str:
         try:
             groups = TRAINERS.get(name).parameter_groups
         except NipAstraError:
-            continue  # a package that cannot be imported is told when its trainer is asked for
+            continue  # A package that cannot be imported is reported when its trainer is used.
         if groups is None or _is_in(path, groups):
             readers.append(name)
     by = f"Trainers that read it: {', '.join(readers)}." if readers else "No trainer reads it."

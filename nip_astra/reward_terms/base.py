@@ -14,7 +14,7 @@ then lets the term `observe` the rollout. A term's state is part of checkpoints:
     terms[name].load_state(saved[name])           # a new term continues bit for bit
 
 A custom term subclasses `RewardTerm`, implements `_values`, and is registered with
-`nip_astra.reward_terms.registry.register_reward_term`.
+`nip_astra.reward_terms.base.register_reward_term`.
 
 Shape suffixes: `N` node, `T` token.
 """
@@ -22,7 +22,7 @@ Shape suffixes: `N` node, `T` token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +32,8 @@ from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import RewardTermError
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.types import RewardTermType
 from nip_astra.scorers.base import Scorer
 
 
@@ -159,3 +160,48 @@ class RewardTerm(ABC):
     @property
     def _name(self) -> str:
         return self.parameters.type_name or type(self).__name__
+
+
+REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry(
+    "reward_term",
+    package="nip_astra.reward_terms",
+    members=RewardTermType,
+    modules={
+        RewardTermType.COSINE_NOVELTY: "novelty",
+        RewardTermType.SELF_BLEU_NOVELTY: "novelty",
+        RewardTermType.FAILURE_RARITY: "failure_kinds",
+        RewardTermType.FAILURE_SHARING: "failure_kinds",
+        RewardTermType.ENTROPY_BONUS: "likelihood_terms",
+        RewardTermType.GIBBERISH_PENALTY: "likelihood_terms",
+    },
+)
+
+
+def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardTerm]]:
+    """Register a `RewardTerm` subclass under the `_type` by which parameter files name it."""
+    return REWARD_TERMS.register(name)
+
+
+def build_reward_term(
+    parameters: Any, *, device: torch.device, scenario_dir: Path | None
+) -> RewardTerm:
+    """The reward term that the parameters describe."""
+    cls = REWARD_TERMS.get(parameters.type_name)
+    return cls(parameters, device=device, scenario_dir=scenario_dir)
+
+
+def build_reward_terms(
+    parameters: Sequence[Any], *, device: torch.device, scenario_dir: Path | None
+) -> dict[str, RewardTerm]:
+    """The reward terms of a list by name, in order.
+
+    A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
+    """
+    terms: dict[str, RewardTerm] = {}
+    for one in parameters:
+        name, number = one.type_name, 1
+        while name in terms:
+            number += 1
+            name = f"{one.type_name}_{number}"
+        terms[name] = build_reward_term(one, device=device, scenario_dir=scenario_dir)
+    return terms

@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
 
 
 @register_reward_term(RewardTermType.ENTROPY_BONUS)

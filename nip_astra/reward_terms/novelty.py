@@ -15,10 +15,9 @@ from torch import Tensor
 
 from nip_astra.language_models.embeddings import EmbedderParameters
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
 from nip_astra.reward_terms.embedded_history import EmbeddedTerm
 from nip_astra.reward_terms.history import NoveltyParameters, ProbeHistory
-from nip_astra.reward_terms.registry import register_reward_term
 from nip_astra.utils.diversity import BleuReferences
 
 

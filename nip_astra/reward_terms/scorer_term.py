@@ -12,11 +12,9 @@ from torch import Tensor
 
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
 from nip_astra.rollouts.prompts import columns_of
-from nip_astra.scorers.base import Exchange, Scorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Scorer, build_scorer
 
 logger = logging.getLogger(__name__)
 

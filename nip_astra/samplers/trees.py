@@ -22,8 +22,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, as_sampler, pad_left
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
-from nip_astra.reward_terms.base import RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS
+from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees

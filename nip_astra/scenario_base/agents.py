@@ -14,6 +14,7 @@ from torch import Tensor
 from nip_astra.errors import ContextLengthError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
+    LANGUAGE_MODELS,
     Generation,
     GenerationSession,
     Learner,
@@ -25,9 +26,7 @@ from nip_astra.language_models.base import (
     as_sampler,
     as_scorer,
 )
-from nip_astra.language_models.registry import LANGUAGE_MODELS
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic

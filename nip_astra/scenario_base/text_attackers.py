@@ -9,8 +9,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.scenario_base.chat_agent import ChatAgent, ChatReply, ChatWork
 

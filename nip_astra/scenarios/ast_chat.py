@@ -14,11 +14,11 @@ from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.language_models.services.retrying import resume_usage
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.content import SCENARIO_FILE, resolve_reference
+from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.loading import read_yaml_layers
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.reward_terms.registry import build_reward_terms
+from nip_astra.reward_terms.base import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, num_probes_of
 from nip_astra.scenario_base.agents import (
@@ -34,8 +34,7 @@ from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
-from nip_astra.scorers.base import Scorer, open_services
-from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer, open_services
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 

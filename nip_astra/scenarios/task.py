@@ -19,9 +19,8 @@ from nip_astra.scenario_base.agents import (
     build_reference,
     load_language_model,
 )
-from nip_astra.scenario_base.tasks.base import TaskParameters
+from nip_astra.scenario_base.tasks.base import TASKS, TaskParameters, build_task
 from nip_astra.scenario_base.tasks.dataset import DatasetTask
-from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import open_services

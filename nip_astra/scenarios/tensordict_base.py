@@ -18,9 +18,8 @@ from nip_astra.errors import ConfigurationError, DataError, nearest_names
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters, RandomAgentParameters
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.given import plain_values
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import SubParameters, explicit_values
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.scenario_base.protocol.central_critic import (
@@ -103,7 +102,7 @@ class TensorDictScenario(Scenario):
             if not isinstance(agents, Mapping):
                 return values
             filled = {
-                name: plain_values(own) if isinstance(own, RandomAgentParameters) else own
+                name: explicit_values(own) if isinstance(own, RandomAgentParameters) else own
                 for name, own in agents.items()
             }
             default = filled.get(DEFAULT_AGENT)

@@ -12,7 +12,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,8 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
 
@@ -368,3 +369,18 @@ def open_services(
                 free, number = f"{name} {number}", number + 1
             models[free] = model
     return models
+
+
+SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
+    "scorer", package="nip_astra.scorers", members=ScorerType
+)
+
+
+def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
+    """Register a `Scorer` subclass under the `_type` by which parameter files name it."""
+    return SCORERS.register(name)
+
+
+def build_scorer(parameters: Any, *, device: torch.device, scenario_dir: Path | None) -> Scorer:
+    """The scorer that the parameters describe."""
+    return SCORERS.get(parameters.type_name)(parameters, device=device, scenario_dir=scenario_dir)

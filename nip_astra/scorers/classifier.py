@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import register_scorer
 from nip_astra.scorers.model_base import ModelScorer, find_label, load_pretrained
-from nip_astra.scorers.registry import register_scorer
 
 ADVICE = (
     "Give a folder that save_pretrained of a sequence classifier wrote, or a hub id that this "

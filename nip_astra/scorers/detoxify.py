@@ -13,8 +13,8 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import register_scorer
 from nip_astra.scorers.model_base import ModelScorer, find_label, reason_of
-from nip_astra.scorers.registry import register_scorer
 
 CANONICAL = {
     "toxic": "toxicity",

@@ -11,8 +11,7 @@ from pydantic import Field, field_validator
 
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
-from nip_astra.scorers.base import Exchange, Scorer
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import Exchange, Scorer, register_scorer
 from nip_astra.utils.ngrams import word_tokens
 
 

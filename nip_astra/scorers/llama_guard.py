@@ -24,10 +24,9 @@ from nip_astra.language_models.sources import (
 )
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
-from nip_astra.scorers.base import Exchange, Message, Verdict
+from nip_astra.scorers.base import Exchange, Message, Verdict, register_scorer
 from nip_astra.scorers.guard_prompts import GuardPrompts
 from nip_astra.scorers.model_base import ModelScorer, load_pretrained
-from nip_astra.scorers.registry import register_scorer
 
 ADVICE = (
     "Give a folder that save_pretrained of a causal language model wrote, a .gguf file, or a hub "

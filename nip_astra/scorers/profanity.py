@@ -10,8 +10,7 @@ import torch
 
 from nip_astra.errors import MissingDependencyError
 from nip_astra.parameters.types import ScorerType
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import Scorer, register_scorer
 
 
 @register_scorer(ScorerType.PROFANITY)

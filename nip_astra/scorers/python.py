@@ -15,8 +15,7 @@ from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import load_plugin, module_of
-from nip_astra.scorers.base import Exchange, Scorer, Verdict
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 from nip_astra.utils.background_loop import BackgroundLoop
 
 COLUMNS: dict[str, Callable[[Exchange], Any]] = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import register_scorer
 from nip_astra.scorers.model_base import ModelScorer, reason_of
-from nip_astra.scorers.registry import register_scorer
 
 CATEGORIES = (
     "toxicity",

@@ -13,8 +13,7 @@ from pydantic import Field
 from nip_astra.errors import ScorerError
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScorerType
-from nip_astra.scorers.base import Exchange, Scorer, Verdict
-from nip_astra.scorers.registry import SCORERS, build_scorer, register_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, build_scorer, register_scorer
 
 
 def _kind(name: str) -> type[Scorer]:

@@ -19,13 +19,12 @@ from nip_astra.language_models.sources import computing_dtype, round_weights
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
-from nip_astra.parameters.content import find_scenario
+from nip_astra.parameters.content import resolve_reference
 from nip_astra.serve.api_errors import not_found
 from nip_astra.serve.engine import Engine
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
-_SCENARIO = "scenario://"
 
 
 @dataclass(frozen=True)
@@ -180,15 +179,15 @@ def load_engine(
 
 
 def find_model(path: str) -> str:
-    """Where a model stands: a hub id as it is, or a path from the root of the file system.
+    """The absolute path of a model, or its hub id.
 
     Parameters
     ----------
     path : str
-        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
+        Folder, hub id or `.gguf` file, as in parameters of the Hugging Face backend, or
         `scenario://name/folder` for a model that a scenario ships.
     """
-    if path.startswith(_SCENARIO):
-        scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
-        path = str(find_scenario(scenario) / inside)
-    return str(Path(path).resolve()) if Path(path).exists() else path
+    found = resolve_reference(path)
+    if isinstance(found, Path) and (found.exists() or found.is_absolute()):
+        return str(found.resolve())
+    return path

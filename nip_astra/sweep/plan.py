@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.parameters.content import with_absolute_paths
-from nip_astra.parameters.loading import parse_overrides, read_yaml_mapping
+from nip_astra.parameters.files import parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.sweep.search_space import Choice, Range, SearchParameters, whole_number

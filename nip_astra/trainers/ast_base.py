@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -34,17 +34,17 @@ from nip_astra.language_models.base import (
     pad_left,
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.async_rollouts import AsyncRollouts
 from nip_astra.samplers.executor import RUN_PARTS, run_requested
-from nip_astra.samplers.trees import num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.trainers.ast.behaviour import Behaviour
-from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
 from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
 from nip_astra.trainers.ast.rollouts import Rollouts
@@ -138,7 +138,7 @@ class AstTrainer(LanguageModelTrainer):
         self.sampler = sampler
         # Only the leader has all of sharded weights.
         sampler.team = self.team if self.settings.sharding == "none" else None
-        check_size(self.training, self.scenario.tree_width, self.scenario.tree_depth)
+        _check_size(self.training, self.scenario.tree_width, self.scenario.tree_depth)
         self.behaviour = self._behaviour()
         self.shaping = RewardShaping(self.scenario_instance.reward_terms)
         self.rollouts = Rollouts(
@@ -453,14 +453,38 @@ class AstTrainer(LanguageModelTrainer):
     def components_to_time(self) -> Components:
         return components_of_stress_test(self)
 
+    def samples_of_one_episode(self) -> Sequence[Sample]:
+        return self.digest(self.rollouts.play_one()).samples
+
+    def cache_bytes(self, num_episodes: int) -> float:
+        size = self.rollouts.cache_bytes(num_episodes)
+        limit = self.rollouts.sampler.max_cache_bytes
+        return float(size if limit is None else min(size, limit))
+
     def dry_run(self) -> dict[str, Any]:
-        """Play one episode, step on what it gives, and estimate a whole run."""
-        with ExitStack() as stack:
-            self._build_train_context(stack)
-            estimate = estimate_cost(self)
-            per_episode = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
-            num_episodes = self.evaluation.num_queries_of_run() / per_episode
-            return estimate | estimate_services(self.scenario_instance.services, num_episodes)
+        """Play one tree, take the gradient of one minibatch, and estimate a whole run."""
+        estimate = super().dry_run()
+        training = self.training
+        num_trees = training.num_iterations * training.num_episodes_per_experience
+        num_probes = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+        num_episodes = self.evaluation.num_queries_of_run() / num_probes
+        return {
+            **estimate,
+            "predicted_rollout_gib": self.cache_bytes(training.num_episodes_per_experience) / 2**30,
+            "training_target_queries": num_trees * num_probes,
+            **estimate_services(self.scenario_instance.services, num_episodes),
+        }
+
+
+def _check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
+    """Refuse iterations that do not fit into memory."""
+    num_probes = training.num_episodes_per_experience * num_probes_of(tree_width, tree_depth)
+    if num_probes > MAX_PROBES:
+        raise ConfigurationError(
+            f"{training.num_episodes_per_experience:,} episodes of tree_width {tree_width} and "
+            f"tree_depth {tree_depth} make {num_probes:,} probes per iteration; at most "
+            f"{MAX_PROBES:,} are possible. Lower training.num_episodes_per_experience or the tree."
+        )
 
 
 def _add_counts(

@@ -38,8 +38,17 @@ from nip_astra.language_models.services.training import LocalTrainingService, Tr
 from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.tracking.tracker import plain_numbers
+from nip_astra.trainers.dry_run import (
+    bytes_of,
+    estimate_run,
+    measure_smallest_step,
+    memory_of,
+    parts_with_models,
+    state_per_weight,
+    work_of_language_model,
+)
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
-from nip_astra.trainers.language_model.processes import distribute
+from nip_astra.trainers.language_model.processes import bytes_read, distribute
 from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.language_model.steps import (
     non_finite_error,
@@ -209,6 +218,14 @@ class LanguageModelTrainer(TensorDictTrainer):
             modules=self.modules,
             role=self.policy_role,
         )
+
+    def samples_of_one_episode(self) -> Sequence[Sample] | None:
+        """Play one episode for a dry run; hook of a family. Called without gradients."""
+        return None
+
+    def cache_bytes(self, num_episodes: int) -> float:
+        """Memory for keys and values of so many episodes played at once; hook of a family."""
+        return 0.0
 
     def num_measure_parts(self) -> int:
         """Parts in which `measure` works; hook of a family. None where nothing is measured."""
@@ -468,6 +485,41 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Tell each batch of a step what the whole step learns; see `num_tokens_in_step`."""
         write_step_totals(batches, self.trained_tokens)
+
+    def dry_run(self) -> dict[str, Any]:
+        """Play one episode, take the gradient of one minibatch, and estimate a whole run."""
+
+        @torch.no_grad()
+        def play() -> tuple[Sequence[Sample], float]:
+            with self.policy.counting() as spent:
+                samples = self.samples_of_one_episode()
+            return samples or (), float(spent.generated)
+
+        def learn(samples: Sequence[Sample]) -> tuple[float | None, int]:
+            for batch in self.batches(samples, iteration=0, epoch=0):
+                self._write_step_totals([batch])
+                loss = self.service.forward_backward([batch], self.loss_of)["loss"]
+                self.optimizer.zero_grad(set_to_none=True)
+                return loss, len(batch)
+            return None, 0
+
+        if type(self).samples_of_one_episode is LanguageModelTrainer.samples_of_one_episode:
+            return super().dry_run()
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            step = measure_smallest_step(play, learn)
+        parts = parts_with_models(self.scenario_instance)
+        optimizer_bytes = state_per_weight(self.optimizer) * bytes_of(self.learned)
+        memory = memory_of(parts, self.learned, optimizer_bytes)
+        work = work_of_language_model(step, self.training, memory)
+        one, every = map(self.cache_bytes, (1, self.training.num_episodes_per_experience))
+        if every:
+            work = replace(work, divided_memory={"keys and values": every})
+        if self.settings.sharding != "none":
+            work = work.with_sharded_weights(bytes_read(self.policy))
+        return estimate_run(
+            work, step, self.policy.num_parameters(), extra_cache_bytes=max(every - one, 0.0)
+        )
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
         self.run_on_leader(self._save_checkpoint)

@@ -1,21 +1,81 @@
-"""Optimizers and learning-rate schedules from a `TrainingConfiguration`."""
+"""Optimizers and learning-rate schedules, by their names in a `TrainingConfiguration`."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES, TrainingConfiguration
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-}
+MakesOptimizer = TypeVar("MakesOptimizer", bound=Callable[..., torch.optim.Optimizer])
+Schedule = TypeVar("Schedule", bound=Callable[[float], float])
+
+
+def register_optimizer(name: str) -> Callable[[MakesOptimizer], MakesOptimizer]:
+    """Register an optimizer under the name that `training.optimizer` selects; a decorator.
+
+    It is a class, or a function that makes an optimizer, with the arguments
+    `(parameter_groups, *, lr, weight_decay)`.
+    """
+    return OPTIMIZERS.register(name)  # type: ignore[return-value]  # gives back what it decorates
+
+
+def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Register a schedule under the name that `training.lr_schedule` selects; a decorator.
+
+    The function takes the share of iterations done, in [0, 1], and returns the factor of the
+    learning rate.
+
+        @na.register_schedule("halved")
+        def halved(progress: float) -> float:
+            return 1.0 if progress < 0.5 else 0.5
+    """
+    return SCHEDULES.register(name)  # type: ignore[return-value]  # gives back what it decorates
+
+
+def _of_torch(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    def build(groups: Any, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        if "weight_decay" in inspect.signature(cls).parameters:
+            return cls(groups, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg]
+        if weight_decay:
+            raise ConfigurationError(
+                f"the optimizer {cls.__name__} has no weight decay. Set training.weight_decay to 0."
+            )
+        return cls(groups, lr=lr)  # type: ignore[call-arg]
+
+    build.__doc__ = f"`torch.optim.{cls.__name__}`."
+    return build
+
+
+for _cls in (
+    *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam),
+    *(torch.optim.Adamax, torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+):
+    register_optimizer(_cls.__name__.lower())(_of_torch(_cls))
+
+
+@register_schedule("constant")
+def constant(progress: float) -> float:
+    """The same learning rate throughout."""
+    return 1.0
+
+
+@register_schedule("linear")
+def linear(progress: float) -> float:
+    """From 1 to 0 on a line."""
+    return 1.0 - progress
+
+
+@register_schedule("cosine")
+def cosine(progress: float) -> float:
+    """From 1 to 0 on half a period of the cosine."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def build_optimizer(
@@ -30,10 +90,10 @@ def build_optimizer(
     ----------
     more : Sequence[tuple[Sequence[Parameter], float]]
         Further parameters, each group with its learning rate as a multiple of the configured one,
-        which its group of the optimizer keeps as `lr_factor`. Empty groups are left out.
+        stored as `lr_factor` in its group of the optimizer. Empty groups are left out.
     """
     groups = [(list(parameters), 1.0), *((list(group), factor) for group, factor in more)]
-    return OPTIMIZERS[config.optimizer](  # type: ignore[call-arg]
+    optimizer: torch.optim.Optimizer = OPTIMIZERS.get(config.optimizer)(
         [
             {"params": group, "lr": config.lr * factor, "lr_factor": factor}
             for group, factor in groups
@@ -42,6 +102,7 @@ def build_optimizer(
         lr=config.lr,
         weight_decay=config.weight_decay,
     )
+    return optimizer
 
 
 def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
@@ -52,13 +113,8 @@ def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) 
     step : int
         Optimizer steps already taken; the first `num_warmup_steps` rise linearly to `lr`.
     progress : float
-        Share of the training iterations done, in [0, 1]; the schedule falls to 0 at 1. Steps are
-        not known beforehand, since an iteration gives as many pairs as it finds.
+        Share of the training iterations done, in [0, 1]. The number of steps is not known
+        beforehand, since an iteration gives as many samples as it finds.
     """
     warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[config.lr_schedule]
-    return config.lr * warmup * decay
+    return config.lr * warmup * SCHEDULES.get(config.lr_schedule)(progress)

@@ -625,7 +625,7 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
         "num_rollouts": num_iterations * len(train) + num_tested,
         "num_jobs": (num_iterations - 1) * len(learning),
         **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
-        "most_hours_of_sampling": sum(part["hours"] for part in parts),
+        "estimated_training_hours": sum(part["hours"] for part in parts),
         **(prices if known else {}),
     }
 

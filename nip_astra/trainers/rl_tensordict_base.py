@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from nip_astra.checkpoints.run_state import (
     set_global_generators,
 )
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.distributed.placement import Work
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, LostProcessError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -43,6 +44,12 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
+from nip_astra.trainers.dry_run import (
+    estimate_run,
+    measure_smallest_step,
+    memory_of,
+    model_memory,
+)
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -523,22 +530,51 @@ class TensorDictRlTrainer(TensorDictTrainer):
         return components_of_protocol(self)
 
     def dry_run(self) -> dict[str, Any]:
-        """Play and learn from one batch, and estimate the time of a whole run."""
+        """Play and learn from one batch, and estimate a whole run."""
+        num_steps = 1
+
+        def play() -> tuple[list[TensorDict], float]:
+            return [self.collect()], 0.0
+
+        def learn(batches: Sequence[TensorDict]) -> tuple[None, int]:
+            nonlocal num_steps
+            _, num_steps = self.learner.learn(batches[0], 0)
+            return None, self.frames_per_iteration
+
         with ExitStack() as stack:
             self._build_train_context(stack)
-            started = time.perf_counter()
-            batch = self.collect()
-            collected = time.perf_counter()
-            self.learner.learn(batch, 0)
-            seconds = time.perf_counter() - started
-        num_iterations = self.rl.num_iterations
-        tests = 2 * self.rl.num_test_iterations * (collected - started)
+            step = measure_smallest_step(play, learn)
+        rl, num_environments = self.rl, self.train_environment.num_environments
+        agents = {name: self.agents[name] for name in self.agents.names}
+        state_bytes = sum(model_memory({"state": self.optimizers.state_dict()}).values())
+        memory = memory_of(agents, self.optimizers.weights, state_bytes)
+        work = Work(
+            num_iterations=rl.num_iterations,
+            num_episodes=num_environments,
+            rows_per_step=min(rl.minibatch_size, self.frames_per_iteration),
+            steps_per_iteration=num_steps,
+            rollout_seconds=step.play_seconds,
+            update_seconds=step.step_seconds,
+            tokens_per_iteration=0.0,
+            gradient_bytes=memory["gradients"],
+            memory={**memory, "step": float(step.step_bytes)},
+            divided_memory={},
+        )
+        if self.settings.sharding != "none":
+            work = work.with_sharded_weights(memory["gradients"])
+        single = replace(
+            step,
+            play_seconds=step.play_seconds / num_environments,
+            step_seconds=step.step_seconds / max(num_steps, 1),
+        )
+        num_parameters = sum(weight.numel() for weight in self.agents.parameters())
+        estimate = estimate_run(work, single, num_parameters)
+        del estimate["loss"], estimate["generated_tokens"]
+        test_seconds = 2 * rl.num_test_iterations * step.play_seconds
         return {
-            "num_parameters": sum(weights.numel() for weights in self.agents.parameters()),
-            "num_iterations": num_iterations,
-            "num_frames": num_iterations * batch.numel(),
-            "seconds_per_iteration": seconds,
-            "estimated_hours": (num_iterations * seconds + tests) / 3600,
+            **estimate,
+            "num_frames": rl.num_iterations * self.frames_per_iteration,
+            "estimated_test_hours": test_seconds / 3600,
         }
 
 

@@ -49,7 +49,6 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.dry_run import estimate_task_run
 from nip_astra.trainers.service.measuring import (
     RECORD_COLUMNS,
     Tally,
@@ -455,11 +454,11 @@ class ServiceTrainer(LanguageModelTrainer):
         )
 
     def dry_run(self) -> dict[str, Any]:
-        """Play one problem, take the gradient of what it gives, and estimate a whole run."""
+        """Play one problem, take the gradient of one minibatch, and estimate a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            asked = self._estimate_services()
-            return estimate_task_run(self, self._samples_of_one_problem) | asked
+            services = self._estimate_services()
+        return super().dry_run() | services
 
     @torch.no_grad()
     def _estimate_services(self) -> dict[str, Any]:
@@ -480,7 +479,7 @@ class ServiceTrainer(LanguageModelTrainer):
         trained = num_iterations * played if self.samples_in_training else 0
         return int(trained + num_dev * dev + 2 * tested)
 
-    def _samples_of_one_problem(self) -> list[Sample]:
+    def samples_of_one_episode(self) -> Sequence[Sample]:
         self._iteration = 0
         known = [one for one in self._trajectories_of(self.problem(0)) if one.reward is not None]
         return self.prepare(known)[0]

@@ -176,7 +176,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
         ),
         (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: analyse, "),
         (["list", "trainrs"], "unknown kind 'trainrs'. Did you mean 'trainers'?"),
-        ([], "no trainer was given. Known trainers: "),
+        ([], "no trainer is given. Choose one with --trainer: ast_dpo"),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),
         (["--trainer", "ast_dpo", "--set", "seed"], "seed"),
         (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' was to be loaded"),
@@ -267,7 +267,7 @@ def test_list_tells_of_what_cannot_be_used_and_goes_on(
     call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nip_astra.errors import PluginError
-    from nip_astra.scorers.registry import SCORERS
+    from nip_astra.scorers.base import SCORERS
 
     def broken(name: str) -> object:
         raise PluginError(f"the scorer {name} is broken.")

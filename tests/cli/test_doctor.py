@@ -13,14 +13,14 @@ import pytest
 
 from nip_astra import installation as doctor
 from nip_astra.installation import Finding, Question, Status, closed_network, examine
-from nip_astra.scorers.registry import SCORERS
+from nip_astra.scorers.base import SCORERS
 from tests.command_line import CommandLine, refused
 
 CALLER = """
 import socket
 
 from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import register_scorer
 
 
 @register_scorer("calls_home")

@@ -26,7 +26,7 @@ from tests.command_line import CommandLine, refused
 
 SCORER = """
 from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import register_scorer
 
 
 @register_scorer("picky")

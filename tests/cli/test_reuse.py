@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from nip_astra import plugins
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.rows import Row, encode_rows, read_rows
-from nip_astra.scorers.registry import SCORERS
+from nip_astra.scorers.base import SCORERS
 from tests.cli.trained_run import figures_of
 from tests.command_line import CommandLine, refused
 
 LENGTH = """
 from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import register_scorer
+from nip_astra.scorers.base import register_scorer
 
 
 @register_scorer("long")

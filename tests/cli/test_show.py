@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nip_astra.overview import meanings_of
-from nip_astra.parameters.loading import flatten
+from nip_astra.parameters.files import flatten
 from nip_astra.resolving.resolution import resolve_experiment
 from tests.command_line import CommandLine, refused
 

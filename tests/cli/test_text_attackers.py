@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     CPU,
     ChatAnswer,
     ChatFailure,
@@ -19,10 +20,9 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
-from nip_astra.scorers.base import Exchange, Scorer, Verdict
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
 from tests.command_line import CommandLine, refused
 
 asked: list[ChatRequest] = []

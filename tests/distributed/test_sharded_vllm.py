@@ -13,8 +13,8 @@ import yaml
 from nip_astra.distributed.team import open_team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.sampling import SamplingOptions
 from nip_astra.language_models.services.sharded import ShardedService
-from nip_astra.language_models.tokens import SamplingOptions
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend.requests import Request
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment

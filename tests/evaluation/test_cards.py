@@ -14,10 +14,9 @@ from nip_astra import plugins
 from nip_astra.evaluation import cards
 from nip_astra.evaluation.cards import code_of, model_card, scorer_card
 from nip_astra.evaluation.storage import weights_hash
-from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
 from nip_astra.scorers.disclosure import DisclosureScorer
 from nip_astra.scorers.profanity import ProfanityScorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
 
 
 def parameters(model: str | None = None, **values: str) -> SimpleNamespace:

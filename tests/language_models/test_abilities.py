@@ -26,9 +26,9 @@ from nip_astra.language_models.base import (
     as_learner,
     as_sampler,
     as_scorer,
+    register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.registry import register_language_model
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
 from tests.conftest import plugins_forgotten_after

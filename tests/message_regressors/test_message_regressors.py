@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from nip_astra.message_regressors.registry import build_message_regressor
+from nip_astra.message_regressors.base import build_message_regressor
 from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressionParameters
 
 KINDS = MESSAGE_REGRESSORS.names()

@@ -7,15 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from nip_astra.parameters.parameters_base import (
+    ComponentRegistry,
     PolymorphicParameters,
     SubParameters,
-    claim_parameters,
     polymorphic,
 )
-from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.registry import ALL_REGISTRIES
 
 _before = dict(ALL_REGISTRIES)
-SHAPES: Registry[Any] = Registry("shape", package="tests.parameters")
+SHAPES: ComponentRegistry[Any] = ComponentRegistry("shape", package="tests.parameters")
 ALL_REGISTRIES.clear()
 ALL_REGISTRIES.update(_before)  # the program's own registries are listed without this one
 
@@ -25,12 +25,7 @@ class Shape:
         """Any shape."""
 
 
-def register_shape(name: str) -> Any:
-    def decorate(cls: Any) -> Any:
-        claim_parameters(cls, name)
-        return SHAPES.register(name)(cls)
-
-    return decorate
+register_shape = SHAPES.register
 
 
 @register_shape("circle")

@@ -10,12 +10,12 @@ from nip_astra.parameters.agents import (
     LrFactors,
     RandomAgentParameters,
 )
-from nip_astra.parameters.given import plain_values
+from nip_astra.parameters.parameters_base import explicit_values
 
 
 def test_an_agent_that_plays_at_random_says_so() -> None:
     assert RandomAgentParameters().is_random
-    assert plain_values(RandomAgentParameters()) == {"is_random": True}
+    assert explicit_values(RandomAgentParameters()) == {"is_random": True}
 
 
 def test_agents_are_given_by_name_or_in_pairs_and_have_a_default() -> None:
@@ -30,7 +30,7 @@ def test_agents_are_given_by_name_or_in_pairs_and_have_a_default() -> None:
 
 def test_of_groups_only_what_was_set_is_given() -> None:
     agents = AgentsParameters(prover=AgentParameters(agent_lr_factor=LrFactors(actor=0.1)))
-    assert plain_values({"agents": agents, "order": (("a",), ("b",))}) == {
+    assert explicit_values({"agents": agents, "order": (("a",), ("b",))}) == {
         "agents": {"prover": {"agent_lr_factor": {"actor": 0.1}}},
         "order": [["a"], ["b"]],
     }

@@ -108,7 +108,7 @@ def test_a_wrong_value_is_told(values: dict[str, Any], fault: str) -> None:
         ),
         (
             {"shape": {"radius": 1}},
-            "shape: must be a group of parameters with a _type that says its kind; given "
+            "shape: must be a group of parameters with a _type; given "
             '{"radius": 1}. Known kinds: blob, circle, ring.',
         ),
         (

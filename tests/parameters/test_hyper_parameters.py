@@ -107,12 +107,12 @@ def test_a_section_may_have_any_identifier_that_is_not_taken(name: str) -> None:
 def test_a_section_named_like_what_hyper_parameters_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         HyperParameters.with_sections({name: Paint})
-    assert says(caught.value, repr(name), "has a meaning", "another name")
+    assert says(caught.value, repr(name), "reserved", "another name")
 
 
 @pytest.mark.parametrize("name", ["my-trainer", "", "_mine", "3d"])
 def test_a_section_that_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no name for a section"):
+    with pytest.raises(ConfigurationError, match="is no identifier"):
         HyperParameters.with_sections({name: Paint})
 
 

@@ -17,9 +17,17 @@ from nip_astra.parameters.parameters_base import (
     MAX_WHOLE,
     SubParameters,
     Url,
-    claim_parameters,
 )
-from tests.parameters.groups import Blob, Circle, Drawing, Paint, Ring, Shape
+from tests.parameters.groups import (
+    SHAPES,
+    Blob,
+    Circle,
+    Drawing,
+    Paint,
+    Ring,
+    Shape,
+    register_shape,
+)
 
 DRAWING: dict[str, Any] = {
     "shape": {"_type": "ring", "radius": 2.0, "num_segments": 5},
@@ -122,9 +130,12 @@ def test_components_that_share_a_parameters_class_keep_their_own_names() -> None
     class Second:
         Parameters = First.Parameters
 
-    claim_parameters(First, "first")
-    claim_parameters(Second, "second")
-    claim_parameters(First, "first")
+    snapshot = SHAPES.snapshot()
+    register_shape("first")(First)
+    register_shape("second")(Second)
+    SHAPES.restore(snapshot)
+    register_shape("first")(First)
+    SHAPES.restore(snapshot)
     assert (First.Parameters.type_name, Second.Parameters.type_name) == ("first", "second")
 
 

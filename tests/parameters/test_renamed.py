@@ -10,9 +10,15 @@ import pytest
 import yaml
 
 from nip_astra.errors import ParameterError
-from nip_astra.parameters.conversion import convert
-from nip_astra.parameters.loading import read_yaml_layers
-from nip_astra.parameters.renamed import RENAMED, name_of_now, with_new_names
+from nip_astra.parameters.conversion import (
+    RENAMED,
+    Move,
+    convert,
+    current_name,
+    rename,
+    with_new_names,
+)
+from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers.registry import TRAINERS
@@ -57,17 +63,42 @@ def test_a_file_of_a_run_is_converted_and_one_of_the_user_too(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("training.training_steps=2", "training.num_iterations"),
-        ("training.batch_size=2", "training.minibatch_size"),
-        ("training_steps=2", "num_iterations"),
+        ("training.training_steps", "training.num_iterations"),
+        ("training.batch_size", "training.minibatch_size"),
     ],
 )
-def test_an_assignment_by_an_old_name_is_told_the_new_one(old: str, new: str) -> None:
+def test_old_names_are_read_in_assignments_and_objects(old: str, new: str) -> None:
+    group, _, name = old.partition(".")
+    assigned = resolve_experiment(trainer="ast_dpo", overrides=[f"{old}=2"])
+    assert assigned.hyper_params.get(new) == 2
+    assert assigned.sources[new] == "--set"
+    given = resolve_experiment(trainer="ast_dpo", hyper_params={group: {name: 3}})
+    assert given.hyper_params.get(new) == 3
+
+
+def test_an_old_name_without_its_group_is_answered_with_the_new_one() -> None:
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(trainer="ast_dpo", overrides=[old])
+        resolve_experiment(trainer="ast_dpo", overrides=["training_steps=2"])
     [fault] = caught.value.faults
-    assert fault.path == old.partition("=")[0]
-    assert new in fault.suggestion
+    assert fault.path == "training_steps"
+    assert "num_iterations" in fault.suggestion
+
+
+def test_a_value_can_become_several_in_any_section() -> None:
+    names: dict[str, Move] = {
+        "*.loss.range": {"*.clip.low": lambda x: 1 - x, "*.clip.high": lambda x: 1 + x},
+        "*.old": "*.new",
+    }
+    values = {"a": {"loss": {"range": 0.25}}, "b": {"old": 1, "loss": 3}, "c": 2}
+    changed, moved = rename(values, names)
+    assert changed == {
+        "a": {"clip": {"low": 0.75, "high": 1.25}},
+        "b": {"new": 1, "loss": 3},
+        "c": 2,
+    }
+    assert moved == {"a.loss.range": "a.clip.low and a.clip.high", "b.old": "b.new"}
+    taken = {"a": {"loss": {"range": 1}, "clip": {"low": 0}}}
+    assert rename(taken, names) == (taken, {})
 
 
 def test_a_value_that_is_asked_for_by_an_old_name_is_told_the_new_one() -> None:
@@ -86,7 +117,7 @@ def test_every_new_name_is_one_that_a_trainer_reads() -> None:
     }
     for old, new in RENAMED.items():
         group = new.partition(".")[0]
-        assert name_of_now(old) == new
+        assert current_name(old) == new
         if group in examples:
             resolve_experiment(trainer=examples[group]).hyper_params.get(new)
     regressor = {"_type": "mlp", "minibatch_size": 7}

@@ -23,7 +23,7 @@ from tests.command_line import plugins_forgotten_after
 
 TERM = """
 from nip_astra.reward_terms.likelihood_terms import EntropyBonus
-from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.reward_terms.base import register_reward_term
 
 @register_reward_term("of_a_preset")
 class Mine(EntropyBonus):
@@ -145,7 +145,7 @@ def test_a_section_is_given_as_a_mapping_from_python() -> None:
 
 
 def test_an_experiment_is_not_made_of_a_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"made of 'ast_dpo', but that is str\. Give"):
+    with pytest.raises(ConfigurationError, match=r"'ast_dpo' \(str\)"):
         resolve_experiment(hyper_params="ast_dpo")  # type: ignore[arg-type]
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS, build_reward_term
+from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_term
 
 
 def rollout(

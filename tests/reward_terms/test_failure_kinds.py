@@ -13,8 +13,7 @@ import torch
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ParameterError
 from nip_astra.reward_terms import failure_kinds
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS
+from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm
 from tests.reward_terms.rollouts import rollout, term_of
 
 CAT, DOG, RAIN = "do you like my cat today ?", "do you like my dog today ?", "it rains on mondays ."

@@ -11,8 +11,7 @@ import pytest
 
 from nip_astra.errors import ScorerError
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.scorers.base import Exchange, Scorer, Verdict
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
 from tests.reward_terms.rollouts import rollout, term_of
 from tests.tiny import make_classifier
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
+from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.classifier import ClassifierScorer
-from nip_astra.scorers.registry import build_scorer
 from tests.messages import says
 from tests.tiny import make_classifier
 

@@ -12,8 +12,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
+from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.detoxify import DetoxifyScorer
-from nip_astra.scorers.registry import build_scorer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "you", "are", "silly", "good"]
 NAMES = ["toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate"]

@@ -19,9 +19,8 @@ from nip_astra.errors import (
     ScorerError,
 )
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
-from nip_astra.scorers.registry import build_scorer
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.messages import says
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating

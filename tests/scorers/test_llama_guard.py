@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
-from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.guard_prompts import GuardPrompts
 from nip_astra.scorers.llama_guard import LlamaGuardScorer
-from nip_astra.scorers.registry import build_scorer
 from tests.messages import says
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 

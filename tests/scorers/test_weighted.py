@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ParameterError, ScorerError
-from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Message, Scorer, Verdict, register_scorer
 from nip_astra.scorers.weighted import WeightedScorer
 from tests.messages import says
 

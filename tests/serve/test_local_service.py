@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from nip_astra.cli import doctor
+from nip_astra import installation as doctor
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.server import open_socket

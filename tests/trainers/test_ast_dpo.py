@@ -14,8 +14,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scenarios.ast_chat import AstChatScenario
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from tests.tiny import experience_of, write_scenario
 

@@ -15,8 +15,7 @@ import torch
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast_base import AstState, AstTrainer
 from tests.tiny import experience_of, learn, write_scenario
 

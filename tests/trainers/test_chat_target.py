@@ -13,6 +13,7 @@ import torch
 
 from nip_astra.errors import BudgetExhaustedError, ParameterError
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     CPU,
     ChatAnswer,
     ChatFailure,
@@ -21,8 +22,8 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from tests.command_line import CommandLine

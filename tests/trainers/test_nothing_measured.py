@@ -14,6 +14,7 @@ import torch
 from nip_astra.errors import NipAstraError, NothingMeasuredError, ServiceError
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     CPU,
     ChatAnswer,
     ChatFailure,
@@ -22,15 +23,14 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scenario_base.tasks.arithmetic import ArithmeticEnvironment, ArithmeticTask
 from nip_astra.scenario_base.tasks.base import Reaction
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from tests.command_line import CommandLine, refused
 from tests.tiny import write_scenario
 

@@ -361,7 +361,12 @@ def test_a_dry_run_tells_the_cost() -> None:
     found = toy_trainer().dry_run()
     assert found["num_iterations"] == 3
     assert found["num_frames"] == 3 * 96
-    assert found["seconds_per_iteration"] > 0
+    assert found["seconds_per_episode"] > 0
+    assert found["estimated_training_hours"] > 0
+    assert 0 < found["predicted_peak_gib"] < 24
+    memory = found["placement"][0].memory
+    assert {f"weights, {name}" for name in AGENTS} <= set(memory)
+    assert memory["optimizer"] == pytest.approx(2 * memory["gradients"], rel=0.01)
 
 
 def test_optimizers_of_other_agents_are_refused() -> None:

@@ -75,8 +75,8 @@ def test_a_dry_run_plays_a_problem_and_estimates_the_whole(name: str, generates:
     assert (estimate["generated_tokens"] > 0) == generates
     assert 0 < estimate["predicted_peak_gib"] < 24
     alone, *_ = estimate["placement"]
-    rollouts = 2 * 8 * estimate["seconds_per_problem_alone"]
-    assert estimate["estimated_training_hours_at_most"] * 3600 > rollouts
+    rollouts = 2 * 8 * estimate["seconds_per_episode"]
+    assert estimate["estimated_training_hours"] * 3600 > rollouts
     assert alone.hours > rollouts / 3600
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters(), strict=True))
 

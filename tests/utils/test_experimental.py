@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from nip_astra.cli import doctor
+from nip_astra import installation as doctor
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
 

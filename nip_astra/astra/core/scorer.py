@@ -10,9 +10,8 @@ import torch
 
 from nip_astra.astra.core.aliases import HasAliases
 from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.scorers.base import SCORERS, Verdict, build_scorer
 from nip_astra.scorers.base import Scorer as RegisteredKind
-from nip_astra.scorers.base import Verdict
-from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.utils.devices import resolve_device
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from nip_astra.errors import ParameterError
+from nip_astra.parameters.conversion import ASTRA_NAMES, rename
 from nip_astra.parameters.faults import faults_of
 from nip_astra.parameters.parameters_base import MAX_WHOLE
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
-
-NAMES_OF_ASTRA = {"training_steps": "num_iterations", "batch_size": "minibatch_size"}
-"""Names that ASTRA-RL gives to fields, and those that they have here; both may be used."""
 
 
 class TrainingConfiguration(SharedConfiguration):
     """The `training` section of a parameter file, and a seed.
 
-    All its fields may be given, `num_iterations` and `minibatch_size` also by the names that they
-    have in ASTRA-RL: `training_steps` and `batch_size`. A subclass, or whoever holds an object, may
-    set further attributes; those that are fields stay checked.
+    `num_iterations` and `minibatch_size` may also be given by their names in ASTRA-RL:
+    `training_steps` and `batch_size`. Further attributes may be set; fields stay validated.
     """
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
@@ -30,7 +26,7 @@ class TrainingConfiguration(SharedConfiguration):
     """Root of all randomness of training; 0 is a seed like any other."""
 
     def __init__(self, /, **values: Any) -> None:
-        super().__init__(**with_own_names(values))
+        super().__init__(**rename(values, ASTRA_NAMES)[0])
 
     @property
     def training_steps(self) -> int:
@@ -63,11 +59,3 @@ class TrainingConfiguration(SharedConfiguration):
             super().__setattr__(name, value)
         except ValidationError as error:
             raise ParameterError(faults_of(error, type(self), {})) from None
-
-
-def with_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of the fields; what is given by both names stays as it is, a fault."""
-    return {
-        name if NAMES_OF_ASTRA.get(name, name) in values else NAMES_OF_ASTRA.get(name, name): value
-        for name, value in values.items()
-    }

@@ -22,7 +22,7 @@ from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.families.base import OF_ATTACKERS, Evaluation, EvaluationFamily
 from nip_astra.evaluation.rows import Row
 from nip_astra.evaluation.tables import bracketed, plain_table
-from nip_astra.parameters.loading import read_yaml_mapping
+from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
 from nip_astra.utils.formatting import decimal, is_share, percent
 

@@ -18,8 +18,7 @@ from nip_astra.evaluation.summary import NGRAMS
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
 from nip_astra.trust import active_source, on_behalf_of
 from nip_astra.utils.devices import resolve_device
 

@@ -14,7 +14,12 @@ import torch
 from pydantic import Field, JsonValue
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.parameters_base import (
+    ComponentRegistry,
+    PolymorphicParameters,
+    SubParameters,
+)
+from nip_astra.parameters.types import ChatModelType
 from nip_astra.safe_text import valid_text
 from nip_astra.utils.seeding import derive_seed
 
@@ -392,6 +397,16 @@ class ChatModel(ABC):
 
     async def close(self) -> None:  # noqa: B027 - a model without connections has nothing to free
         """End what is open. The model may be asked again later."""
+
+
+CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
+    "chat_model", package="nip_astra.language_models.services.chat_models", members=ChatModelType
+)
+
+
+def register_chat_model(name: str) -> Callable[[type[ChatModel]], type[ChatModel]]:
+    """Register a `ChatModel` subclass under the `_type` by which parameter files name it."""
+    return CHAT_MODELS.register(name)
 
 
 CHARACTERS_PER_TOKEN = 4.0

@@ -24,9 +24,9 @@ from nip_astra.errors import (
     RunDirectoryError,
     ServiceError,
 )
+from nip_astra.language_models.base import LANGUAGE_MODELS
 from nip_astra.language_models.fine_tuning import STATE, FineTuning, FineTuningPlan, TrainingText
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,

@@ -15,6 +15,7 @@ import torch
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     CPU,
     NOTHING_USED,
     ChatAnswer,
@@ -28,7 +29,6 @@ from nip_astra.language_models.services.chat import (
     PriceParameters,
     estimate_usage,
 )
-from nip_astra.language_models.services.registry import CHAT_MODELS
 from nip_astra.language_models.services.run_sync import gather_all
 from nip_astra.language_models.services.usage import (
     Budget,

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 
 from nip_astra.errors import DataError, NipAstraError, TaskError
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Columns
 from nip_astra.scorers.base import Message, Role, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
@@ -264,3 +265,22 @@ def split_of(columns: Columns) -> Split:
 def pick(generator: torch.Generator, low: int, high: int) -> int:
     """A random integer from low to high, inclusive."""
     return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+TASKS: ComponentRegistry[type[Task]] = ComponentRegistry(
+    "task", package="nip_astra.scenario_base.tasks", members=TaskType
+)
+
+
+def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
+    """Register a `Task` subclass under the `_type` by which parameter files name it."""
+    return TASKS.register(name)
+
+
+def build_task(
+    parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
+) -> Task:
+    """The task that the parameters describe."""
+    return TASKS.get(parameters.type_name)(
+        parameters, seed=seed, device=device, scenario_dir=scenario_dir
+    )

@@ -24,10 +24,9 @@ from nip_astra.scenario_base.tasks.base import (
     Split,
     Task,
     TaskParameters,
+    register_task,
 )
-from nip_astra.scenario_base.tasks.registry import register_task
-from nip_astra.scorers.base import Exchange, Message, Scorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.scorers.base import SCORERS, Exchange, Message, Scorer, build_scorer
 
 _MAX_SHOWN = 40
 ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)

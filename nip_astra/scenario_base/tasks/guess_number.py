@@ -15,8 +15,8 @@ from nip_astra.scenario_base.tasks.base import (
     Reaction,
     TaskParameters,
     pick,
+    register_task,
 )
-from nip_astra.scenario_base.tasks.registry import register_task
 from nip_astra.scorers.base import Message
 
 

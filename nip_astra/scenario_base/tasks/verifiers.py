@@ -23,8 +23,8 @@ from nip_astra.scenario_base.tasks.base import (
     Split,
     Task,
     TaskParameters,
+    register_task,
 )
-from nip_astra.scenario_base.tasks.registry import register_task
 from nip_astra.scorers.base import Message
 
 _TASKSETS = "verifiers.v1.tasksets"

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from nip_astra.parameters.agents import HeadParameters
 from nip_astra.parameters.conditions import where, where_above, where_given
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
-from nip_astra.scenarios.images.pretrained.registry import PretrainedModelParameters
+from nip_astra.scenarios.images.pretrained.base import PretrainedModelParameters
 
 
 class ImageDatasetParameters(SubParameters):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter
@@ -38,7 +38,8 @@ from nip_astra.language_models.services.http_training import (
     weights_digest,
 )
 from nip_astra.language_models.services.training import LocalTrainingService
-from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.parameters.parameters_base import RegisteredName
+from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
 from nip_astra.serve.api_errors import ApiError, held, wrong
 from nip_astra.serve.bodies import Body, read_body
 from nip_astra.serve.settings import ServiceSettings
@@ -77,7 +78,7 @@ class ModelBody(Body):
     base_model: str
     lora: LoraBody | None = None
     seed: int = Field(ge=0, lt=1 << 63)
-    optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"]
+    optimizer: Annotated[str, RegisteredName(OPTIMIZERS)]
     weight_decay: float = Field(ge=0, le=MAX_WEIGHT_DECAY)
     role: str = Field(default="policy", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     vocabulary: str | None = None

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from nip_astra.errors import ConfigurationError, UnknownNameError
-from nip_astra.message_regressors.base import MessageRegressor
-from nip_astra.message_regressors.registry import build_message_regressor
+from nip_astra.message_regressors.base import MessageRegressor, build_message_regressor
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.utils.seeding import derive_seed

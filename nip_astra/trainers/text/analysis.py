@@ -16,7 +16,11 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
-from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser
+from nip_astra.scenario_base.text.analysers.base import (
+    Cast,
+    RolloutAnalyser,
+    build_rollout_analysers,
+)
 from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,
     JudgingParameters,
@@ -24,7 +28,6 @@ from nip_astra.scenario_base.text.analysers.judging import (
     judge_rollouts,
     requests_of,
 )
-from nip_astra.scenario_base.text.analysers.registry import build_rollout_analysers
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker

@@ -15,7 +15,7 @@ from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.scorers.registry import build_scorer
+from nip_astra.scorers.base import build_scorer
 from tests.astra.conftest import Models
 from tests.astra.toys import (
     PROMPTS,

@@ -13,8 +13,7 @@ from nip_astra.errors import ConfigurationError, DataError, MissingDependencyErr
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.base import Episode, Task
-from nip_astra.scenario_base.tasks.registry import TASKS, build_task
+from nip_astra.scenario_base.tasks.base import TASKS, Episode, Task, build_task
 from nip_astra.scorers.base import Message
 from tests.command_line import plugins_forgotten_after
 

@@ -12,7 +12,13 @@ from nip_astra.errors import ServiceError
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.chat_models.scripted import Script, ScriptedChatModel
 from nip_astra.samplers.text_arrays import rollouts_of
-from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser, Subject, subjects_of
+from nip_astra.scenario_base.text.analysers.base import (
+    Cast,
+    RolloutAnalyser,
+    Subject,
+    build_rollout_analysers,
+    subjects_of,
+)
 from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,
     JudgingParameters,
@@ -22,7 +28,6 @@ from nip_astra.scenario_base.text.analysers.judging import (
     question_messages,
     read_verdict,
 )
-from nip_astra.scenario_base.text.analysers.registry import build_rollout_analysers
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.text_games import FakeChatModel, build_text_game, play
 

@@ -23,14 +23,14 @@ from nip_astra.errors import (
 )
 from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
 from nip_astra.scenarios.images.pretrained import huggingface
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
+from nip_astra.scenarios.images.pretrained.base import (
+    PRETRAINED_MODELS,
+    PretrainedModel,
+    register_pretrained_model,
+)
 from nip_astra.scenarios.images.pretrained.embeddings import embed_all, embedding_key
 from nip_astra.scenarios.images.pretrained.huggingface import HuggingFaceImageModel
 from nip_astra.scenarios.images.pretrained.pca import PcaModel
-from nip_astra.scenarios.images.pretrained.registry import (
-    PRETRAINED_MODELS,
-    register_pretrained_model,
-)
 
 
 def images(count: int, *shape: int, seed: int = 0) -> torch.Tensor:

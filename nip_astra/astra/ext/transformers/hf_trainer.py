@@ -16,10 +16,11 @@ from nip_astra.astra.core.common import Batch, Step
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.logging import logger
 from nip_astra.astra.training.adapters import check_can_be_saved, save_problem
-from nip_astra.astra.training.configuration import TrainingConfiguration, with_own_names
+from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.loop import OwnObjectsLoop
 from nip_astra.astra.training.trainer import Trainer
 from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.parameters.conversion import ASTRA_NAMES, rename
 from nip_astra.tracking.tracker import Tracker
 
 EVAL_EVERY = 100
@@ -35,7 +36,7 @@ class HFASTConfiguration(TrainingConfiguration):
 
     def __init__(self, **values: Any) -> None:
         small = {"minibatch_size": BATCH_SIZE, "num_episodes_per_experience": NUM_EPISODES}
-        super().__init__(**{**small, **with_own_names(values)})
+        super().__init__(**{**small, **rename(values, ASTRA_NAMES)[0]})
 
 
 class HFASTTrainer(Trainer[str, str, Step, Batch]):

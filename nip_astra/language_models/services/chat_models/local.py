@@ -16,8 +16,13 @@ import torch
 from pydantic import Field
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler, as_sampler
-from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.base import (
+    LANGUAGE_MODELS,
+    TokenCount,
+    TokenModel,
+    TokenSampler,
+    as_sampler,
+)
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.services.chat import (
     CPU,
@@ -32,8 +37,8 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     LimitParameters,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors

@@ -25,9 +25,9 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     estimate_usage,
+    register_chat_model,
 )
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
-from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where

@@ -21,8 +21,8 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     cut_at_stop,
+    register_chat_model,
 )
-from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import SeedPart, derive_seed

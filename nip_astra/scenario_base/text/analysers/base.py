@@ -6,11 +6,12 @@ Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from nip_astra.parameters.parameters_base import PlainText, PolymorphicParameters
+from nip_astra.parameters.parameters_base import ComponentRegistry, PlainText, PolymorphicParameters
+from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_arrays import active_turns
 from nip_astra.scenario_base.text.parsing import DECISION_WORDS
@@ -203,4 +204,35 @@ def _row(columns: NestedArrayDict | None, place: int) -> dict[str, Any]:
     for name, array in () if columns is None else columns.items():
         value = array[place]
         found[str(name)] = value.item() if hasattr(value, "item") else value
+    return found
+
+
+Cls = TypeVar("Cls", bound=type[RolloutAnalyser])
+
+ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry(
+    "rollout_analyser",
+    package="nip_astra.scenario_base.text.analysers",
+    members=RolloutAnalyserType,
+    modules=dict.fromkeys(RolloutAnalyserType, "library"),
+)
+
+
+def register_rollout_analyser(name: str) -> Callable[[Cls], Cls]:
+    """Register a `RolloutAnalyser` subclass under the name that selects it."""
+    return ROLLOUT_ANALYSERS.register(name)  # type: ignore[return-value]  # gives back its argument
+
+
+def build_rollout_analysers(chosen: Iterable[str | Any]) -> list[RolloutAnalyser]:
+    """Analysers by names, or by their parameters.
+
+    Raises
+    ------
+    UnknownNameError
+        For a name that nothing is registered under.
+    """
+    found = []
+    for one in chosen:
+        name = one if isinstance(one, str) else one.type_name
+        cls = ROLLOUT_ANALYSERS.get(name)
+        found.append(cls(cls.Parameters() if isinstance(one, str) else one))
     return found

@@ -26,8 +26,12 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
-from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser, Subject
-from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
+from nip_astra.scenario_base.text.analysers.base import (
+    ROLLOUT_ANALYSERS,
+    Cast,
+    RolloutAnalyser,
+    Subject,
+)
 from nip_astra.scenario_base.text.parameters import ChatModelParameters
 from nip_astra.scenario_base.text.parsing import channel_title
 from nip_astra.utils.array_specs import CompositeSpec, IntArraySpec, StringArraySpec

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from nip_astra.parameters.types import RolloutAnalyserType
-from nip_astra.scenario_base.text.analysers.base import Role, RolloutAnalyser, Subject
-from nip_astra.scenario_base.text.analysers.registry import register_rollout_analyser
+from nip_astra.scenario_base.text.analysers.base import (
+    Role,
+    RolloutAnalyser,
+    Subject,
+    register_rollout_analyser,
+)
 
 
 @register_rollout_analyser(RolloutAnalyserType.DIRECT_QUOTATION)

@@ -6,12 +6,18 @@ Shapes: N images, K channels of an image, H and W its height and width, F channe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import (
+    ComponentRegistry,
+    PolymorphicParameters,
+    polymorphic,
+)
+from nip_astra.parameters.types import PretrainedModelType
 
 
 class PretrainedModel(ABC):
@@ -42,3 +48,18 @@ class PretrainedModel(ABC):
     @abstractmethod
     def embed(self, images_NKHW: Tensor) -> Tensor:
         """The views of images, float32 [N, F, height, width], without gradients."""
+
+
+PRETRAINED_MODELS: ComponentRegistry[type[PretrainedModel]] = ComponentRegistry(
+    "pretrained_model",
+    package="nip_astra.scenarios.images.pretrained",
+    members=PretrainedModelType,
+)
+PretrainedModelParameters = polymorphic(PRETRAINED_MODELS.get, PretrainedModel.Parameters)
+
+
+def register_pretrained_model(
+    name: str,
+) -> Callable[[type[PretrainedModel]], type[PretrainedModel]]:
+    """Register a `PretrainedModel` subclass under the `_type` by which parameter files name it."""
+    return PRETRAINED_MODELS.register(name)

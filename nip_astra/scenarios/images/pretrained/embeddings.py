@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import DataError
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
-from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
+from nip_astra.scenarios.images.pretrained.base import PRETRAINED_MODELS, PretrainedModel
 from nip_astra.utils.kept_tensors import keep_tensors, take_tensors
 from nip_astra.utils.source_digest import digest_of_code
 

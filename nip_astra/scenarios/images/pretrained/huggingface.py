@@ -21,8 +21,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import PretrainedModelType
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
-from nip_astra.scenarios.images.pretrained.registry import register_pretrained_model
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel, register_pretrained_model
 
 ADVICE = (
     "Give a folder that save_pretrained of an image model wrote, or a hub id that this machine can "

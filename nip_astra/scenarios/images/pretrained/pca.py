@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import PretrainedModelType
-from nip_astra.scenarios.images.pretrained.base import PretrainedModel
-from nip_astra.scenarios.images.pretrained.registry import register_pretrained_model
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel, register_pretrained_model
 
 MIN_SHARE = 1e-6
 """Components with less than this share of the greatest variance are 0: there is only noise."""

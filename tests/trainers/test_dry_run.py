@@ -11,7 +11,7 @@ import torch
 from nip_astra.distributed.placement import PLACEMENT
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.held_models import memory_of_models
+from nip_astra.trainers.dry_run import model_memory, state_per_weight
 from tests.resuming import short_experiment
 
 
@@ -28,7 +28,7 @@ def test_what_several_share_counts_for_the_first() -> None:
     target = Holder(model=Holder(module=base))
     judge = Holder(nested=[Holder(network=torch.nn.Linear(3, 1).double())], itself=attacker)
     judge.again = judge
-    found = memory_of_models({"attacker": attacker, "target": target, "judge": judge})
+    found = model_memory({"attacker": attacker, "target": target, "judge": judge})
     assert found == {"attacker": 4 * 150, "judge": 8 * 4}
 
 
@@ -36,12 +36,12 @@ def test_laid_out_weights_and_freed_ones_count_as_what_they_take() -> None:
     module = torch.nn.Linear(10, 10, bias=False)
     laid_out = {"layer": [torch.zeros(20, 20)]}
     model = Holder(module=module, snapshot=Holder(weights=laid_out))
-    assert memory_of_models({"x": model}) == {"x": 4 * 500}
+    assert model_memory({"x": model}) == {"x": 4 * 500}
     module.weight.data = torch.empty(0)
-    assert memory_of_models({"x": model}) == {"x": 4 * 400}
+    assert model_memory({"x": model}) == {"x": 4 * 400}
     # Another view of what is counted takes nothing.
     model.row = laid_out["layer"][0][3]
-    assert memory_of_models({"x": model}) == {"x": 4 * 400}
+    assert model_memory({"x": model}) == {"x": 4 * 400}
 
 
 def memory_of(trainer: Any) -> dict[str, float]:
@@ -66,8 +66,8 @@ def test_an_adapters_base_counts_once_for_attacker_and_reference(tmp_path: Path)
     trainer: Any = prepare_experiment(
         short_experiment("ast_dpo", tmp_path / "x", lora), progress=False
     ).trainer
-    whole = memory_of_models({"attacker": trainer.scenario_instance.agents["attacker"]})
-    both = memory_of_models(
+    whole = model_memory({"attacker": trainer.scenario_instance.agents["attacker"]})
+    both = model_memory(
         {role: trainer.scenario_instance.agents[role] for role in ("attacker", "reference")}
     )
     assert both["attacker"] == whole["attacker"]
@@ -81,3 +81,20 @@ def test_the_plan_of_a_task_has_the_reference_too() -> None:
     memory = memory_of(prepare_experiment(resolved, progress=False).trainer)
     assert memory["weights, policy"] > 0
     assert memory["weights, reference"] > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "count"),
+    [
+        (torch.optim.SGD, {}, 0.0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1.0),
+        (torch.optim.RMSprop, {}, 1.0),
+        (torch.optim.AdamW, {}, 2.0),
+        (torch.optim.AdamW, {"amsgrad": True}, 3.0),
+    ],
+)
+def test_an_optimizer_takes_what_it_keeps_of_each_weight(
+    optimizer: Any, options: dict[str, Any], count: float
+) -> None:
+    weights = torch.nn.Linear(3, 2).parameters()
+    assert state_per_weight(optimizer(weights, lr=0.1, **options)) == count

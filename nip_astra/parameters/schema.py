@@ -1,7 +1,7 @@
 """The JSON Schema of parameter files, for editors.
 
-A file is less than what it resolves to: it may hold a part of any group, extend another file, refer
-to parameters by `${a.b}`, and change single elements of a list.
+A file may hold part of any group, extend another file, refer to parameters by `${a.b}`, and change
+single elements of a list.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REFERENCE = {
     "pattern": r"\$\{.+\}|^\?\?\?$",
     "description": "${path.to.parameter}, whose value it takes; ??? must be given later.",
 }
-EXTENDS = "Another file, from the folder of this one, whose values hold where this has none."
-SETTINGS = "Where and how the run takes place; what the command line says wins."
+EXTENDS = "Another file, relative to this one, whose values hold unless this one sets them."
+SETTINGS = "Device, tracking and paths of the run; the command line wins."
 SECTION_OF_A_PLUGIN = {"type": "object", "description": "The section of a plug-in."}
 _KEPT_BESIDE = ("description", "default")
 
@@ -31,14 +31,14 @@ _KEPT_BESIDE = ("description", "default")
 def schema_of_files(
     model: type[HyperParameters], known: Mapping[str, Sequence[str]], *, is_open: bool
 ) -> dict[str, Any]:
-    """The JSON Schema of files whose values `model` validates when they are complete.
+    """The JSON Schema of files that `model` validates once they are complete.
 
     Parameters
     ----------
     known : Mapping[str, Sequence[str]]
-        For parameters at the top that are names: those that an editor proposes.
+        Names that an editor proposes, by top-level parameter.
     is_open : bool
-        Whether groups of names that the model does not know pass, as sections of plug-ins.
+        Whether unknown groups pass, as sections of plug-ins.
     """
     schema: dict[str, Any] = _of(model)
     settings = _of(ExperimentSettings)
@@ -62,7 +62,7 @@ def schema_of_files(
 
 
 class _Generator(GenerateJsonSchema):
-    """Leaves out what lives in the process only, and requires nothing: another file may give it."""
+    """Leaves out fields that are not stored, and requires none: another file may set them."""
 
     def field_is_present(self, field: Any) -> bool:
         return not field.get("serialization_exclude", False)
@@ -77,7 +77,7 @@ def _of(model: type[Any]) -> dict[str, Any]:
 
 
 def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
-    """Put back the summaries that pydantic leaves out where a class says the same."""
+    """Restore the descriptions that pydantic leaves out if a class has the same."""
     for one in group.get("properties", {}).values():
         reference = one.get("$ref", "").rpartition("/")[2]
         if "description" not in one and "description" in definitions.get(reference, {}):
@@ -85,7 +85,7 @@ def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of what a file may hold in place of a complete value."""
+    """The schema of a file, which need not be complete."""
     loose = {key: value for key, value in schema.items() if key not in ("title", "required")}
     if "description" in loose:
         loose["description"] = " ".join(loose["description"].split())
@@ -108,7 +108,7 @@ def _value(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a value at a name or in a list, which may be a reference to another."""
     loose = _loosened(schema)
     if isinstance(loose.get("default"), Mapping):
-        del loose["default"]  # told by its parts
+        del loose["default"]  # Its parts have it.
     beside = {key: loose.pop(key) for key in _KEPT_BESIDE if key in loose}
     kinds = loose.pop("anyOf", None) or [loose]
     if {"type": "string"} in kinds or not any(kinds):

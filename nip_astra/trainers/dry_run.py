@@ -1,0 +1,235 @@
+"""Measure the smallest step of a run, and estimate what the whole run takes.
+
+Every estimate uses these names; a family adds counts of its own.
+
+- `num_iterations`; `num_parameters`, weights that learn.
+- `seconds_per_episode`: playing one tree, one problem with all its rollouts, or an iteration in one
+  environment of a protocol. `seconds_per_minibatch`: learning from one minibatch.
+- `loss` of that minibatch; None if the episode gave nothing to learn from.
+- `predicted_peak_gib`: the most memory that the run needs.
+- `estimated_training_hours`: an upper bound, since episodes that are played together share forward
+  passes. For text protocols these are the hours of sampling; fine-tuning jobs come on top.
+- `placement`: the same run on other numbers of devices (`nip_astra.distributed.placement`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.utils.processor import peak_memory_bytes
+
+MAX_DEPTH = 8
+"""How deep a model may be nested in the components of a scenario."""
+_FOREIGN = {"builtins", "torch", "tensordict", "transformers", "tokenizers", "numpy", "functools"}
+"""Packages whose objects are not searched for models: they hold none, or their owner lists it."""
+
+
+@dataclass(frozen=True)
+class SmallestStep:
+    """What playing one episode and learning from one minibatch took.
+
+    Attributes
+    ----------
+    num_samples, num_learned : int
+        Samples of the episode, and those of them in the minibatch.
+    num_tokens : float
+        Tokens that the episode generated.
+    peak_bytes, step_bytes : int
+        The most memory held before the minibatch, and what the minibatch added to it.
+    loss : float or None
+        The loss of the minibatch; None without samples.
+    """
+
+    play_seconds: float
+    step_seconds: float
+    num_samples: int
+    num_learned: int
+    num_tokens: float
+    peak_bytes: int
+    step_bytes: int
+    loss: float | None
+
+
+def measure_smallest_step(
+    play: Callable[[], tuple[Sequence[Any], float]],
+    learn: Callable[[Sequence[Any]], tuple[float | None, int]],
+) -> SmallestStep:
+    """Play one episode and learn from a minibatch of its samples.
+
+    Parameters
+    ----------
+    play : Callable
+        Returns the samples and the number of generated tokens.
+    learn : Callable
+        Takes the samples; returns the loss and how many it learned from.
+    """
+    started = time.perf_counter()
+    samples, num_tokens = play()
+    played, peak = time.perf_counter(), peak_memory_bytes()
+    loss, num_learned = learn(samples)
+    return SmallestStep(
+        play_seconds=played - started,
+        step_seconds=time.perf_counter() - played,
+        num_samples=len(samples),
+        num_learned=num_learned,
+        num_tokens=num_tokens,
+        peak_bytes=peak,
+        step_bytes=max(peak_memory_bytes() - peak, 0),
+        loss=loss,
+    )
+
+
+def work_of_language_model(
+    step: SmallestStep, training: TrainingConfiguration, memory: Mapping[str, float]
+) -> Work:
+    """The whole run of a language model, scaled from its smallest step.
+
+    Parameters
+    ----------
+    memory : Mapping[str, float]
+        Bytes of weights, gradients and optimizer by part; see `memory_of`.
+    """
+    num_episodes = training.num_episodes_per_experience
+    num_rows = max(step.num_samples, 1) * num_episodes
+    rows = min(training.minibatch_size * training.gradient_accumulation_steps, num_rows)
+    seconds_per_row = step.step_seconds / max(step.num_learned, 1)
+    bytes_per_row = step.step_bytes / max(step.num_learned, 1)
+    return Work(
+        num_iterations=training.num_iterations,
+        num_episodes=num_episodes,
+        rows_per_step=rows,
+        steps_per_iteration=math.ceil(num_rows / rows) * training.num_epochs,
+        rollout_seconds=step.play_seconds * num_episodes,
+        update_seconds=seconds_per_row * num_rows * training.num_epochs,
+        tokens_per_iteration=step.num_tokens * num_episodes,
+        gradient_bytes=memory["gradients"],
+        memory={**memory, "step": bytes_per_row * min(training.minibatch_size, num_rows)},
+        divided_memory={},
+    )
+
+
+def estimate_run(
+    work: Work, step: SmallestStep, num_parameters: int, *, extra_cache_bytes: float = 0.0
+) -> dict[str, Any]:
+    """The estimate of a run, with the names of this module.
+
+    Parameters
+    ----------
+    extra_cache_bytes : float
+        Keys and values of an iteration's episodes beyond those of the one that was played.
+    """
+    seconds = work.rollout_seconds + work.update_seconds
+    peak = step.peak_bytes + max(extra_cache_bytes, work.memory["step"])
+    return {
+        "num_iterations": work.num_iterations,
+        "num_parameters": num_parameters,
+        "loss": step.loss,
+        "seconds_per_episode": step.play_seconds,
+        "seconds_per_minibatch": step.step_seconds,
+        "predicted_peak_gib": peak / 2**30,
+        "generated_tokens": work.num_iterations * work.tokens_per_iteration,
+        "estimated_training_hours": work.num_iterations * seconds / 3600.0,
+        PLACEMENT: plans_for(work, Cluster()),
+    }
+
+
+# ---- memory
+
+
+def memory_of(
+    parts: Mapping[str, object], learned: Sequence[Tensor], optimizer_bytes: float
+) -> dict[str, float]:
+    """Bytes of the weights of each part, of the gradients, and of the optimizer's state."""
+    return {
+        **{f"weights, {name}": size for name, size in model_memory(parts).items()},
+        "gradients": bytes_of(learned),
+        "optimizer": optimizer_bytes,
+    }
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> float:
+    """Bytes of tensors."""
+    return float(sum(one.numel() * one.element_size() for one in tensors))
+
+
+def state_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """Numbers that an optimizer keeps for each weight: 2 for Adam, 0 for SGD without momentum."""
+    options = {name: v for name, v in optimizer.param_groups[0].items() if name != "params"}
+    weight = torch.nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.zeros_like(weight)
+    trial = type(optimizer)([{**options, "params": [weight]}])  # type: ignore[call-arg]  # as the
+    trial.step()  # base, whose defaults each optimizer sets itself
+    tensors = _tensors_in(dict(trial.state), {id(weight)}, MAX_DEPTH)
+    return sum(one.numel() for one in tensors if one.numel() > 1) / weight.numel()
+
+
+def model_memory(parts: Mapping[str, object]) -> dict[str, float]:
+    """Bytes of the tensors that each part holds, including weights laid out for generation.
+
+    Tensors that several parts share, for instance a base model, count for the first of them; parts
+    without any are left out.
+
+    Parameters
+    ----------
+    parts : Mapping[str, object]
+        Agents, scorers and services, by name.
+    """
+    seen: set[int] = set()
+    storages: set[int] = set()
+    sizes = {}
+    for name, part in parts.items():
+        size = 0.0
+        for tensor in _tensors_in(part, seen, MAX_DEPTH):
+            storage = tensor.untyped_storage()
+            # Freed matrices all share one empty storage.
+            if storage.nbytes() and storage.data_ptr() not in storages:
+                storages.add(storage.data_ptr())
+                size += storage.nbytes()
+        if size:
+            sizes[name] = size
+    return sizes
+
+
+def parts_with_models(instance: Any) -> dict[str, object]:
+    """Components of a scenario instance that may hold models, by name."""
+    parts = vars(instance)
+    others = {
+        "scorer": getattr(parts.get("sampler"), "scorer", None),
+        "task": parts.get("task"),
+        "reward terms": parts.get("reward_terms"),
+        **instance.services,
+    }
+    return {**instance.agents, **{name: one for name, one in others.items() if one is not None}}
+
+
+def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
+    """Tensors reachable through attributes and collections; each object is visited once."""
+    if id(value) in seen or depth == 0:
+        return
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+        return
+    if isinstance(value, Mapping):
+        inner: list[object] = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    elif type(value).__module__.partition(".")[0] in _FOREIGN or not hasattr(value, "__dict__"):
+        return
+    else:
+        inner = list(vars(value).values())
+    for item in inner:
+        yield from _tensors_in(item, seen, depth - 1)

@@ -1,0 +1,69 @@
+"""Optimizers and schedules are found by name, those of a plug-in as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from tests.command_line import plugins_forgotten_after
+
+PLUGIN = """
+import torch
+import nip_astra as na
+
+
+@na.register_optimizer("heavy_ball")
+def heavy_ball(groups, *, lr, weight_decay):
+    return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=0.9)
+
+
+@na.register_schedule("halved")
+def halved(progress):
+    return 1.0 if progress < 0.5 else 0.5
+"""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_every_optimizer_of_torch_steps(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = build_optimizer(TrainingConfiguration(optimizer=name, lr=0.1), [weight])
+    assert type(optimizer).__name__.lower() == name
+    weight.square().sum().backward()
+    optimizer.step()
+    assert weight.mean() < 1
+
+
+def test_weight_decay_is_refused_where_an_optimizer_has_none() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1))]
+    with pytest.raises(ConfigurationError, match="weight_decay"):
+        build_optimizer(TrainingConfiguration(optimizer="rprop", weight_decay=0.1), weights)
+
+
+def test_an_unknown_name_is_a_fault_with_the_nearest_names() -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(
+            trainer="ast_dpo", overrides=["training.optimizer=NAdam", "training.lr_schedule=zigzag"]
+        )
+    first, second = caught.value.faults
+    assert (first.path, second.path) == ("training.optimizer", "training.lr_schedule")
+    assert "'nadam'" in first.suggestion
+    assert "constant, cosine, linear" in second.suggestion
+
+
+def test_a_plug_in_adds_an_optimizer_and_a_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    overrides = ["training.optimizer=heavy_ball", "training.lr_schedule=halved", "training.lr=0.5"]
+    with plugins_forgotten_after():
+        resolved = resolve_experiment(trainer="ast_dpo", plugins=[str(path)], overrides=overrides)
+        training = resolved.hyper_params.training
+        optimizer = build_optimizer(training, [torch.nn.Parameter(torch.ones(1))])
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        rates = [learning_rate(training, step=9, progress=p) for p in (0.0, 0.4, 0.6, 1.0)]
+    assert rates == [0.5, 0.5, 0.25, 0.25]
