@@ -28,13 +28,8 @@ NUM_ITERATIONS = 2
 RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
 
 
-HAS_ONE_ENGINE = importlib.util.find_spec("nip_astra.language_models.fine_tuning") is not None
-
-
 @pytest.mark.parametrize("name", SHORT)
 def test_a_loop_gives_the_metrics_of_its_trainer(name: str, tmp_path: Path) -> None:
-    if name == "text_protocol" and not HAS_ONE_ENGINE:
-        pytest.skip("the loop shows the engine of jobs with an option for each choice")
     trainer, overrides = SHORT[name]
     loop = _load(name)
     overrides = [*loop.overrides(NUM_ITERATIONS), *overrides]
