@@ -140,7 +140,7 @@ def test_a_scorer_that_hangs_has_a_time_limit(on_failure: str) -> None:
     Hanging.calls = 0
     started = time.monotonic()
     if on_failure == "stop":
-        with pytest.raises(ScorerTimeoutError, match=r"within 0\.2 seconds.*timeout_seconds"):
+        with pytest.raises(ScorerTimeoutError, match=r"timeout_seconds=0\.2"):
             scorer.score(["a", "b"])
     else:
         assert scorer.score(["a", "b"]).isnan().all()

@@ -251,7 +251,7 @@ def test_a_corrupt_checkpoint_is_not_resumed(
     with pytest.raises(StopRequested):
         run("one")
     (tmp_path / "one" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step_00000003 .* state\.json is corrupt\. Write"):
+    with pytest.raises(CheckpointError, match=r"step_00000003.* state\.json"):
         resume_experiment(tmp_path / "one", progress=False)
     assert counts(tmp_path / "one") == [0.5, 1.5, 2.5]
 

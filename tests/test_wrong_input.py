@@ -151,7 +151,7 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
         ("ast_chat.planted_failures=[{name: x, probe: (}]", "planted_failures.0.probe: is no regu"),
         (
             "ast_chat.planted_failures=[{name: x, probe: a}, {name: x, probe: b}]",
-            "ast_chat.planted_failures: has more than one of the name 'x'; name each its own",
+            "ast_chat.planted_failures: has duplicate names ['x']",
         ),
         (
             "ast_chat.attacker.min_new_tokens=7",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from nip_astra import plugins
 from nip_astra.scorers.base import SCORERS
 from tests.command_line import CommandLine, Said, refused, registered_names
+from tests.messages import says
 
 SCORER = """
     from nip_astra.scorers.base import Scorer
@@ -84,8 +85,7 @@ def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
 
 def test_a_scorer_that_raises(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "raise ValueError('out of words')"))
-    assert message.startswith("the scorer 'mine' was asked to rate ")
-    assert "texts and failed: ValueError: out of words. Mend the scorer;" in message
+    assert says(message, "'mine'", "ValueError: out of words")
     log = (cli.folder / "runs" / "one" / "log.txt").read_text()
     assert "ERROR" in log
     assert "out of words" in log
@@ -93,16 +93,12 @@ def test_a_scorer_that_raises(cli: CommandLine) -> None:
 
 def test_a_scorer_that_gives_nan(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "return [float('nan') for text in texts]"))
-    assert message.startswith("the scorer 'mine' gave nan for the text ")
-    assert message.endswith(
-        "A score is a number from 0 to 1, or None where there is no verdict; mend the scorer, then "
-        "resume the run."
-    )
+    assert says(message, "'mine'", "nan")
 
 
 def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "return [0.5]"))
-    assert message.endswith("texts and gave 1 scores. It must give one score a text, in order.")
+    assert says(message, "'mine'", "1 scores", "16 texts")
 
 
 def test_a_scorer_that_ends_the_program_does_not_end_the_run_in_silence(cli: CommandLine) -> None:

@@ -87,8 +87,7 @@ class VllmLanguageModel(LanguageModel):
         """Share of the GPU's memory for vLLM's weights and caches. Larger samples more turns at
         once and leaves less to training."""
         max_model_len: int | None = Field(default=None, ge=2)
-        """Longest conversation in tokens; null for the model's window. Smaller takes less memory.
-        """
+        """Longest conversation in tokens; null for the model's window. Smaller uses less memory."""
         sleep_during_updates: bool = False
         """Whether vLLM releases its memory during updates of a model that learns; costs the time to
         copy the weights twice per rollout."""

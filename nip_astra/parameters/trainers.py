@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from nip_astra.parameters.conditions import where, where_given
-from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
+from nip_astra.parameters.parameters_base import MAX_LR, PlainText, SubParameters
 from nip_astra.parameters.text import TextRlParameters as TextRlParameters
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
@@ -78,7 +78,7 @@ class CommonPpoParameters(SubParameters):
 
     loss_type: Literal["clip", "kl_penalty"] = "clip"
     """Clipped ratios (arXiv:1707.06347, eq. 7), or a penalty on the divergence (eq. 8)."""
-    loss: Annotated[str, where("loss_type", "clip")] = "ppo"
+    loss: Annotated[PlainText, where("loss_type", "clip")] = "ppo"
     """Policy loss, see `rl_objectives.policy_losses`, or one registered by a plug-in."""
     loss_options: Annotated[dict[str, JsonValue], where("loss_type", "clip")] = {}
     """Options of the loss beside its clip, by name."""

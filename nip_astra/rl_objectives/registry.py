@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, UnknownNameError, nearest_names
+from nip_astra.errors import ConfigurationError, nearest_names
 from nip_astra.parameters.conditions import ReadWhere
+from nip_astra.parameters.parameters_base import RegisteredName
 from nip_astra.registry import Registry
 
 _PACKAGE = "nip_astra.rl_objectives"
@@ -115,18 +116,11 @@ def has_option(option: str) -> ReadWhere:
     return ReadWhere("loss", is_met, f"names a policy loss with the option {option}")
 
 
-def _known(registry: Registry[Any]) -> AfterValidator:
-    def check(name: str) -> str:
-        if registry is POLICY_LOSSES:
-            name = OLD_LOSS_NAMES.get(name, name)
-        if name not in registry.names():
-            raise ValueError(str(UnknownNameError(registry.kind, name, registry.names())))
-        return name
-
-    return AfterValidator(check)
+def _current_name(name: Any) -> Any:
+    return OLD_LOSS_NAMES.get(name, name) if isinstance(name, str) else name
 
 
-PolicyLossName = Annotated[str, _known(POLICY_LOSSES)]
+PolicyLossName = Annotated[str, RegisteredName(POLICY_LOSSES), BeforeValidator(_current_name)]
 """A name in `POLICY_LOSSES`."""
-AdvantageName = Annotated[str, _known(ADVANTAGES)]
+AdvantageName = Annotated[str, RegisteredName(ADVANTAGES)]
 """A name in `ADVANTAGES`."""

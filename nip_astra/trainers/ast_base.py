@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -212,7 +211,10 @@ class AstTrainer(LanguageModelTrainer):
 
     def handlers(self) -> dict[str, Handler]:
         """Besides those of the base: running parts of a rollout."""
-        run = partial(run_requested, self.sampler.requested_part)
+
+        def run(request: Any) -> Any:
+            return run_requested(self.sampler.requested_part, request)
+
         return super().handlers() | {RUN_PARTS: run}
 
     # ---- from episodes to samples

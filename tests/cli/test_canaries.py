@@ -31,21 +31,24 @@ CANARY = "NIP_ASTRA_CANARY"
 # Parameters that name files, models, addresses, variables, or options of code that is not ours.
 # A parameter that is missing here and is marked as harmless in the code needs a second look.
 OUTSIDE = """
-AgentParameters.checkpoint_version AgentParameters.load_from_run AstSftTrainer.Parameters.probes
-BaseRunParameters.run ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
-DatasetTask.Parameters.dev DatasetTask.Parameters.test DatasetTask.Parameters.train
-DetoxifyScorer.Parameters.checkpoint DetoxifyScorer.Parameters.config_path EmbedderParameters.model
+AdvantageParameters.advantage_options AgentParameters.checkpoint_version
+AgentParameters.load_from_run AstSftTrainer.Parameters.probes BaseRunParameters.run
+ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
+CommonPpoParameters.loss_options DatasetTask.Parameters.dev DatasetTask.Parameters.test
+DatasetTask.Parameters.train DetoxifyScorer.Parameters.checkpoint
+DetoxifyScorer.Parameters.config_path EmbedderParameters.model
 EvaluationParameters.labelled_responses FineTuningParameters.api_key_variable
 FineTuningParameters.base_url GraphPairParameters.file HuggingFaceImageModel.Parameters.model
 HuggingFaceLanguageModel.Parameters.base_model HuggingFaceLanguageModel.Parameters.model
 HyperParameters.scenario ImageDatasetParameters.path JudgeScorer.Parameters.api_key_variable
 JudgeScorer.Parameters.base_url JudgeScorer.Parameters.extra_body JudgeScorer.Parameters.weights
-LlamaGuardScorer.Parameters.model OpenAIChatModel.Parameters.api_key_variable
-OpenAIChatModel.Parameters.base_url OpenAIChatModel.Parameters.extra_body
-OpenAIChatModel.Parameters.weights PretrainedModel.Parameters.cache_dir PromptParameters.dev
-PromptParameters.test PromptParameters.train RemoteLanguageModel.Parameters.model
-RolloutParameters.algorithm TextAgentParameters.checkpoint_version
-TextAgentParameters.load_from_run TrainServiceParameters.base_url TrainServiceParameters.model
+LlamaGuardScorer.Parameters.model LossParameters.loss_options
+OpenAIChatModel.Parameters.api_key_variable OpenAIChatModel.Parameters.base_url
+OpenAIChatModel.Parameters.extra_body OpenAIChatModel.Parameters.weights
+PretrainedModel.Parameters.cache_dir PromptParameters.dev PromptParameters.test
+PromptParameters.train RemoteLanguageModel.Parameters.model RolloutParameters.algorithm
+TextAgentParameters.checkpoint_version TextAgentParameters.load_from_run
+TrainServiceParameters.base_url TrainServiceParameters.model TrainServiceParameters.options
 TrainServiceParameters.token_variable VerifiersTask.Parameters.options
 VerifiersTask.Parameters.taskset WeakSupervisionParameters.probes
 """

@@ -67,7 +67,7 @@ def test_labelled_responses_are_rated_once(
 @pytest.mark.parametrize("threshold", ["0", "-0.5", "1.5", "nan"])
 @pytest.mark.parametrize("command", ["evaluate", "score"])
 def test_a_threshold_that_no_score_can_be_held_against_is_refused(
-    cli: CommandLine, command: str, threshold: str
+    cli: CommandLine, run: Path, command: str, threshold: str
 ) -> None:
     message = refused(cli(command, "runs/one", "--threshold", threshold))
     assert f"(--threshold) {threshold} " in message
@@ -121,7 +121,7 @@ def test_an_encoder_groups_the_failures_where_it_is_asked_for(
     assert said.code == 0, said.err
     settings = figures_of(run, "plain")["diversity"]["settings"]
     assert settings["embedding"] == "hashed character n-grams"
-    assert "its name is empty" in refused(cli("score", "runs/one", "--embedder", ""))
+    assert "(--embedder)" in refused(cli("score", "runs/one", "--embedder", ""))
     message = refused(cli("score", "runs/one", "--embedder", "./nowhere", "--name", "c"))
     assert "does not exist" in message
 

@@ -189,7 +189,7 @@ def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_
             resume(path, None)
         return str(caught.value)
 
-    assert says(failed(), f"shards/{lost.name} is missing", "the newest that is good")
+    assert says(failed(), f"shards/{lost.name} is missing", "newest valid")
     (tmp_path / lost.name).rename(lost)
     lost.write_bytes(lost.read_bytes()[:-1] + b"x")
     assert says(failed(), f"shards/{lost.name} is corrupt")

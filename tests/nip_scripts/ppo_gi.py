@@ -117,9 +117,10 @@ def construct_params(combo):
         ),
         ppo=CommonPpoParameters(
             loss_type="clip",
-            clip_epsilon=0.2,
+            clip_low=0.2,
+            clip_high=0.2,
             critic_coef=1.0,
-            entropy_coef=0.001,
+            entropy_weight=0.001,
             normalize_advantage=True,
         ),
         interaction_protocol=combo["interaction_protocol"],

@@ -209,7 +209,7 @@ def test_a_dry_run_asks_for_one_episode_and_tells_what_the_run_would_cost(tmp_pa
 def test_what_needs_the_targets_logprobs_and_two_or_no_targets_are_refused(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ParameterError, match=r"likelihood_model target.*set it to reference"):
+    with pytest.raises(ParameterError, match=r"likelihood_model=target.*reference"):
         resolve(
             chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"}),
         )

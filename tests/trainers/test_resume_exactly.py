@@ -203,13 +203,13 @@ def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Which texts scorers rate together."""
     batches: list[tuple[str, ...]] = []
-    ask: Callable[[Scorer, list[Exchange]], Any] = Scorer._asked
+    ask: Callable[[Scorer, list[Exchange]], Any] = Scorer._call_hook
 
     def noted(self: Scorer, exchanges: list[Exchange]) -> Sequence[Any]:
         batches.append(tuple(exchange.text for exchange in exchanges))
         return ask(self, exchanges)
 
-    monkeypatch.setattr(Scorer, "_asked", noted)
+    monkeypatch.setattr(Scorer, "_call_hook", noted)
     return batches
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.errors import ConfigurationError, ServiceRequestError, UnknownNameError
+from nip_astra.errors import ConfigurationError, ServiceRequestError
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.optimizer_files import (
@@ -28,7 +28,7 @@ from nip_astra.language_models.services.optimizer_files import (
 )
 from nip_astra.parameters.conditions import where_not
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.parameters.parameters_base import MAX_LR, SubParameters, Url
+from nip_astra.parameters.parameters_base import MAX_LR, RegisteredName, SubParameters, Url
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.registry import Registry
@@ -90,7 +90,7 @@ def register_training_service(
 class TrainServiceParameters(SubParameters):
     """Where the policy learns and samples."""
 
-    backend: str = TrainingServiceType.LOCAL
+    backend: Annotated[str, RegisteredName(TRAINING_SERVICES)] = TrainingServiceType.LOCAL
     """local: in this process, on the settings' device. http: at a service that `nip-astra serve
     --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
     `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
@@ -115,14 +115,6 @@ class TrainServiceParameters(SubParameters):
     Adam takes 12 bytes per weight."""
     options: Annotated[dict[str, JsonValue], where_not("backend", "local", "http", "tinker")] = {}
     """Values for a registered service, which reads them as `request.parameters.options`."""
-
-    @field_validator("backend")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        known = TRAINING_SERVICES.names()
-        if name not in known:
-            raise ValueError(str(UnknownNameError("training_service", name, known)))
-        return name
 
     @model_validator(mode="after")
     def _has_address(self) -> Self:

@@ -256,9 +256,7 @@ def test_every_optimizer_is_real_and_learns(name: str) -> None:
 
 
 def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
-    with pytest.raises(
-        ParameterError, match="optimizer: must be one of adam, adamw, sgd"
-    ) as caught:
+    with pytest.raises(ParameterError, match=r"optimizer.*'adam'") as caught:
         TrainingConfiguration(optimizer="adamm")
     assert isinstance(caught.value, ValueError)
     with pytest.raises(ValueError, match="Did you mean 'minibatch_size'"):

@@ -130,7 +130,7 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_an_error() -> None:
             use(stub, lambda service: service.cancel("job-0"))
         assert use(stub, lambda service: service.job("job-9")).status is JobStatus.FAILED
         stub.faults = [401]
-        with pytest.raises(ConfigurationError, match="Check base_url, model and api_key_variable"):
+        with pytest.raises(ConfigurationError, match="base_url, model"):
             use(stub, lambda service: service.job("job-0"))
 
 

@@ -146,13 +146,13 @@ def test_a_body_that_draws_while_learning_does_so_in_one_process(
 def test_networks_that_draw_or_keep_statistics_are_refused(
     hidden: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = IppoObjective._value_loss
+    compute = IppoObjective._value_entries
 
     def with_hidden(objective: Any, *args: Any) -> Tensor:
         hidden(torch.ones(4, 8))
         return compute(objective, *args)
 
-    monkeypatch.setattr(IppoObjective, "_value_loss", with_hidden)
+    monkeypatch.setattr(IppoObjective, "_value_entries", with_hidden)
     monkeypatch.setattr(IppoObjective, "hidden", hidden, raising=False)
     buffers = [*hidden.buffers()]
     monkeypatch.setattr(IppoObjective, "buffers", lambda objective: iter(buffers))
