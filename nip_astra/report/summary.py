@@ -403,12 +403,15 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     shown = [(heading, report) for heading, report in shown if report]
     names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
+    met = met_in_training(run.results)
     for label, cell in _protocol_rows(names) if run.kind == PROTOCOL else MAIN_ROWS:
         cells = [cell(report) for _, report in shown]
+        if cell is plants_text and met is not None:
+            # Those of random search are not of held-out episodes; they have a row below.
+            cells = [NOTHING if "failure_rate" not in one else plants_text(one) for _, one in shown]
         if any(one != NOTHING for one in cells):
             bars = [rate_whisker(one, int(when != "before")) for when, one in shown]
             rows.append(Row(label, cells, bars if not rows else []))
-    met = met_in_training(run.results)
     if met is not None:
         found = {"after": met.text(met.found), "random search": met.text(met.random)}
         cells = [found.get(heading, NOTHING) for heading, _ in shown]

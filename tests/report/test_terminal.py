@@ -40,7 +40,13 @@ AFTER = BEFORE | {
     "if_unknown_failed": 0.701,
 }
 TRAINING = {"plants": {"late": 12000, "never": None, "soon": 12}, "target_queries": 13440}
-RANDOM = {"target_queries": 17208, "plants": {"soon": 9, "late": 15000, "never": None}}
+RANDOM = {
+    "target_queries": 17208,
+    "failing_responses": 3,
+    "plants_found": 2,
+    "num_plants": 8,
+    "plants": {"soon": 9, "late": 15000, "never": None},
+}
 RESULTS = {
     "before": BEFORE,
     "after": AFTER,
