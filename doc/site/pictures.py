@@ -22,7 +22,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "doc" / "pictures"
-COLUMNS, ROWS = 90, 40
+COLUMNS, ROWS = 118, 40
 LAST_LINES = 44
 """Lines of the output that the picture shows."""
 REPORT_SIZE = (1080, 1250)
