@@ -268,7 +268,7 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
     if current is not None:
         return f"It is called {current!r} now."
     if name in _OTHER_NAMES:
-        return f"Here that is {_OTHER_NAMES[name]}."
+        return f"Use {_OTHER_NAMES[name]}."
     # `--set lr=...` for training.lr is the most common slip.
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == name]
     if elsewhere:

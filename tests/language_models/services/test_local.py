@@ -68,9 +68,12 @@ def test_it_computes_with_as_many_threads_as_its_size_needs(
 
 def test_all_requests_may_wait_for_it_at_once() -> None:
     """The limits of services would leave its batches empty, or give up what is being answered."""
-    parameters = LocalChatModel.Parameters(language_model={"_type": "huggingface", "model": "x"})
+    model = {"_type": "huggingface", "model": "x"}
+    parameters = LocalChatModel.Parameters(language_model=model)
     assert parameters.limits.concurrency >= 4 * parameters.max_batch_size
     assert parameters.limits.attempt_timeout >= 3600
+    changed = LocalChatModel.Parameters(language_model=model, limits={"num_retries": 1})
+    assert changed.limits.model_copy(update={"num_retries": 5}) == parameters.limits
 
 
 def test_a_seed_and_a_sample_number_name_an_answer(model: LocalChatModel) -> None:

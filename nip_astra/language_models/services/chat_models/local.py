@@ -64,6 +64,15 @@ class _Pending(NamedTuple):
     answers: asyncio.Future[list[Progress]]
 
 
+class LocalLimitParameters(LimitParameters):
+    """Limits of a model in this process, which many requests may wait for."""
+
+    concurrency: int = Field(default=1024, ge=1)
+    """Open requests at once. Larger is faster if the service allows it."""
+    attempt_timeout: float = Field(default=86400.0, gt=0)
+    """Seconds after which an attempt is given up, even if data still arrives."""
+
+
 @register_chat_model(ChatModelType.LOCAL)
 class LocalChatModel(ChatModel):
     """A language model in this process; requests that wait at the same time are answered together.
@@ -99,7 +108,7 @@ class LocalChatModel(ChatModel):
         those of a level of conversations do) are cut, so that as many actors (settings.num_actors)
         work at once; 1 fills one batch after the other. In one process larger is slower. The last
         digits of log-probabilities depend on this number, but not on the number of actors."""
-        limits: LimitParameters = LimitParameters(concurrency=1024, attempt_timeout=86400.0)
+        limits: LocalLimitParameters = LocalLimitParameters()
         """How many requests wait for it at once, and for how long."""
 
     def __init__(
