@@ -493,7 +493,7 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
+    """A function that returns which of SIGINT and SIGTERM arrived; a second one stops at once."""
     received: list[str] = []
 
     def note(number: int, _frame: Any) -> None:

@@ -182,7 +182,7 @@ class TaskRollout:
         Of all episodes in order; one an episode, unless its context lost its oldest turns. Extras:
         `problem`, `num_turns` and `is_cut` (1 where the policy had no room to end its turn).
     episodes : list of Episode
-        What was said, a problem's runs beside each other.
+        The episodes, runs of a problem adjacent.
     """
 
     trajectories: list[Trajectory]

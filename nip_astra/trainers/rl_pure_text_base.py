@@ -99,7 +99,7 @@ class TextRunState(RunState):
     last : dict
         Statistics of the last iteration's rollouts.
     num_requests, prompt_tokens, completion_tokens : int
-        What was asked of chat models, and paid for.
+        Requests to chat models, and their cost.
     num_jobs : int
         Fine-tuning jobs submitted.
     groups : dict
@@ -128,7 +128,7 @@ class TextRunState(RunState):
         self.stage = str(STAGES[place % len(STAGES)])
 
     def costs(self) -> dict[str, int]:
-        """What was asked of services so far."""
+        """Requests to services so far."""
         return {
             "num_requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,

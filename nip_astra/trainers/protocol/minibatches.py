@@ -115,7 +115,7 @@ class EpisodeMinibatchBuffer(MinibatchBuffer):
     Parameters
     ----------
     episode_key : str
-        Entry of the frames that tells their episodes apart.
+        Entry of the frames that identifies their episodes.
     """
 
     def __init__(self, minibatch_size: int, *key: SeedPart, episode_key: str) -> None:

@@ -1,4 +1,4 @@
-"""Values of the nodes of text rollout trees, and pairs of answers of which one did better.
+"""Values of the nodes of text rollout trees, and preference pairs of answers.
 
 A node is one round: the moves of all agents and their rewards. Siblings are other moves in the same
 round. Shape suffixes: `N` node, `A` agent.
@@ -64,7 +64,7 @@ def tree_values(rollouts: NestedArrayDict) -> TreeValues:
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Two answers of an agent to the same messages, of which one did better.
+    """A preference pair: two answers of an agent to the same messages.
 
     Attributes
     ----------

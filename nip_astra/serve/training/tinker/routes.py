@@ -41,7 +41,7 @@ from nip_astra.serve.training.tinker.store import RunRecord, told_time
 from nip_astra.serve.training.work import Operation
 
 SECONDS_TO_WAIT = 25.0
-"""After which a client that waits is told to ask again; the SDK waits 45."""
+"""Seconds after which a waiting client must poll again; the SDK waits 45."""
 SECONDS_KEPT = 3600.0
 """For which a result is kept after it was there."""
 MAX_KEPT = 50_000
@@ -357,7 +357,7 @@ class Promise:
     tell : Callable
         Turns the result into an answer.
     made_at : float
-        When it was asked for, `time.monotonic`.
+        Time of the request, `time.monotonic`.
     """
 
     operation: Operation
