@@ -199,6 +199,7 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
     from nip_astra.scenario_base.tasks.base import register_task as register_task
+    from nip_astra.scenario_base.tasks.rewards import register_reward as register_reward
     from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
     from nip_astra.scenario_base.text.analysers.base import Subject as Subject
     from nip_astra.scenario_base.text.analysers.base import (
@@ -246,6 +247,7 @@ if TYPE_CHECKING:
     from nip_astra.sweep.results import read_sweep as read_sweep
     from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
     from nip_astra.sweep.sweeping import run_sweep as run_sweep
+    from nip_astra.task_runs import train_task as train_task
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
@@ -528,6 +530,7 @@ _HOMES = {
     "register_scenario": "nip_astra.scenarios.registry",
     "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.base",
+    "register_reward": "nip_astra.scenario_base.tasks.rewards",
     "register_task": "nip_astra.scenario_base.tasks.base",
     "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
@@ -546,6 +549,7 @@ _HOMES = {
     "where_above": "nip_astra.parameters.conditions",
     "where_given": "nip_astra.parameters.conditions",
     "whiten": "nip_astra.rl_objectives.advantages",
+    "train_task": "nip_astra.task_runs",
     "write_report": "nip_astra.report.page",
 }
 

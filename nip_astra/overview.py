@@ -40,6 +40,7 @@ REGISTRY_MODULES = (
     "reward_terms.base",
     "rl_objectives.registry",
     "scenario_base.tasks.base",
+    "scenario_base.tasks.rewards",
     "scenario_base.text.analysers.base",
     "scenarios.images.pretrained.base",
     "scenarios.registry",

@@ -36,6 +36,7 @@ FLOORS = [
         *(
             "run",
             "resume_check",
+            "task_runs",
             "overview",
             "installation",
             "resolving",

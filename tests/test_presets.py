@@ -32,6 +32,13 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 
+LEFT_OPEN = {
+    "verifiers": ("task.task.taskset=gsm8k",),
+    "dataset": ("task.task.train=rows.jsonl", "task.policy.language_model.model=mine"),
+}
+"""What the user of a scenario must give."""
+
+
 def _id(preset: Path) -> str:
     return f"{preset.parent.name}/{preset.stem}"
 
@@ -120,7 +127,7 @@ def _fits(trainer: type[Trainer], kind: str) -> bool:
 
 @pytest.mark.parametrize(("trainer", "scenario"), _pairs_of_a_kind())
 def test_every_trainer_resolves_on_every_scenario_of_its_kind(trainer: str, scenario: str) -> None:
-    left_open = ["task.task.taskset=gsm8k"] if scenario == "verifiers" else []
+    left_open = LEFT_OPEN.get(scenario, ())
     resolved = resolve_experiment(trainer=trainer, scenario=scenario, overrides=left_open)
     assert resolved.hyper_params.scenario == scenario
     assert resolved.kind == _scenario_values(scenario)["kind"]

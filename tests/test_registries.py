@@ -31,6 +31,7 @@ from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
+from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scenario_base.text.analysers.base import (
     ROLLOUT_ANALYSERS,
     RolloutAnalyser,
@@ -88,8 +89,6 @@ DECORATORS: dict[str, Any] = {
     "rollout_analyser": register_rollout_analyser,
     "training_service": register_training_service,
 }
-OF_FUNCTIONS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""Registries of functions, whose built-ins stand in one module."""
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
@@ -112,6 +111,7 @@ OF_FUNCTIONS = {
     "advantage": ADVANTAGES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
+    "reward": REWARDS,
 }
 """Registries of functions, whose built-ins stand in one module."""
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]

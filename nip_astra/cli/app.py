@@ -15,13 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import data, measuring, serving, sweeping
+from nip_astra.cli import data, measuring, serving, sweeping, tasks
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -51,9 +51,6 @@ from nip_astra.errors import (
     nearest_names,
 )
 from nip_astra.safe_text import safe_text
-
-if TYPE_CHECKING:
-    from nip_astra.run import ExperimentResult
 
 RUNS_DIFFER = 1
 """Exit code if a resumed run differs from an uninterrupted one."""
@@ -182,11 +179,8 @@ def run(
 ) -> None:
     """Train; `run` is what options without a command mean."""
     experiment = _experiment_arguments(locals())
-    from nip_astra.cli.terminal import open_console, quieten_libraries
-    from nip_astra.overview import dry_run as estimate
-    from nip_astra.report.terminal import print_dry_run
+    from nip_astra.cli.terminal import quieten_libraries, train_or_estimate
     from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.run import run_experiment
 
     given = settings_of(
         settings,
@@ -198,12 +192,7 @@ def run(
         test_run=test_run or None,
     )
     quieten_libraries()
-    resolved = resolve_experiment(**experiment)
-    if dry_run:
-        found = estimate(resolved, **given)
-        print_dry_run(found.estimate, open_console(), device_price=found.device_price)
-        return
-    _print_results(run_experiment(resolved, **given))
+    train_or_estimate(resolve_experiment(**experiment), given, is_dry=dry_run)
 
 
 @app.command()
@@ -219,22 +208,14 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
-    from nip_astra.cli.terminal import quieten_libraries
+    from nip_astra.cli.terminal import print_outcome, quieten_libraries
     from nip_astra.run import resume_experiment
 
     given = settings_of(
         settings, device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads
     )
     quieten_libraries()
-    _print_results(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
-
-
-def _print_results(result: ExperimentResult) -> None:
-    from nip_astra.cli.terminal import open_console
-    from nip_astra.report.terminal import print_results
-
-    if rank_of_process() == 0:
-        print_results(result.results, result.run_directory.path, open_console())
+    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
 
 
 @app.command(name="check-resume")
@@ -426,6 +407,7 @@ for command in measuring.COMMANDS:
     app.command()(command)
 app.command()(measuring.analyse)
 app.command()(serving.serve)
+app.command()(tasks.task)
 app.command()(sweeping.sweep)
 app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")

@@ -10,23 +10,36 @@ Columns = tuple[tuple[str, str | int | float | bool | None], ...]
 
 
 class Prompt(str):
-    """The text of an opening prompt; all that takes texts takes it.
+    """The text of an opening prompt; a text wherever texts are expected.
 
     Attributes
     ----------
     columns : Columns
-        The other columns of its row, for scorers and records.
+        The other columns of its row, for scorers and records; lists and groups are JSON.
+    row : Mapping[str, Any]
+        The same columns as the dataset holds them, for reward functions.
+    messages : tuple of (role, text)
+        The messages of a conversational prompt; empty for a plain text.
     """
 
     columns: Columns
+    row: Mapping[str, Any]
+    messages: tuple[tuple[str, str], ...]
 
-    def __new__(cls, text: str, columns: Columns = ()) -> Prompt:
+    def __new__(
+        cls,
+        text: str,
+        columns: Columns = (),
+        row: Mapping[str, Any] | None = None,
+        messages: tuple[tuple[str, str], ...] = (),
+    ) -> Prompt:
         prompt = super().__new__(cls, text)
-        prompt.columns = columns
+        prompt.columns, prompt.messages = columns, messages
+        prompt.row = dict(columns) if row is None else row
         return prompt
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.columns)
+        return type(self), (str(self), self.columns, self.row, self.messages)
 
 
 def columns_of(prompt: str) -> Columns:

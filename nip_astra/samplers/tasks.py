@@ -232,11 +232,18 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
     for one in played:
         if not one.is_over:
             one.episode.reward = 0.0
+        one.episode.completion_ids = _last_tokens(one)
     rate_episodes(task, [one.episode for one in played if one.episode.reward is None])
     return TaskRollout(
         [trajectory for one in played for trajectory in one.trajectories()],
         [one.episode for one in played],
     )
+
+
+def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
+    """Tokens of the policy's last message."""
+    said = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
+    return said[-1] if said else ()
 
 
 def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
@@ -248,8 +255,7 @@ def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
 def _observe(run: _Run, agent: ConversationAgent, messages: Sequence[Message]) -> None:
     for message in messages:
         run.played.episode.messages.append(message)
-        is_own = message.role == "assistant"
-        run.turns.append(Turn(is_own, agent.conversation_format.encode(message.text)))
+        run.turns.append(agent.turn(message.role, message.text))
 
 
 def _act(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> None:

@@ -194,6 +194,11 @@ class ConversationAgent:
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]
 
+    def turn(self, role: str, text: str) -> Turn:
+        """A message as a turn in this agent's tokens; the role is that of its chat template."""
+        ids = self.conversation_format.encode(text)
+        return Turn(role == "assistant", ids, role == "system")
+
     def num_tokens(self, text: str) -> int:
         """How many tokens of this agent's a text has."""
         return len(self.conversation_format.encode(text))

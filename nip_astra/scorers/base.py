@@ -32,8 +32,9 @@ from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["user", "assistant"]
-"""Author of a message: "user" is the attacker, "assistant" the target."""
+Role: TypeAlias = Literal["system", "user", "assistant"]
+"""Author of a message: "user" is the attacker, "assistant" the target; a system message opens the
+conversation of a task."""
 
 Verdict: TypeAlias = float | ScorerError | None
 """Result of a scorer's hook for a text: a number from 0 to 1, None for no verdict, or the error of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class PythonScorer(Scorer):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._module, self._function = _find_function(parameters.function, scenario_dir)
+        self._function = UserFunction(parameters.function, scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = self._columns != ["completions"]
         # Clients that the function keeps belong to the loop of their first use.
@@ -64,8 +64,7 @@ class PythonScorer(Scorer):
     @property
     def modules(self) -> set[str]:
         """Includes the module that defines the function, and the one that names it."""
-        own = getattr(self._function, "__module__", None) or self._module
-        return super().modules | {self._module, own}
+        return super().modules | self._function.modules
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
         size = self.parameters.batch_size or len(exchanges)
@@ -82,7 +81,7 @@ class PythonScorer(Scorer):
         return verdicts
 
     def _call(self, columns: dict[str, list[Any]]) -> Sequence[Verdict]:
-        result = self._function(**columns)
+        result = self._function.call(columns)
         if inspect.isawaitable(result):
             result = self._loop.run(_wait(result))
         values: Sequence[Verdict] = result
@@ -91,6 +90,63 @@ class PythonScorer(Scorer):
 
 async def _wait(result: Awaitable[Any]) -> Any:
     return await result
+
+
+class UserFunction:
+    """A user's function, called with the arguments that it takes.
+
+    Parameters
+    ----------
+    reference : str
+        `package.module:function`, `path/to/file.py:function` or `scenario://file.py:function`.
+    function : Callable, optional
+        The function, if it is already loaded.
+
+    Attributes
+    ----------
+    required : list of str
+        Arguments without a default.
+    modules : set of str
+        The module that defines the function, and the one that names it.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no such function, or its arguments cannot be inspected.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        scenario_dir: Path | None,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        module = ""
+        if function is None:
+            module, function = _find_function(reference, scenario_dir)
+        self.function = function
+        self.modules = {module, getattr(function, "__module__", None) or module} - {""}
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the arguments of {reference!r} cannot be inspected. Wrap it in a Python function."
+            ) from error
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = {one.name for one in parameters if one.kind in by_name}
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        stars = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        self.required = [
+            one.name for one in parameters if one.default is one.empty and one.kind not in stars
+        ]
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has an argument of that name, or takes any."""
+        return self._takes_all or name in self._names
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """The function's result for those of the arguments that it takes."""
+        return self.function(**{n: value for n, value in arguments.items() if self.takes(n)})
 
 
 def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
@@ -111,24 +167,10 @@ def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Call
     return module.__name__, function
 
 
-def _columns_of(function: Callable[..., Any], reference: str) -> list[str]:
-    """Names in `COLUMNS` that a function declares."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the arguments of {reference!r} cannot be inspected. Wrap it in a Python function."
-        ) from error
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    columns = [name for name in COLUMNS if takes_all or name in {p.name for p in by_name}]
-    unknown = [
-        p.name
-        for p in parameters
-        if p.default is p.empty
-        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in columns
-    ]
+def _columns_of(function: UserFunction, reference: str) -> list[str]:
+    """Names in `COLUMNS` that a function takes."""
+    columns = [name for name in COLUMNS if function.takes(name)]
+    unknown = [name for name in function.required if name not in columns]
     if unknown or "completions" not in columns:
         wrong = f"unknown: {', '.join(unknown)}" if unknown else "missing: completions"
         raise ConfigurationError(

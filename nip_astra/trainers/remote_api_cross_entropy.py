@@ -8,7 +8,6 @@ from nip_astra.errors import DataError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
-from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
@@ -68,8 +67,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
                 "with remote_api_grpo."
             )
         agent = self.agent
-        encode = agent.conversation_format.encode
-        turns = [Turn(m.role == "assistant", encode(m.text)) for m in opening_of(environment)]
+        turns = [agent.turn(one.role, one.text) for one in opening_of(environment)]
         (context,) = agent.contexts([turns])
         said = agent.say(environment.solution)
         spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]

@@ -40,7 +40,8 @@ from nip_astra.samplers.async_rollouts import AsyncRollouts
 from nip_astra.samplers.executor import RUN_PARTS, run_requested
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.tasks.base import Split
+from nip_astra.scenario_base.tasks.base import Episode, Split, TrainingProgress
+from nip_astra.scenario_base.tasks.rewards import reward_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
@@ -93,7 +94,7 @@ class ServiceTrainer(LanguageModelTrainer):
     trained_tokens: ClassVar[str] = "trained"
     samples_in_training: ClassVar[bool] = True
     figures: ClassVar[tuple[str, ...] | None] = (
-        *("accuracy", "mean_reward", "pass_at_*", "num_*"),
+        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
     """Whether what is learnt from is sampled."""
@@ -145,6 +146,11 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        if self.training.eval_period and task.num_problems("dev") == 0:
+            raise ConfigurationError(
+                "training.eval_period needs held-out problems, and there are none. Set it to 0, or "
+                "give task.dev."
+            )
         directory = self.run_directory
         self._dumps = StageDumps(
             None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
@@ -218,7 +224,8 @@ class ServiceTrainer(LanguageModelTrainer):
         played = self._rollout_of(iteration)
         trajectories, metrics = played.trajectories, dict(played.metrics)
         for rows in played.records:
-            self.tracker.log_table("train", RECORD_COLUMNS, rows, step=iteration + 1)
+            columns = RECORD_COLUMNS[: len(rows[0])]
+            self.tracker.log_table("train", columns, rows, step=iteration + 1)
         log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
         self.dump("trajectories", Batch.from_trajectories(trajectories))
@@ -248,9 +255,11 @@ class ServiceTrainer(LanguageModelTrainer):
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
+        self.task.progress = TrainingProgress(iteration, self.training.num_iterations)
         kept: list[Trajectory] = []
         dead: list[Trajectory] = []
         records = []
+        episodes: list[Episode] = []
         num_played = num_live = 0
         options = self.parameters
         margin = getattr(options, "overlong_margin", 0)
@@ -268,6 +277,7 @@ class ServiceTrainer(LanguageModelTrainer):
             rollout = self._play("train", problems, ("rollout", iteration), self._sampling_agent)
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
+            episodes += rollout.episodes
             if margin:
                 self._penalise_length(rollout.trajectories, margin)
             num_played += missing
@@ -286,6 +296,7 @@ class ServiceTrainer(LanguageModelTrainer):
         metrics = {
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
+            **reward_figures(episodes),
         }
         return CollectedRollout(told, metrics, records)
 
@@ -381,7 +392,9 @@ class ServiceTrainer(LanguageModelTrainer):
         return self._play(split, problems, ("evaluation", 0), num_runs=num_runs)
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """Answers with a reward."""
+        """Answers with a reward; None without held-out problems."""
+        if not figures:
+            return None
         if "rollout/without_reward" in figures:
             without, count = figures["rollout/without_reward"], figures["rollout/num_trajectories"]
             is_nothing = without == count
@@ -399,6 +412,8 @@ class ServiceTrainer(LanguageModelTrainer):
         self._wait_for_playing()
         options = self.options.evaluation
         problems = self.held_out("test", options.num_problems)
+        if not problems:
+            return {}
         tally = Tally(options.success_reward)
         for part in parts:
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
@@ -407,7 +422,8 @@ class ServiceTrainer(LanguageModelTrainer):
             if part == 0:
                 name = "before" if when == "before" else "evaluation"
                 rows = rollout_rows(rollout, some, self.settings.num_rollout_samples)
-                self.tracker.log_table(name, RECORD_COLUMNS, rows, step=self.state.iteration)
+                columns = RECORD_COLUMNS[: len(rows[0])] if rows else RECORD_COLUMNS
+                self.tracker.log_table(name, columns, rows, step=self.state.iteration)
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:
@@ -435,6 +451,11 @@ class ServiceTrainer(LanguageModelTrainer):
     def _write_results(self) -> None:
         for text in warnings_about_services(self.scenario_instance.services):
             self._warn(text)
+        if self.task.num_problems("test") == 0:
+            self._warn(
+                f"no problem was held out: the task has {self.task.num_problems('train')}. Give "
+                "held-out problems as task.test, or more training problems."
+            )
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(
                 "the policy is as it was: in no iteration was there a trajectory to learn from, "

@@ -55,7 +55,7 @@ def test_it_gets_all_columns_where_it_takes_any(tmp_path: Path) -> None:
         tmp_path, "seen = []\ndef f(**columns):\n    seen.append(columns)\n    return [0]"
     )
     scorer.rate([Exchange("fine", HISTORY, "assistant")])
-    assert scorer._function.__globals__["seen"] == [
+    assert scorer._function.function.__globals__["seen"] == [
         {
             "completions": ["fine"],
             "prompts": ["hello you"],
@@ -85,7 +85,7 @@ def test_a_function_of_texts_alone_is_asked_once_for_each(tmp_path: Path) -> Non
     scorer = build(tmp_path, text)
     assert scorer.reads_history is False
     scorer.rate([Exchange("a", HISTORY), Exchange("a")])
-    assert scorer._function.__globals__["calls"] == [["a"]]
+    assert scorer._function.function.__globals__["calls"] == [["a"]]
 
 
 def test_none_is_no_verdict(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_it_is_called_for_a_batch_at_a_time(
     text = "n = []\ndef f(completions):\n    n.append(len(completions))\n    return [0] * n[-1]"
     scorer = build(tmp_path, text, batch_size=size)
     scorer.score(list("abcde"))
-    assert scorer._function.__globals__["n"] == expected
+    assert scorer._function.function.__globals__["n"] == expected
 
 
 ASYNC = """

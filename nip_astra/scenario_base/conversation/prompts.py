@@ -1,4 +1,4 @@
-"""Read opening prompts from a text, CSV, JSON Lines or JSON file, or from a data set."""
+"""Read opening prompts from a text, CSV, JSON Lines, JSON or Parquet file, or from a dataset."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from nip_astra.rollouts.prompts import Prompt
 DEFAULT_COLUMN = "prompt"
 """Column that holds the prompts where none is named."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_SUFFIXES = (".txt", ".jsonl", ".json", *_DELIMITERS)
+_PARQUET = ".parquet"
+_SUFFIXES = (".txt", ".jsonl", ".json", _PARQUET, *_DELIMITERS)
 _DATASET = re.compile(r"(?P<name>[^:]+?)(?::(?P<split>[^/].*))?")
-_KINDS_OF_FILES = "a .txt, .csv, .tsv, .jsonl or .json file, or a data set as owner/name:split"
+_KINDS_OF_FILES = (
+    "a .txt, .csv, .tsv, .jsonl, .json or .parquet file, or a dataset as owner/name:split"
+)
+_ROLES = ("system", "user", "assistant")
 
 
 def read_prompts(
@@ -28,8 +32,10 @@ def read_prompts(
     """The prompts of a file or data set, in order, with the other columns of their rows.
 
     `.csv` and `.tsv`: the first line names the columns; `.jsonl`: one object a line; `.json`: a
-    list of texts or objects; anything else: one prompt a line. A data set is a hub id or a folder,
-    with a split of the package datasets: `owner/name:train[:80%]`. Empty prompts are skipped.
+    list of texts or objects; `.parquet`: a table; anything else: one prompt a line. A dataset is a
+    hub id or a folder, with a split of the package datasets: `owner/name:train[:80%]`. A prompt is
+    a text, or a list of messages with `role` and `content`: an optional system message first, and
+    a user's message last. Empty prompts are skipped.
 
     Raises
     ------
@@ -41,6 +47,9 @@ def read_prompts(
     dataset = _as_dataset(reference, scenario_dir)
     if dataset is not None:
         rows, place = _rows_of_dataset(*dataset), f"the data set {reference!r}"
+    elif Path(reference).suffix == _PARQUET:
+        path = Path(resolve_reference(reference, scenario_dir))
+        rows, place = _rows_of_parquet(path, reference), f"the prompt file {path}"
     else:
         path = Path(resolve_reference(reference, scenario_dir))
         rows, place = _rows_of_file(path, _read_text(path, reference)), f"the prompt file {path}"
@@ -121,15 +130,46 @@ def _prompt_of(row: Any, place: str, column: str) -> Prompt:
         raise ValueError(f"{place}: the column {column!r} was asked for, but it has no columns")
     else:
         text, others = row, []
+    messages: tuple[tuple[str, str], ...] = ()
+    if isinstance(text, list | tuple):
+        messages = _messages_of(text, place)
+        text = _transcript(messages)
     if not isinstance(text, str):
         shown = json.dumps(text, default=str)
-        raise ValueError(f"{place}: its prompt is {shown[:80]} and no text")
+        raise ValueError(f"{place}: its prompt is {shown[:80]}, neither text nor messages")
     for one in (text, *(value for _, value in others if isinstance(value, str))):
         try:
             one.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{place}: it holds half of a character (a lone surrogate)") from error
-    return Prompt(text.strip(), tuple((str(name), _plain(value)) for name, value in others))
+    columns = tuple((str(name), _plain(value)) for name, value in others)
+    return Prompt(text.strip(), columns, {str(name): value for name, value in others}, messages)
+
+
+def _messages_of(value: Any, place: str) -> tuple[tuple[str, str], ...]:
+    """The messages of a conversational prompt, checked."""
+    if not all(
+        isinstance(one, Mapping) and isinstance(one.get("content"), str) and one.get("role")
+        for one in value
+    ):
+        raise ValueError(f"{place}: a message of its prompt lacks a role or a text as content")
+    messages = tuple((str(one["role"]), str(one["content"])) for one in value)
+    roles = [role for role, _ in messages]
+    unknown = sorted({*roles} - {*_ROLES})
+    if unknown:
+        raise ValueError(f"{place}: the role {unknown[0]!r} is none of {', '.join(_ROLES)}")
+    if "system" in roles[1:]:
+        raise ValueError(f"{place}: a system message must be the first of its prompt")
+    if not roles or roles[-1] != "user":
+        raise ValueError(f"{place}: the last message of its prompt must be the user's")
+    return messages
+
+
+def _transcript(messages: Sequence[tuple[str, str]]) -> str:
+    """The text that identifies a conversational prompt: that of a single message, or all."""
+    if len(messages) == 1:
+        return messages[0][1]
+    return "\n\n".join(f"{role}: {text}" for role, text in messages)
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
@@ -154,19 +194,30 @@ def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | 
 
 
 def _rows_of_dataset(name: str, split: str) -> Iterable[tuple[str, Any]]:
+    return _loaded(f"the dataset {name!r}, split {split!r},", name, split=split)
+
+
+def _rows_of_parquet(path: Path, reference: str) -> Iterable[tuple[str, Any]]:
+    if not path.is_file():
+        raise DataError(f"the prompt file {reference!r} does not exist. Give {_KINDS_OF_FILES}.")
+    return _loaded(f"the file {path}", "parquet", data_files=str(path), split="train")
+
+
+def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
+    """The rows that the package datasets loads."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise MissingDependencyError(
-            f"the data set {name!r} was asked for, but the package datasets cannot be imported: "
-            f"{error}. Install it with: pip install 'nip_astra[datasets]'"
+            f"{place} needs the package datasets, which cannot be imported: {error}. Install it "
+            "with: pip install 'nip_astra[datasets]'"
         ) from error
     try:
-        rows = list(load_dataset(name, split=split))
+        rows = list(load_dataset(*arguments, **options))
     except Exception as error:
         # datasets and the hub's client have an error class for each of their layers.
         raise DataError(
-            f"prompts were to be read from the data set {name!r}, split {split!r}, but that "
-            f"failed: {error}. Check the name and the network, or give {_KINDS_OF_FILES}."
+            f"{place} cannot be loaded: {error}. Check the name and the network, or give "
+            f"{_KINDS_OF_FILES}."
         ) from error
     return [(f"row {number}", row) for number, row in enumerate(rows)]

@@ -25,6 +25,13 @@ class Turn(NamedTuple):
     """Whether the reading model said it."""
     ids: tuple[int, ...]
     """Content tokens, without role markers and without the end of the turn."""
+    is_system: bool = False
+    """Whether it is a system message, which opens a conversation."""
+
+    @property
+    def role(self) -> str:
+        """Role in the chat template of the reading model."""
+        return "system" if self.is_system else "assistant" if self.is_own else "user"
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,11 @@ class ConversationFormat(ABC):
         ContextLengthError
             When the last turn alone is too long.
         """
-        for start in range(len(turns)):
-            ids = self.context(turns[start:])
+        head = turns[: sum(turn.is_system for turn in turns[:1])]
+        for start in range(len(head), len(turns)):
+            ids = self.context([*head, *turns[start:]])
             if len(ids) <= num_tokens:
-                return FittedContext(ids, start)
+                return FittedContext(ids, start - len(head))
         raise ContextLengthError(
             f"a turn of {len(turns[-1].ids)} tokens was to be read, but the model's window leaves "
             f"room for {num_tokens} tokens of context. Shorten the prompt, or lower "
@@ -113,31 +121,36 @@ class ChatFormat(ConversationFormat):
             )
         self._head = [("system", system_prompt)] if system_prompt else []
         self._head += [("user", preamble)] if preamble else []
-        self._glue_by_shape: dict[tuple[bool, ...], list[list[int]]] = {}
+        self._glue_by_roles: dict[tuple[str, ...], list[list[int]]] = {}
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        return _interleave(self._glue(tuple(turn.is_own for turn in turns)), turns)
+        return _interleave(self._glue(tuple(turn.role for turn in turns)), turns)
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
-        return len(self._glue(tuple(turn.is_own for turn in turns))[-1])
+        return len(self._glue(tuple(turn.role for turn in turns))[-1])
 
-    def _glue(self, shape: tuple[bool, ...]) -> list[list[int]]:
-        if shape not in self._glue_by_shape:
-            self._glue_by_shape[shape] = self._render_glue(shape)
-        return self._glue_by_shape[shape]
+    def _glue(self, roles: tuple[str, ...]) -> list[list[int]]:
+        if roles not in self._glue_by_roles:
+            self._glue_by_roles[roles] = self._render_glue(roles)
+        return self._glue_by_roles[roles]
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         # Of several tokens that end a turn, the template names the one that it was taught with.
-        *_, after = self._render_glue((False, True), speaks_next=False)
+        *_, after = self._render_glue(("user", "assistant"), speaks_next=False)
         named = [token for token in after if token in end_ids]
         return tuple(named[:1]) or super().turn_end(end_ids)
 
-    def _render_glue(self, shape: tuple[bool, ...], *, speaks_next: bool = True) -> list[list[int]]:
-        """Render placeholders through the template and tokenise what stands between them."""
-        messages = [{"role": role, "content": content} for role, content in self._head]
-        names = [_PLACEHOLDER.format(index) for index in range(len(shape))]
-        for is_own, name in zip(shape, names, strict=True):
-            messages.append({"role": "assistant" if is_own else "user", "content": name})
+    def _render_glue(self, roles: tuple[str, ...], *, speaks_next: bool = True) -> list[list[int]]:
+        """Render placeholders through the template and tokenise the text between them.
+
+        A system message of the conversation replaces the agent's own.
+        """
+        has_own = roles[:1] == ("system",)
+        head = [one for one in self._head if not (has_own and one[0] == "system")]
+        names = [_PLACEHOLDER.format(index) for index in range(len(roles))]
+        turns = list(zip(roles, names, strict=True))
+        turns = [*turns[:1], *head, *turns[1:]] if has_own else [*head, *turns]
+        messages = [{"role": role, "content": content} for role, content in turns]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=speaks_next

@@ -15,7 +15,7 @@ from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Columns
-from nip_astra.scorers.base import Message, Role, Scorer
+from nip_astra.scorers.base import Exchange, Message, Role, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 Value = TypeVar("Value")
@@ -79,11 +79,35 @@ class Episode:
         All turns in order; those of the policy have the role "assistant".
     reward : float or None
         None without a verdict.
+    completion_ids : sequence of int
+        Tokens of the policy's last message, with the token that ends it.
+    rewards : dict
+        Rewards by name, of a task with several.
+    logged : list of (name, value)
+        Metrics that reward functions logged.
+    extra : dict
+        Further columns of the episode's record.
     """
 
     environment: Environment
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None
+    completion_ids: Sequence[int] = ()
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    logged: list[tuple[str, float]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def exchange(self) -> Exchange:
+        """The last message with its history, for scorers."""
+        *history, last = self.messages
+        return Exchange(last.text, tuple(history), "assistant", self.environment.columns)
+
+
+class TrainingProgress(NamedTuple):
+    """Iteration, counted from 0, and number of iterations of the run that rates."""
+
+    iteration: int = 0
+    num_iterations: int = 0
 
 
 class Task(ABC):
@@ -95,6 +119,8 @@ class Task(ABC):
     scorers: Sequence[Scorer] = ()
     """Scorers that `rate` calls; their services get the run's budget, and checkpoints keep their
     verdicts."""
+    progress: TrainingProgress = TrainingProgress()
+    """Set by the trainer before it plays problems."""
 
     class Parameters(TaskParameters):
         """Parameters of the task; a subclass adds its own."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
 
 from nip_astra.errors import ContextLengthError, DataError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import PlainText, polymorphic
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import TaskType
-from nip_astra.rollouts.prompts import Prompt, columns_of
+from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
-from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
@@ -26,49 +25,69 @@ from nip_astra.scenario_base.tasks.base import (
     TaskParameters,
     register_task,
 )
-from nip_astra.scorers.base import SCORERS, Exchange, Message, Scorer, build_scorer
+from nip_astra.scenario_base.tasks.rewards import (
+    RewardParameters,
+    ScorerParameters,
+    WeightedRewards,
+    is_right,
+)
+from nip_astra.scorers.base import Message, Role, Scorer, build_scorer
+from nip_astra.utils.seeding import derived_generator
 
+MIN_HELD_OUT, MAX_HELD_OUT = 8, 512
+"""Distinct prompts that are held out of the training data."""
 _MAX_SHOWN = 40
-ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
 class RowEnvironment(Environment):
     """One row, answered in one message."""
 
-    def __init__(self, prompt: str, answer: str | None, match: str | None) -> None:
+    def __init__(self, prompt: Prompt, answer: str | None, match: str | None) -> None:
         self.prompt, self.solution, self.match = prompt, answer, match
-        self.columns = columns_of(prompt)
+        self.columns, self.row = prompt.columns, prompt.row
 
     def reset(self) -> Sequence[Message]:
-        return [Message("user", str(self.prompt))]
+        return messages_of(self.prompt)
 
     def step(self, message: str) -> Reaction:
         if self.match is None or self.solution is None:
             return Reaction(reward=None)
-        text, answer = " ".join(message.split()), " ".join(self.solution.split())
-        is_right = answer in text if self.match == "contains" else answer == text
-        return Reaction(reward=float(is_right))
+        contains = self.match == "contains"
+        return Reaction(reward=float(is_right(message, self.solution, contains=contains)))
+
+
+def messages_of(prompt: Prompt) -> list[Message]:
+    """The messages that open the conversation of a prompt."""
+    given = prompt.messages or (("user", str(prompt)),)
+    return [Message(cast(Role, role), text) for role, text in given]
 
 
 @register_task(TaskType.DATASET)
 class DatasetTask(Task):
-    """One prompt per row, rewarded by its answer column or by a scorer that reads all columns."""
+    """One prompt per row, rewarded by its answer column, a scorer, or weighted reward functions."""
 
     class Parameters(TaskParameters):
         """Files and reward."""
 
         train: str
-        """Training problems: a `.jsonl`, `.csv` or text file, `scenario://file`, or a dataset as
-        `owner/name:split`."""
-        test: str
-        """Held-out problems, disjoint from the training problems."""
+        """Training problems: a `.jsonl`, `.csv`, `.parquet` or text file, `scenario://file`, or a
+        dataset as `owner/name:split`."""
+        test: str | None = None
+        """Held-out problems, disjoint from the training problems; null to hold out a part of
+        train."""
+        test_fraction: Annotated[float, where("test", None)] = Field(default=0.1, gt=0, lt=1)
+        """Fraction of the distinct training prompts to hold out, by the seed; at least 8 and at
+        most 512. With fewer than 16 distinct prompts, none is held out."""
         dev: str | None = None
         """Problems for selecting the best checkpoint; null for the held-out ones."""
         column: PlainText = DEFAULT_COLUMN
         """Column of the prompts."""
-        reward: Literal["exact", "contains", "scorer"] = "exact"
+        reward: Literal["exact", "contains", "scorer", "functions"] = "exact"
         """exact: 1 if the message equals the answer up to whitespace; contains: if it contains the
-        answer; scorer: the score of a scorer."""
+        answer; scorer: the score of a scorer; functions: a weighted sum of reward functions."""
+        functions: Annotated[dict[PlainText, RewardParameters], where("reward", "functions")] = {}
+        """Reward functions, or scorers, by the names under which they are logged; the functions are
+        called as `trl.GRPOTrainer` calls its own."""
         answer_column: PlainText = "answer"
         """Column of the answers."""
         scorer: Annotated[ScorerParameters | None, where("reward", "scorer")] = Field(  # type: ignore[valid-type]
@@ -90,22 +109,54 @@ class DatasetTask(Task):
                 )
             self.scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
             self.scorers = (self.scorer,)
-        names = {"train": parameters.train, "test": parameters.test}
-        names["dev"] = parameters.dev or parameters.test
-        self._rows = {
-            split: read_prompts(name, scenario_dir, parameters.column)
-            for split, name in names.items()
-        }
+        self._rows = self._read(parameters, seed, scenario_dir)
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
                 f"{len(shared)} held-out problems are training problems too, for instance "
                 f"{_short(min(shared))}. Remove them from one file."
             )
-        if self.scorer is None:
+        self.rewards = self._build_rewards(parameters, device, scenario_dir)
+        self._has_answers = self.scorer is None and self.rewards is None
+        if self._has_answers:
             for rows in self._rows.values():
                 for row in rows:
                     self._answer(row)
+
+    def _read(
+        self, parameters: Any, seed: int, scenario_dir: Path | None
+    ) -> dict[str, list[Prompt]]:
+        """The rows of each split; part of train is held out where there are no other rows."""
+
+        def read(name: str) -> list[Prompt]:
+            return read_prompts(name, scenario_dir, parameters.column)
+
+        train = read(parameters.train)
+        if parameters.test is None:
+            train, test = hold_out(train, parameters.test_fraction, seed)
+        else:
+            test = read(parameters.test)
+        dev = test if parameters.dev is None else read(parameters.dev)
+        return {"train": train, "test": test, "dev": dev}
+
+    def _build_rewards(
+        self, parameters: Any, device: torch.device, scenario_dir: Path | None
+    ) -> WeightedRewards | None:
+        if parameters.reward != "functions":
+            return None
+        if not parameters.functions:
+            raise DataError(
+                "task.reward is functions, but task.functions is empty. Set it, for instance to "
+                "{mine: {function: rewards.py:mine}}."
+            )
+        names = dict.fromkeys(
+            name for rows in self._rows.values() for row in rows for name in row.row
+        )
+        rewards = WeightedRewards(
+            parameters.functions, tuple(names), device=device, scenario_dir=scenario_dir
+        )
+        self.scorers = tuple(rewards.scorers.values())
+        return rewards
 
     def num_problems(self, split: Split) -> int:
         return len(self._rows[split])
@@ -113,7 +164,7 @@ class DatasetTask(Task):
     def environment(self, split: Split, index: int) -> RowEnvironment:
         rows = self._rows[split]
         row = rows[index % len(rows)]
-        if self.scorer is not None:
+        if not self._has_answers:
             return RowEnvironment(row, None, None)
         return RowEnvironment(row, self._answer(row), self.parameters.reward)
 
@@ -141,15 +192,15 @@ class DatasetTask(Task):
             Names the first one.
         """
         room = policy.language_model.context_window - policy.sampling.max_new_tokens
-        encode = policy.conversation_format.encode
         for split, rows in self._rows.items():
             for row in rows:
                 # A token has at least one byte, except for those of a chat template.
-                if len(str(row).encode(errors="replace")) <= room // 2:
+                # Messages must suit the chat template, too.
+                if not row.messages and len(str(row).encode(errors="replace")) <= room // 2:
                     continue
-                turn = Turn(is_own=False, ids=tuple(encode(str(row))))
+                turns = [policy.turn(one.role, one.text) for one in messages_of(row)]
                 try:
-                    policy.conversation_format.fit([turn], num_tokens=room)
+                    policy.conversation_format.fit(turns, num_tokens=room)
                 except ContextLengthError as error:
                     raise DataError(
                         f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "
@@ -157,20 +208,32 @@ class DatasetTask(Task):
                     ) from error
 
     def rate(self, episodes: Sequence[Episode]) -> None:
+        if self.rewards is not None:
+            self.rewards.rate(episodes, self.progress)
+            return
         if self.scorer is None:
             super().rate(episodes)
             return
-        exchanges = [
-            Exchange(
-                text=episode.messages[-1].text,
-                history=tuple(episode.messages[:-1]),
-                role="assistant",
-                columns=episode.environment.columns,
-            )
-            for episode in episodes
-        ]
+        exchanges = [episode.exchange() for episode in episodes]
         for episode, score in zip(episodes, self.scorer.rate(exchanges).scores_N, strict=True):
             episode.reward = None if score.isnan() else float(score)
+
+
+def hold_out(
+    rows: Sequence[Prompt], fraction: float, seed: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Rows for training and held-out rows; equal prompts are on the same side.
+
+    The fraction is of the distinct prompts, at least `MIN_HELD_OUT` and at most `MAX_HELD_OUT`;
+    of fewer than twice the former, none is held out.
+    """
+    prompts = list(dict.fromkeys(map(str, rows)))
+    if len(prompts) < 2 * MIN_HELD_OUT:
+        return list(rows), []
+    count = min(max(round(fraction * len(prompts)), MIN_HELD_OUT), MAX_HELD_OUT)
+    order = torch.randperm(len(prompts), generator=derived_generator(seed, "held out"))
+    chosen = {prompts[place] for place in order[:count].tolist()}
+    return [row for row in rows if row not in chosen], [row for row in rows if row in chosen]
 
 
 def _short(prompt: str) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.samplers.tasks import TaskRollout
+from nip_astra.scenario_base.tasks.base import Episode
+from nip_astra.scenario_base.tasks.rewards import reward_figures
 from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
 
 
@@ -19,17 +21,19 @@ def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
     return 1.0 - math.comb(num_runs - num_right, k) / math.comb(num_runs, k)
 
 
-RECORD_COLUMNS = ("problem", "reward", "messages")
-"""Of `rollout_rows`."""
+RECORD_COLUMNS = ("problem", "reward", "messages", "details")
+"""Of `rollout_rows`; rows of tasks with one reward have no details."""
 
 
 def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> list[list[Any]]:
-    """What was said in the first episodes, and its reward, for records."""
+    """Messages and rewards of the first episodes, for records."""
     num_runs = len(rollout.episodes) // max(len(problems), 1)
-    return [
-        [problems[i // num_runs], one.reward, [[m.role, m.text] for m in one.messages]]
-        for i, one in enumerate(rollout.episodes[:count])
-    ]
+    rows: list[list[Any]] = []
+    for i, one in enumerate(rollout.episodes[:count]):
+        rows.append([problems[i // num_runs], one.reward, [[m.role, m.text] for m in one.messages]])
+        if one.rewards:
+            rows[-1].append({"rewards": one.rewards, **one.extra})
+    return rows
 
 
 @dataclass
@@ -42,15 +46,19 @@ class Tally:
         Reward from which a run is right.
     problems, rewards : list
         Of each run with a reward.
+    episodes : list of Episode
+        All runs.
     """
 
     success_reward: float
     problems: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     num_runs: int = 0
+    episodes: list[Episode] = field(default_factory=list)
 
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
         """Count the episodes of some problems, of which each has so many beside each other."""
+        self.episodes += rollout.episodes
         for index, episode in enumerate(rollout.episodes):
             self.num_runs += 1
             if episode.reward is not None:
@@ -73,6 +81,7 @@ class Tally:
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
+        figures |= reward_figures(self.episodes)
         return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:

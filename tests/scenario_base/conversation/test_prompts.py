@@ -56,7 +56,7 @@ def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
         read_prompts("scenario://none.txt", tmp_path)
     assert "prompts were to be read from 'scenario://none.txt', but" in str(caught.value)
     assert f"{tmp_path / 'none.txt'} cannot be read: No such file" in str(caught.value)
-    assert "Give a .txt, .csv, .tsv, .jsonl or .json file" in str(caught.value)
+    assert "Give a .txt, .csv, .tsv, .jsonl, .json or .parquet file" in str(caught.value)
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) ->
         ("p.jsonl", '{"prompt": "a"}\nhello\n', "line 2: Expecting value"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: it has no 'prompt'"),
         ("p.jsonl", '["a"]\n', "line 1: it has no 'prompt'"),
-        ("p.jsonl", '{"prompt": null}\n', "line 1: its prompt is null and no text"),
-        ("p.jsonl", '{"prompt": 3}\n', "line 1: its prompt is 3 and no text"),
+        ("p.jsonl", '{"prompt": null}\n', "line 1: its prompt is null, neither text"),
+        ("p.jsonl", '{"prompt": 3}\n', "line 1: its prompt is 3, neither text"),
         ("p.json", '{"prompt": "a"}', "it is no list"),
         ("p.json", '"hello"', "it is no list"),
-        ("p.json", '["a", null]', "item 2: its prompt is null and no text"),
+        ("p.json", '["a", null]', "item 2: its prompt is null, neither text"),
         ("p.json", "[", "Expecting value"),
     ],
 )

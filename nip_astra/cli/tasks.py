@@ -1,0 +1,142 @@
+"""The command `task`: a model, a dataset and reward functions, without a parameter file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nip_astra.cli.options import (
+    Debug,
+    Device,
+    Overrides,
+    Plugins,
+    RunsDir,
+    Seed,
+    Settings,
+    Threads,
+    Wandb,
+    settings_of,
+)
+
+_BY_TRL = "Options by TRL's names"
+
+
+def _option(name: str, meaning: str, **bounds: Any) -> Any:
+    """An option by TRL's name, with dashes or underscores."""
+    spellings = (f"--{name.replace('_', '-')}", f"--{name}")
+    return typer.Option(*dict.fromkeys(spellings), help=meaning, rich_help_panel=_BY_TRL, **bounds)
+
+
+def task(
+    model: Annotated[str, typer.Option(metavar="M", help="Folder of a model, .gguf, or hub id.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Rows with a prompt: JSONL, CSV, Parquet, or hub:owner/name:split."
+        ),
+    ],
+    reward: Annotated[
+        list[str],
+        typer.Option(
+            metavar="F", help="file.py:function, a registered reward or scorer, or scorer.yaml."
+        ),
+    ],
+    weights: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Weight of each reward; 1 by default.")
+    ] = None,
+    test_data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Held-out rows; by default a tenth of the prompts."),
+    ] = None,
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="grpo, dr_grpo, dapo, cispo, gspo or rloo.")
+    ] = "grpo",
+    num_generations: Annotated[
+        int | None, _option("num_generations", "Completions per prompt.", min=1)
+    ] = None,
+    max_completion_length: Annotated[
+        int | None, _option("max_completion_length", "Longest completion, in tokens.", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None, _option("temperature", "Sampling temperature.", min=0)
+    ] = None,
+    learning_rate: Annotated[float | None, _option("learning_rate", "Learning rate.")] = None,
+    beta: Annotated[float | None, _option("beta", "Weight of the KL penalty.", min=0)] = None,
+    epsilon: Annotated[float | None, _option("epsilon", "Clip range of the ratio.", min=0)] = None,
+    epsilon_high: Annotated[
+        float | None, _option("epsilon_high", "Upper clip range, if it differs.", min=0)
+    ] = None,
+    loss_type: Annotated[
+        str | None, _option("loss_type", "grpo, bnpo, dapo, dr_grpo, cispo or sapo.")
+    ] = None,
+    scale_rewards: Annotated[str | None, _option("scale_rewards", "group, batch or none.")] = None,
+    mask_truncated_completions: Annotated[
+        Literal["true", "false"] | None,
+        _option("mask_truncated_completions", "Leave out truncated completions: true or false."),
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, _option("warmup_steps", "Optimizer steps of linear warm-up.", min=0)
+    ] = None,
+    max_steps: Annotated[
+        int | None, _option("max_steps", "Iterations, each of one or several steps.", min=1)
+    ] = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    run_id: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
+    ] = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    test_run: Annotated[
+        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model on a dataset with reward functions, by TRL's conventions."""
+    given = locals()
+    from nip_astra.cli.terminal import quieten_libraries, say, train_or_estimate
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.task_runs import TRL_OPTIONS, numbers_of, task_parameters
+    from nip_astra.tracking.run_directory import to_yaml
+
+    quieten_libraries()
+    options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
+    if mask_truncated_completions is not None:
+        options["mask_truncated_completions"] = mask_truncated_completions == "true"
+    found = task_parameters(
+        model=model,
+        data=data,
+        rewards=reward,
+        weights=None if weights is None else numbers_of(weights),
+        test_data=test_data,
+        algorithm=algorithm,
+        options=options,
+    )
+    for name, (path, value) in found.mapped.items():
+        say(f"{name}: --set {path}={value}")
+    say(f"# as a parameter file:\n{to_yaml(found.values)}")
+    resolved = resolve_experiment(
+        hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
+    )
+    train_or_estimate(
+        resolved,
+        settings_of(
+            settings,
+            device=device,
+            wandb=wandb,
+            run_id=run_id,
+            runs_dir=runs_dir,
+            num_threads=num_threads,
+            test_run=test_run or None,
+        ),
+        is_dry=dry_run,
+    )

@@ -1,0 +1,241 @@
+"""Weighted reward functions, called by TRL's conventions, and scorers as rewards.
+
+A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, as
+`trl.GRPOTrainer` calls it, plain or `async`. `@register_reward` gives one a name for parameter
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import model_validator
+
+from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import CheckedName, SubParameters, polymorphic
+from nip_astra.registry import Registry
+from nip_astra.scenario_base.tasks.base import Episode, TrainingProgress
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
+from nip_astra.scorers.python import UserFunction
+from nip_astra.utils.background_loop import BackgroundLoop
+
+ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
+
+REWARDS: Registry[Callable[..., Any]] = Registry(
+    "reward",
+    package="nip_astra.scenario_base.tasks",
+    members=("exact", "contains"),
+    modules={"exact": "rewards", "contains": "rewards"},
+)
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
+_LOGGERS = ("log_metric", "log_extra")
+
+
+def register_reward(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a reward function under the name that parameter files use; a decorator."""
+    return REWARDS.register(name)
+
+
+def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
+    """Whether a completion equals, or contains, an answer, up to whitespace."""
+    text, expected = " ".join(completion.split()), " ".join(answer.split())
+    return expected in text if contains else expected == text
+
+
+@register_reward("exact")
+def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the completion equals the column `answer` up to whitespace, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(text_of(one), str(expected))) for one, expected in pairs]
+
+
+@register_reward("contains")
+def contains(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the completion contains the column `answer` up to whitespace, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(text_of(one), str(expected), contains=True)) for one, expected in pairs]
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, plain or conversational."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+class RewardParameters(SubParameters):
+    """A reward: a function or a scorer, and its weight."""
+
+    function: CheckedName | None = None
+    """`path/to/file.py:function`, `package.module:function`, or a registered name: exact, contains.
+    The module is imported, which executes it."""
+    scorer: Annotated[ScorerParameters | None, where("function", None)] = None  # type: ignore[valid-type]
+    """A scorer in place of a function; the reward is its score, 0 to 1."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.function is None) is (self.scorer is None):
+            raise ValueError("must have either a function or a scorer")
+        return self
+
+
+class WeightedRewards:
+    """The weighted sum of several rewards.
+
+    A reward that is None does not apply to a sample: the others count. A sample to which none
+    applies has no reward.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, RewardParameters],
+        column_names: Sequence[str],
+        *,
+        device: torch.device,
+        scenario_dir: Path | None,
+    ) -> None:
+        self.weights = {name: one.weight for name, one in parameters.items()}
+        self.scorers: dict[str, Scorer] = {}
+        self._functions: dict[str, UserFunction] = {}
+        self._columns = tuple(column_names)
+        # Clients that a function keeps belong to the loop of their first use.
+        self._loop = BackgroundLoop()
+        for name, one in parameters.items():
+            if one.scorer is not None:
+                self.scorers[name] = build_scorer(
+                    one.scorer, device=device, scenario_dir=scenario_dir
+                )
+            else:
+                assert one.function is not None
+                self._functions[name] = self._checked(one.function, scenario_dir)
+
+    def _checked(self, reference: str, scenario_dir: Path | None) -> UserFunction:
+        is_name = ":" not in reference
+        function = UserFunction(
+            reference, scenario_dir, REWARDS.get(reference) if is_name else None
+        )
+        known = {*_ARGUMENTS, *_LOGGERS, *self._columns}
+        unknown = [name for name in function.required if name not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"the reward function {reference!r} needs {', '.join(unknown)}. It may take "
+                f"{', '.join((*_ARGUMENTS, *_LOGGERS, *self._columns))}."
+            )
+        return function
+
+    def rate(self, episodes: Sequence[Episode], progress: TrainingProgress) -> None:
+        """Set `reward` and `rewards` of episodes; what functions log is kept with them.
+
+        Raises
+        ------
+        TaskError
+            If a function returns another number of values, or one that is not finite.
+        """
+        if not episodes:
+            return
+        arguments = self._arguments(episodes, progress)
+        started = {name: one.call(arguments) for name, one in self._functions.items()}
+        waiting = {name: one for name, one in started.items() if inspect.isawaitable(one)}
+        if waiting:
+            started |= zip(waiting, self._loop.run(_all_of(list(waiting.values()))), strict=True)
+        values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
+        exchanges = [one.exchange() for one in episodes] if self.scorers else []
+        for name, scorer in self.scorers.items():
+            scores = scorer.rate(exchanges).scores_N.tolist()
+            values[name] = [None if math.isnan(score) else score for score in scores]
+        for index, episode in enumerate(episodes):
+            episode.rewards = {name: values[name][index] for name in self.weights}
+            known = [(self.weights[n], v) for n, v in episode.rewards.items() if v is not None]
+            episode.reward = sum(weight * value for weight, value in known) if known else None
+
+    def _arguments(self, episodes: Sequence[Episode], progress: TrainingProgress) -> dict[str, Any]:
+        prompts: list[Any] = []
+        completions: list[Any] = []
+        for one in episodes:
+            *opening, answer = one.messages
+            given = getattr(one.environment, "prompt", opening[-1].text if opening else "")
+            messages = getattr(given, "messages", ())
+            plain = [{"role": role, "content": text} for role, text in messages]
+            prompts.append(plain or str(given))
+            said = [{"role": "assistant", "content": answer.text}]
+            completions.append(said if plain else answer.text)
+        rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
+
+        def log_metric(name: str, value: float) -> None:
+            episodes[0].logged.append((str(name), float(value)))
+
+        def log_extra(name: str, values: Sequence[Any]) -> None:
+            for one, value in zip(episodes, values, strict=True):
+                one.extra[str(name)] = value
+
+        return {
+            **{name: [row.get(name) for row in rows] for name in self._columns},
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": [list(one.completion_ids) for one in episodes],
+            "trainer_state": _trainer_state(progress),
+            "log_metric": log_metric,
+            "log_extra": log_extra,
+        }
+
+
+def _trainer_state(progress: TrainingProgress) -> Any:
+    from transformers import TrainerState
+
+    return TrainerState(global_step=progress.iteration, max_steps=progress.num_iterations)
+
+
+async def _all_of(results: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*results))
+
+
+def _checked_values(name: str, values: Any, count: int) -> list[float | None]:
+    found = list(values)
+    if len(found) != count:
+        raise TaskError(
+            f"the reward function {name!r} returned {len(found)} values for {count} completions. "
+            "Return one for each."
+        )
+    return [_checked_value(name, value) for value in found]
+
+
+def _checked_value(name: str, value: Any) -> float | None:
+    try:
+        number = math.nan if value is None else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.inf
+    if math.isinf(number):
+        raise TaskError(
+            f"the reward function {name!r} returned {str(value)[:80]!r}. Return finite numbers, or "
+            "None where it does not apply."
+        )
+    return None if math.isnan(number) else number
+
+
+def reward_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of rated episodes: of each reward by name, and of what reward functions log.
+
+    `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, and the means of
+    logged metrics under their own names.
+    """
+    values: dict[str, list[float]] = {}
+    logged: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.rewards.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+        for name, value in episode.logged:
+            logged.setdefault(name, []).append(value)
+    figures = {name: fmean(some) for name, some in logged.items()}
+    for name, some in values.items():
+        figures[f"rewards/{name}/mean"] = fmean(some)
+        figures[f"rewards/{name}/std"] = stdev(some) if len(some) > 1 else 0.0
+    return figures

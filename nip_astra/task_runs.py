@@ -1,0 +1,357 @@
+"""Tasks by TRL's conventions: a model, a dataset and reward functions, without a parameter file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.files import read_yaml_mapping
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
+from nip_astra.scenario_base.tasks.rewards import REWARDS
+from nip_astra.scorers.base import SCORERS
+from nip_astra.tracking.run_directory import write_atomically
+
+if TYPE_CHECKING:
+    from nip_astra.run import ExperimentResult
+
+TRAINER, SCENARIO = "self_hosted_grpo", "dataset"
+HUB = "hub:"
+Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
+"""A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
+scorer, a YAML file or mapping with the parameters of a scorer, or a function."""
+
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    "grpo": {"reduction": "sequence"},
+    "bnpo": {"reduction": "token"},
+    "dapo": {"reduction": "token"},
+    "dr_grpo": {"reduction": "sum_over_length"},
+    "cispo": {"loss": "cispo", "reduction": "token"},
+    "sapo": {"loss": "sapo", "reduction": "sequence"},
+}
+"""Parameters of `policy_loss` for the values of TRL's `loss_type`."""
+SCALES = {"group": "group", "batch": "batch", "none": "none", "true": "group", "false": "none"}
+"""Our `scale` for the values of TRL's `scale_rewards`."""
+
+TRL_OPTIONS: dict[str, str] = {
+    "num_generations": f"{TRAINER}.group_size",
+    "max_completion_length": "task.policy.max_new_tokens",
+    "temperature": "task.policy.temperature",
+    "top_p": "task.policy.top_p",
+    "top_k": "task.policy.top_k",
+    "beta": f"{TRAINER}.policy_loss.kl.weight",
+    "epsilon": f"{TRAINER}.policy_loss.clip_low",
+    "epsilon_high": f"{TRAINER}.policy_loss.clip_high",
+    "loss_type": f"{TRAINER}.policy_loss",
+    "scale_rewards": f"{TRAINER}.scale",
+    "mask_truncated_completions": f"{TRAINER}.mask_truncated_completions",
+    "learning_rate": "training.lr",
+    "warmup_steps": "training.num_warmup_steps",
+    "max_steps": "training.num_iterations",
+    "max_grad_norm": "training.max_grad_norm",
+    "weight_decay": "training.weight_decay",
+    "per_device_train_batch_size": "training.minibatch_size",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
+}
+"""Our parameter for each option of TRL's `GRPOConfig` that a task accepts."""
+
+
+@dataclass(frozen=True)
+class TaskParameters:
+    """Parameters of a task.
+
+    Attributes
+    ----------
+    values : dict
+        A parameter file's content.
+    mapped : dict
+        Our parameter and its value for each option that was given by TRL's name.
+    """
+
+    values: dict[str, Any]
+    mapped: dict[str, tuple[str, Any]]
+
+
+def train_task(
+    *,
+    model: str | Path,
+    data: Any,
+    rewards: Reward | Sequence[Reward],
+    weights: Sequence[float] | None = None,
+    test_data: Any = None,
+    algorithm: str = "grpo",
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
+    plugins: Sequence[str] = (),
+    **options: Any,
+) -> ExperimentResult:
+    """Train a model on a dataset with reward functions (trainer `self_hosted_grpo`).
+
+    Parameters
+    ----------
+    model : str or Path
+        Folder of a saved model, `.gguf` file, or hub id.
+    data : str, Path, datasets.Dataset, or rows
+        Rows with a `prompt`, a text or messages, and any other columns: a file (JSONL, CSV, JSON,
+        Parquet), `hub:owner/name:split`, a dataset, or a sequence of mappings.
+    rewards : Reward or sequence of Reward
+        Reward functions, called as `trl.GRPOTrainer` calls its own.
+    weights : Sequence[float], optional
+        Factor of each reward in the sum; 1 by default.
+    test_data : optional
+        Held-out rows; by default a tenth of the prompts of `data` is held out.
+    algorithm : str
+        A name in `rl_objectives.policy_losses.GROUP_VARIANTS`: grpo, dr_grpo, dapo, rloo, ...
+    overrides : Iterable[str]
+        Assignments `a.b=c` to any parameter.
+    **options
+        Options by TRL's names (`TRL_OPTIONS`), and settings of the run (`run_id`, `device`, ...).
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown name, or a value of another type.
+    DataError
+        For data that cannot be read.
+    """
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.run import run_experiment
+
+    trl = {name: options.pop(name) for name in list(options) if name in TRL_OPTIONS}
+    runs_dir = Path(options.get("runs_dir") or ExperimentSettings().runs_dir)
+    task = task_parameters(
+        model=model,
+        data=_stored(data, runs_dir),
+        rewards=rewards,
+        weights=weights,
+        test_data=None if test_data is None else _stored(test_data, runs_dir),
+        algorithm=algorithm,
+        options=trl,
+    )
+    resolved = resolve_experiment(
+        hyper_params=task.values, overrides=overrides, seed=seed, plugins=plugins
+    )
+    return run_experiment(resolved, **options)
+
+
+def task_parameters(
+    *,
+    model: str | Path,
+    data: str | Path,
+    rewards: Reward | Sequence[Reward],
+    weights: Sequence[float] | None = None,
+    test_data: str | Path | None = None,
+    algorithm: str = "grpo",
+    options: Mapping[str, Any] | None = None,
+) -> TaskParameters:
+    """The parameters of `train_task`, as a parameter file holds them."""
+    if algorithm not in GROUP_VARIANTS:
+        raise UnknownNameError("algorithm", algorithm, GROUP_VARIANTS)
+    task: dict[str, Any] = {
+        "_type": "dataset",
+        "train": _located(data),
+        "reward": "functions",
+        "functions": named_rewards(rewards, weights),
+    }
+    if test_data is not None:
+        task["test"] = _located(test_data)
+    factors = [one.get("weight", 1.0) for one in task["functions"].values()]
+    policy = {
+        "language_model": {"_type": "huggingface", "model": _located(model)},
+        "format": "chat" if has_chat_template(model) else "plain",
+    }
+    values: dict[str, Any] = {
+        "trainer": TRAINER,
+        "scenario": SCENARIO,
+        "task": {
+            "task": task,
+            "policy": policy,
+            # Rewards from 0 to 1 are all full.
+            "evaluation": {"success_reward": sum(one for one in factors if one > 0)},
+        },
+        TRAINER: _variant(algorithm),
+    }
+    mapped = mapped_options(options or {})
+    for path, value in mapped.values():
+        _put(values, path, value)
+    if "epsilon" in mapped and "epsilon_high" not in mapped:
+        _put(values, TRL_OPTIONS["epsilon_high"], mapped["epsilon"][1])
+    return TaskParameters(values, mapped)
+
+
+def mapped_options(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Our parameter and value for each option by TRL's name.
+
+    Raises
+    ------
+    UnknownNameError
+        For an option or a value that TRL has and we lack.
+    """
+    found = {}
+    for name, value in options.items():
+        if name not in TRL_OPTIONS:
+            raise UnknownNameError("option of a task", name, TRL_OPTIONS)
+        if name == "loss_type":
+            if value not in LOSS_TYPES:
+                raise UnknownNameError("loss_type", str(value), LOSS_TYPES)
+            value = LOSS_TYPES[value]
+        elif name == "scale_rewards":
+            if str(value).lower() not in SCALES:
+                raise UnknownNameError("scale_rewards", str(value), SCALES)
+            value = SCALES[str(value).lower()]
+        found[name] = (TRL_OPTIONS[name], value)
+    return found
+
+
+def named_rewards(
+    rewards: Reward | Sequence[Reward], weights: Sequence[float] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Parameters of rewards by name.
+
+    Raises
+    ------
+    ConfigurationError
+        Without a reward, or with another number of weights.
+    """
+    given = [rewards] if isinstance(rewards, str | Path | Mapping) or callable(rewards) else rewards
+    if not given:
+        raise ConfigurationError("a task needs at least one reward. Give file.py:function.")
+    if weights is not None and len(weights) != len(given):
+        raise ConfigurationError(
+            f"there are {len(weights)} weights for {len(given)} rewards. Give one for each."
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for index, one in enumerate(given):
+        name, parameters = _reward(one)
+        while name in found:
+            name += "_"
+        weight = 1.0 if weights is None else float(weights[index])
+        found[name] = parameters | ({} if weight == 1.0 else {"weight": weight})
+    return found
+
+
+def _reward(reward: Reward) -> tuple[str, dict[str, Any]]:
+    """Name and parameters of a reward."""
+    if isinstance(reward, Mapping):
+        return str(reward.get("_type", "scorer")), {"scorer": dict(reward)}
+    if isinstance(reward, str | Path):
+        return _reward_of_text(str(reward))
+    reference = _reference_of(reward)
+    return reference.rpartition(":")[2].rpartition(".")[2], {"function": reference}
+
+
+def _reward_of_text(text: str) -> tuple[str, dict[str, Any]]:
+    if text.endswith((".yaml", ".yml")):
+        parameters = read_yaml_mapping(Path(text))
+        return Path(text).stem, {"scorer": parameters}
+    place, found, name = text.rpartition(":")
+    if found:
+        return name.rpartition(".")[2], {"function": f"{_located(place)}:{name}"}
+    if text in REWARDS.names():
+        return text, {"function": text}
+    if text in SCORERS.names():
+        return text, {"scorer": {"_type": text}}
+    advice = "Give file.py:function, a YAML file with a scorer, or one of these names."
+    raise UnknownNameError("reward", text, [*REWARDS.names(), *SCORERS.names()], advice)
+
+
+def _reference_of(function: Callable[..., Any]) -> str:
+    """What finds a function again: its module and name, or the name under which it is registered.
+
+    A function of a script or notebook is registered, since importing the script would run it.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", "__main__")
+    if module != "__main__" and name.replace(".", "").isidentifier():
+        with suppress(ImportError, ValueError):
+            if importlib.util.find_spec(module) is not None:
+                return f"{module}:{name}"
+        source = inspect.getsourcefile(sys.modules[module]) if module in sys.modules else None
+        if source is not None:
+            return f"{source}:{name}"
+    short = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition(".")[2])
+    short = short.strip("_") or "reward"
+    if short in REWARDS.names():
+        REWARDS.forget(short)
+    REWARDS.register(short)(function)
+    return short
+
+
+def numbers_of(text: str) -> list[float]:
+    """Numbers separated by commas."""
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the weights {text!r} are not numbers. Give one for each reward: 1,0.5."
+        ) from error
+
+
+def has_chat_template(model: str | Path) -> bool:
+    """Whether the tokenizer of a model has a chat template."""
+    from nip_astra.language_models.pretrained import find_tokenizer
+
+    return bool(getattr(find_tokenizer(str(model), None, None), "chat_template", None))
+
+
+def _variant(algorithm: str) -> dict[str, Any]:
+    """Parameters of the trainer for a published algorithm."""
+    one = GROUP_VARIANTS[algorithm]
+    loss: dict[str, Any] = {"loss": one.loss, "reduction": one.reduction}
+    if one.clip_high is not None:
+        loss["clip_high"] = one.clip_high
+    found: dict[str, Any] = {"baseline": one.baseline, "scale": one.scale, "policy_loss": loss}
+    if one.zero_variance != "keep":
+        found["advantage_options"] = {"zero_variance": one.zero_variance}
+    return found
+
+
+def _located(place: str | Path) -> str:
+    """A path that holds from any folder; hub ids and modules unchanged."""
+    text = str(place).removeprefix(HUB)
+    path = Path(text).expanduser()
+    with suppress(OSError, ValueError):
+        if path.exists():
+            return str(path.resolve())
+    return text
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    *groups, name = path.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    if isinstance(value, Mapping):
+        values.setdefault(name, {}).update(value)
+    else:
+        values[name] = value
+
+
+def _stored(data: Any, runs_dir: Path) -> str | Path:
+    """The path of rows; those in memory are written to `<runs_dir>/data/<digest>.jsonl`."""
+    if isinstance(data, str | Path):
+        return data
+    rows = data.to_list() if hasattr(data, "to_list") else data
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise DataError(
+            f"data is {type(data).__name__}. Give a file, hub:owner/name:split, a datasets.Dataset "
+            "or a list of mappings with a prompt."
+        )
+    try:
+        text = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a row of the data is no JSON: {error}. Convert its values.") from error
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = (runs_dir / "data" / f"{digest}.jsonl").resolve()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    return path

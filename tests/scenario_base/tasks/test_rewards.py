@@ -1,0 +1,246 @@
+"""Reward functions by TRL's conventions, and their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, DataError, TaskError
+from nip_astra.rollouts.prompts import Prompt
+from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenario_base.tasks.base import Episode, Task, TrainingProgress, rate_episodes
+from nip_astra.scenario_base.tasks.dataset import DatasetTask, RowEnvironment, hold_out
+from nip_astra.scenario_base.tasks.rewards import REWARDS, reward_figures
+from nip_astra.scorers.base import Message
+from tests.scenario_base.tasks.test_tasks import task_of
+
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+
+
+# ---- the functions of TRL's page on rewards, as they stand there
+
+
+def by_length_of_ids(completion_ids: Any, **kwargs: Any) -> Any:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def by_length(completions: Any, **kwargs: Any) -> Any:
+    return [float(len(completion)) for completion in completions]
+
+
+def by_format(completions: Any, **kwargs: Any) -> Any:
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+
+
+def by_box(completions: Any, ground_truth: Any, **kwargs: Any) -> Any:
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+
+
+def for_math(prompts: Any, completions: Any, task: Any, **kwargs: Any) -> Any:
+    return [
+        (1.0 if str(eval(p)) in c else -1.0) if t == "math" else None
+        for p, c, t in zip(prompts, completions, task, strict=True)
+    ]
+
+
+async def later(prompts: Any, completions: Any, **kwargs: Any) -> Any:
+    async def one(completion: str) -> float:
+        await asyncio.sleep(0.0)
+        return float(completion.startswith("y"))
+
+    return await asyncio.gather(*(one(completion) for completion in completions))
+
+
+def with_logs(completions: Any, trainer_state: Any, log_metric: Any, log_extra: Any) -> Any:
+    log_metric("step", trainer_state.global_step)
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    log_extra("upper", [one.upper() for one in completions])
+    return torch.arange(len(completions))
+
+
+FUNCTIONS = [by_length_of_ids, by_length, by_format, by_box, for_math, later, with_logs]
+for _function in FUNCTIONS:
+    if _function.__name__ not in REWARDS.names():
+        REWARDS.register(_function.__name__)(_function)  # type: ignore[arg-type]
+
+
+def dataset(folder: Path, rows: list[dict[str, Any]], *names: str, **weights: float) -> Task:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions = {name: {"function": name, "weight": weights.get(name, 1.0)} for name in names}
+    return task_of("dataset", train=str(file), reward="functions", functions=functions)
+
+
+def rated(task: Task, *answers: str) -> list[Episode]:
+    episodes = []
+    for index, answer in enumerate(answers):
+        environment = task.environment("train", index)
+        opening = list(environment.reset())
+        ids = tuple(range(len(answer.split())))
+        episodes.append(
+            Episode(environment, [*opening, Message("assistant", answer)], completion_ids=ids)
+        )
+    rate_episodes(task, episodes)
+    return episodes
+
+
+def test_functions_of_trl_get_what_it_gives_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1 + 1", "ground_truth": "2", "task": "math"},
+        {"prompt": "2 + 1", "ground_truth": "5", "task": "other"},
+    ]
+    plain = ("by_length_of_ids", "by_length", "by_box", "for_math", "later", "with_logs")
+    task = dataset(tmp_path, rows, *plain, by_length=0.5, for_math=2.0)
+    task.progress = TrainingProgress(3, 12)
+    first, second = rated(task, "\\boxed{2} so 2", "yes")
+    assert first.rewards == {
+        "by_length_of_ids": 3.0,
+        "by_length": 14.0,
+        "by_box": 1.0,
+        "for_math": 1.0,
+        "later": 0.0,
+        "with_logs": 0.0,
+    }
+    assert first.reward == 3.0 + 0.5 * 14.0 + 1.0 + 2.0
+    assert second.rewards["for_math"] is None
+    assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
+    assert [one.extra["upper"] for one in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
+    figures = reward_figures([first, second])
+    assert figures["step"] == 3.0
+    assert figures["progress"] == 0.25
+    assert figures["rewards/for_math/mean"] == 1.0
+    assert figures["rewards/by_length/mean"] == 8.5
+    assert figures["rewards/by_length/std"] == pytest.approx(math.sqrt(60.5))
+
+
+def test_conversational_rows_give_conversational_completions(tmp_path: Path) -> None:
+    task = dataset(tmp_path, [{"prompt": CONVERSATION}], "by_format")
+    environment = task.environment("train", 0)
+    assert environment.reset() == [Message("system", "Be brief."), Message("user", "1+1=")]
+    (episode,) = rated(task, "<think>x</think><answer>2</answer>")
+    assert episode.reward == 1.0
+
+
+def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def columns(completions: Any, tags: Any, other: Any, **_: Any) -> list[None]:
+        seen.extend((tags, other))
+        return [None] * len(completions)
+
+    REWARDS.register("columns")(columns)
+    try:
+        task = dataset(
+            tmp_path,
+            [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}],
+            "columns",
+        )
+        assert [one.reward for one in rated(task, "x", "y")] == [None, None]
+    finally:
+        REWARDS.forget("columns")
+    assert seen == [[[1, {"x": 2}], None], [None, 1]]
+
+
+@pytest.mark.parametrize("values", [[math.inf, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]]])
+def test_wrong_values_are_refused_by_the_name_of_the_function(
+    tmp_path: Path, values: list[Any]
+) -> None:
+    REWARDS.register("wrong")(lambda completions: values)
+    try:
+        task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
+        with pytest.raises(TaskError, match="'wrong'"):
+            rated(task, "x", "y")
+    finally:
+        REWARDS.forget("wrong")
+
+
+def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="ground_truth"):
+        dataset(tmp_path, [{"prompt": "a"}], "by_box")
+
+
+def test_a_scorer_is_a_reward_beside_functions(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    source = "def f(completions):\n    return [0.25 if 'x' in one else None for one in completions]"
+    (tmp_path / "own.py").write_text(source)
+    scorer = {"_type": "python", "function": f"{tmp_path / 'own.py'}:f"}
+    functions = {"own": {"scorer": scorer, "weight": -2.0}, "later": {"function": "later"}}
+    task = task_of(
+        "dataset", train=str(tmp_path / "rows.jsonl"), reward="functions", functions=functions
+    )
+    assert isinstance(task, DatasetTask)
+    assert len(task.scorers) == 1
+    first, second = rated(task, "yx", "y")
+    assert (first.reward, second.reward) == (1.0 - 0.5, 1.0)
+
+
+# ---- held-out problems
+
+
+def test_a_part_of_the_prompts_is_held_out_by_the_seed() -> None:
+    rows = [Prompt(f"p{index % 40}", (("n", index),)) for index in range(80)]
+    train, test = hold_out(rows, 0.1, 0)
+    assert len({*test}) == 8
+    assert len(test) == 16
+    assert not {*train} & {*test}
+    assert sorted(map(str, train + test)) == sorted(map(str, rows))
+    assert hold_out(rows, 0.1, 0)[1] == test
+    assert hold_out(rows, 0.1, 1)[1] != test
+    assert len({*hold_out([Prompt(str(n)) for n in range(10_000)], 0.1, 0)[1]}) == 512
+    few = [Prompt(str(n)) for n in range(15)]
+    assert hold_out(few, 0.5, 0) == (few, [])
+
+
+def test_the_answers_of_rows_are_not_read_where_functions_reward(tmp_path: Path) -> None:
+    task = dataset(tmp_path, [{"prompt": f"p{n}"} for n in range(20)], "by_length")
+    assert task.num_problems("test") == 8
+    assert task.num_problems("dev") == 8
+    assert isinstance(task.environment("test", 0), RowEnvironment)
+    with pytest.raises(DataError, match="empty"):
+        dataset(tmp_path, [{"prompt": "a"}])
+
+
+# ---- conversational prompts
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}],
+        [{"role": "user", "content": "\ud800"}],
+    ],
+)
+def test_wrong_messages_are_refused_with_their_line(tmp_path: Path, prompt: list[Any]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_prompts(str(file), None)
+
+
+def test_rows_of_parquet_are_those_of_jsonl(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": CONVERSATION, "answer": "2"}, {"prompt": CONVERSATION[1:], "answer": "3"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet, jsonl = (
+        read_prompts(str(tmp_path / f"rows.{end}"), None) for end in ("parquet", "jsonl")
+    )
+    assert parquet == jsonl == ["system: Be brief.\n\nuser: 1+1=", "1+1="]
+    assert [one.messages for one in parquet] == [one.messages for one in jsonl]
+    assert [one.row for one in parquet] == [{"answer": "2"}, {"answer": "3"}]

@@ -1,0 +1,214 @@
+"""`nip-astra task` and `train_task`: a model, data and rewards make a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra import train_task
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.parameters.content import content_root
+from nip_astra.parameters.files import flatten
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
+from nip_astra.scenario_base.tasks.rewards import REWARDS
+from nip_astra.task_runs import TRL_OPTIONS, mapped_options, named_rewards, task_parameters
+from tests.command_line import CommandLine, refused
+
+MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
+REWARDS_FILE = """
+def right(completions, answer, **kwargs):
+    return [float(c.strip() == str(a)) for c, a in zip(completions, answer)]
+
+async def brevity(completions, completion_ids, trainer_state, log_metric, **kwargs):
+    log_metric("seen/step", trainer_state.global_step)
+    return [None if len(ids) > 4 else -len(ids) / 10 for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(tmp_path, tmp_path, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS_FILE)
+    rows = [{"prompt": f"{n}+{n % 3}=", "answer": n + n % 3} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_one_command_trains_and_its_parameter_file_is_the_run(
+    command_line: CommandLine, folder: Path
+) -> None:
+    options = "--num-generations 4 --max_completion_length 5 --learning-rate 5e-4 --max-steps 2"
+    line = (
+        f"task --model {MODEL} --data rows.jsonl --reward rewards.py:right "
+        f"--reward rewards.py:brevity --weights 1,0.5 {options} --run-id r "
+        "--set training.num_episodes_per_experience=3"
+    )
+    said = command_line(*line.split())
+    assert said.code == 0, said.err
+    printed = said.out
+    assert "num_generations: --set self_hosted_grpo.group_size=4" in printed
+    shown = printed.split("# as a parameter file:\n")[1].split("\n\n")[0]
+    metrics = [
+        json.loads(line) for line in (folder / "runs/r/metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    first = next(one for one in metrics if "rewards/right/mean" in one)
+    assert first["rollout/num_trajectories"] == 12
+    assert {"rewards/right/std", "rewards/brevity/mean", "seen/step"} <= first.keys()
+    results = json.loads((folder / "runs/r/results.json").read_text())
+    for when in ("before", "after"):
+        assert results[when]["num_answers"] == 8
+        assert 0 <= results[when]["rewards/right/mean"] <= 1
+    # The printed file is what the run was, but for what came from other options.
+    resolved = resolve_experiment(hyper_params=yaml.safe_load(shown))
+    ran = yaml.safe_load((folder / "runs/r/hyper_parameters.yaml").read_text())
+    again = dict(flatten(resolved.hyper_params.to_dict()))
+    differing = {path for path, value in flatten(ran) if again.get(path) != value}
+    assert differing == {"training.num_episodes_per_experience"}
+
+
+def test_five_lines_of_python_train_and_resume_finds_the_function(folder: Path) -> None:
+    def short(completions: Any, **_: Any) -> list[float]:
+        return [1.0 / (1 + len(one)) for one in completions]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(9)
+    ]
+
+    def first(completions: Any, prompts: Any, answer: Any, **_: Any) -> list[float]:
+        assert prompts[0][0]["role"] == "user"
+        pairs = zip(completions, answer, strict=True)
+        return [float(one[0]["content"].strip() == right) for one, right in pairs]
+
+    try:
+        result = train_task(
+            model=MODEL,
+            data=rows,
+            rewards=[first, short, "exact"],
+            weights=[1, 0.1, 0.5],
+            num_generations=2,
+            max_completion_length=4,
+            max_steps=2,
+            run_id="p",
+            progress=False,
+        )
+    finally:
+        for name in ("first", "short"):
+            REWARDS.forget(name)
+    # Nine prompts are too few to hold some out.
+    assert result.results["before"] == result.results["after"] == {}
+    assert "held out" in result.results["warnings"][0]
+    assert result.results["training"]["num_optimizer_steps"] > 0
+    assert len(list((folder / "runs/data").iterdir())) == 1
+
+
+@pytest.mark.parametrize("algorithm", GROUP_VARIANTS)
+def test_every_algorithm_gives_its_published_loss(folder: Path, algorithm: str) -> None:
+    found = task_parameters(
+        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", algorithm=algorithm
+    )
+    hyper_params = resolve_experiment(hyper_params=found.values).hyper_params
+    one, variant = hyper_params.get("self_hosted_grpo"), GROUP_VARIANTS[algorithm]
+    assert (one.baseline, one.scale) == (variant.baseline, variant.scale)
+    assert one.policy_loss.loss == variant.loss
+    assert one.policy_loss.reduction == variant.reduction
+
+
+def test_options_of_trl_become_ours(folder: Path) -> None:
+    given: dict[str, Any] = {
+        "num_generations": 6,
+        "max_completion_length": 7,
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "top_k": 5,
+        "beta": 0.01,
+        "epsilon": 0.1,
+        "epsilon_high": 0.3,
+        "loss_type": "dr_grpo",
+        "scale_rewards": False,
+        "mask_truncated_completions": True,
+        "learning_rate": 1e-4,
+        "warmup_steps": 3,
+        "max_steps": 11,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.01,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    }
+    assert given.keys() == TRL_OPTIONS.keys()
+    found = task_parameters(
+        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", options=given
+    )
+    hyper_params = resolve_experiment(hyper_params=found.values).hyper_params
+    for name, path in TRL_OPTIONS.items():
+        expected = {"loss_type": None, "scale_rewards": "none"}.get(name, given[name])
+        if expected is not None:
+            assert hyper_params.get(path) == expected
+    assert hyper_params.get("self_hosted_grpo.policy_loss.reduction") == "sum_over_length"
+
+
+def test_a_clip_range_is_of_both_sides_unless_the_upper_is_given(folder: Path) -> None:
+    found = task_parameters(
+        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", options={"epsilon": 0.1}
+    )
+    loss = found.values["self_hosted_grpo"]["policy_loss"]
+    assert (loss["clip_low"], loss["clip_high"]) == (0.1, 0.1)
+
+
+def test_rewards_are_named_by_function_scorer_or_file(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("_type: profanity\n")
+    own = str(folder / "rewards.py")
+    assert named_rewards(["rewards.py:right", "exact", "profanity", "mine.yaml"], [1, 2, 1, 1]) == {
+        "right": {"function": f"{own}:right"},
+        "exact": {"function": "exact", "weight": 2},
+        "profanity": {"scorer": {"_type": "profanity"}},
+        "mine": {"scorer": {"_type": "profanity"}},
+    }
+    trl = pytest.importorskip("trl.rewards")
+    assert named_rewards(trl.think_format_reward) == {
+        "think_format_reward": {"function": "trl.rewards.format_rewards:think_format_reward"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"rewards": []}, ConfigurationError),
+        ({"rewards": "rigth"}, UnknownNameError),
+        ({"rewards": ["exact"], "weights": [1, 2]}, ConfigurationError),
+        ({"algorithm": "gropo"}, UnknownNameError),
+        ({"loss_type": "luspo"}, UnknownNameError),
+        ({"scale_rewards": "some"}, UnknownNameError),
+        ({"num_generation": 3}, ConfigurationError),
+        ({"max_steps": "many"}, ConfigurationError),
+        ({"data": 3}, DataError),
+        ({"data": [{"prompt": {1, 2}}]}, DataError),
+        ({"data": "none.jsonl"}, ConfigurationError),
+    ],
+)
+def test_mistakes_are_typed_errors_and_leave_no_run(
+    folder: Path, arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    given = {"model": MODEL, "data": "rows.jsonl", "rewards": "exact"} | arguments
+    with pytest.raises(error):
+        train_task(**given, progress=False)
+    assert not [one for one in folder.glob("runs/*") if one.name != "data"]
+
+
+def test_an_option_that_trl_has_and_we_lack_is_refused() -> None:
+    with pytest.raises(UnknownNameError):
+        mapped_options({"num_generation": 2})
+
+
+def test_wrong_weights_of_the_command_are_refused(command_line: CommandLine, folder: Path) -> None:
+    line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
+    refused(command_line(*line.split()))
