@@ -132,6 +132,8 @@ if TYPE_CHECKING:
     from nip_astra.protocols.protocol_base import RoundResult as RoundResult
     from nip_astra.protocols.registry import build_protocol_handler as build_protocol_handler
     from nip_astra.protocols.registry import register_protocol_handler as register_protocol_handler
+    from nip_astra.recipes import stress_test as stress_test
+    from nip_astra.recipes import train_task as train_task
     from nip_astra.registry import Registry as Registry
     from nip_astra.report.page import write_report as write_report
     from nip_astra.resolving.analysing import analyse_run as analyse_run
@@ -247,7 +249,6 @@ if TYPE_CHECKING:
     from nip_astra.sweep.results import read_sweep as read_sweep
     from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
     from nip_astra.sweep.sweeping import run_sweep as run_sweep
-    from nip_astra.task_runs import train_task as train_task
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
@@ -549,7 +550,8 @@ _HOMES = {
     "where_above": "nip_astra.parameters.conditions",
     "where_given": "nip_astra.parameters.conditions",
     "whiten": "nip_astra.rl_objectives.advantages",
-    "train_task": "nip_astra.task_runs",
+    "stress_test": "nip_astra.recipes",
+    "train_task": "nip_astra.recipes",
     "write_report": "nip_astra.report.page",
 }
 

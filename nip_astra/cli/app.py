@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import data, measuring, serving, sweeping, tasks
+from nip_astra.cli import data, measuring, recipes, serving, sweeping
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -407,7 +407,8 @@ for command in measuring.COMMANDS:
     app.command()(command)
 app.command()(measuring.analyse)
 app.command()(serving.serve)
-app.command()(tasks.task)
+app.command()(recipes.task)
+app.command()(recipes.stress)
 app.command()(sweeping.sweep)
 app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")

@@ -1,4 +1,4 @@
-"""Tasks by TRL's conventions: a model, a dataset and reward functions, without a parameter file."""
+"""Runs without a parameter file: tasks by TRL's conventions, and stress tests of a target."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TRAINER, SCENARIO = "self_hosted_grpo", "dataset"
 HUB = "hub:"
+POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
 scorer, a YAML file or mapping with the parameters of a scorer, or a function."""
@@ -141,6 +142,117 @@ def train_task(
         hyper_params=task.values, overrides=overrides, seed=seed, plugins=plugins
     )
     return run_experiment(resolved, **options)
+
+
+def stress_test(
+    *,
+    target: str | Path,
+    scorer: Reward,
+    target_model: str | None = None,
+    attacker: str | Path | None = None,
+    trainer: str = "ast_dpo",
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
+    plugins: Sequence[str] = (),
+    **settings: Any,
+) -> ExperimentResult:
+    """Train an attacker that makes a target fail by a scorer.
+
+    Parameters
+    ----------
+    target : str or Path
+        A saved model, `.gguf` file or hub id, or the address of a service with OpenAI's API.
+    scorer : Reward
+        What rates the target's responses, 0 to 1; see `Reward`.
+    target_model : str, optional
+        Name of the model at the address.
+    attacker : str or Path, optional
+        The attacker before training. By default, that of the scenario pocket_chat if the target
+        knows no more words than it, else SmolLM2-135M-Instruct with a LoRA adapter.
+    trainer : str
+        A trainer of stress tests.
+    overrides : Iterable[str]
+        Assignments `a.b=c` to any parameter.
+    **settings
+        Settings of the run (`run_id`, `device`, ...).
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown name, or a value of another type.
+    ModelLoadError
+        For a model that cannot be loaded.
+    """
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.run import run_experiment
+
+    values = stress_parameters(
+        target=target,
+        scorer=scorer,
+        target_model=target_model,
+        attacker=attacker,
+        trainer=trainer,
+    )
+    resolved = resolve_experiment(
+        hyper_params=values, overrides=overrides, seed=seed, plugins=plugins
+    )
+    return run_experiment(resolved, **settings)
+
+
+def stress_parameters(
+    *,
+    target: str | Path,
+    scorer: Reward,
+    target_model: str | None = None,
+    attacker: str | Path | None = None,
+    trainer: str = "ast_dpo",
+) -> dict[str, Any]:
+    """The parameters of `stress_test`, as a parameter file holds them."""
+    is_address = str(target).startswith(("http://", "https://"))
+    if is_address is (target_model is None):
+        raise ConfigurationError(
+            f"the target {str(target)!r} is an address, so it needs the name of its model."
+            if is_address
+            else f"target_model belongs to an address, but the target is {str(target)!r}."
+        )
+    known = attacker if attacker is not None else None if is_address else target
+    is_small = known is not None and len(_tokenizer(known)) <= len(_tokenizer(POCKET_ATTACKER))
+    family = "pocket_chat" if is_small else "smollm2_chat"
+    speakers: dict[str, Any] = {"scorer": _scorer(scorer)}
+    if is_address:
+        chat_model = {"_type": "openai", "base_url": str(target), "model": target_model}
+        speakers["target"] = {"chat_model": chat_model}
+    else:
+        speakers["target"] = _speaker(target)
+    if attacker is not None:
+        speakers["attacker"] = _speaker(attacker)
+    scenario = {"pocket_chat": "pocket_chat_api", "smollm2_chat": "smollm2_api"}[family]
+    return {
+        "trainer": trainer,
+        "scenario": scenario if is_address else family,
+        "ast_chat": speakers,
+    }
+
+
+def _speaker(model: str | Path) -> dict[str, Any]:
+    return {
+        "language_model": {"_type": "huggingface", "model": _located(model)},
+        "format": "chat" if has_chat_template(model) else "plain",
+    }
+
+
+def _scorer(scorer: Reward) -> dict[str, Any]:
+    """Parameters of a scorer; a function becomes the scorer `python`."""
+    parameters = _reward(scorer)[1]
+    if "scorer" in parameters:
+        return dict(parameters["scorer"])
+    reference = parameters["function"]
+    if ":" not in reference:
+        raise ConfigurationError(
+            f"{reference!r} is no scorer. Give a registered scorer, a YAML file of one, or "
+            "file.py:function."
+        )
+    return {"_type": "python", "function": reference}
 
 
 def task_parameters(
@@ -298,9 +410,13 @@ def numbers_of(text: str) -> list[float]:
 
 def has_chat_template(model: str | Path) -> bool:
     """Whether the tokenizer of a model has a chat template."""
+    return bool(getattr(_tokenizer(model), "chat_template", None))
+
+
+def _tokenizer(model: str | Path) -> Any:
     from nip_astra.language_models.pretrained import find_tokenizer
 
-    return bool(getattr(find_tokenizer(str(model), None, None), "chat_template", None))
+    return find_tokenizer(str(model), None, None)
 
 
 def _variant(algorithm: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`nip-astra task` and `train_task`: a model, data and rewards make a run."""
+"""Runs without a parameter file: `nip-astra task` and `stress`, `train_task`, `stress_test`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
-from nip_astra import train_task
-from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra import stress_test, train_task
+from nip_astra.errors import ConfigurationError, DataError, ModelLoadError, UnknownNameError
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
+from nip_astra.recipes import (
+    TRL_OPTIONS,
+    mapped_options,
+    named_rewards,
+    stress_parameters,
+    task_parameters,
+)
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
-from nip_astra.task_runs import TRL_OPTIONS, mapped_options, named_rewards, task_parameters
+from tests.chat_service import behind_an_address, pocket_target
 from tests.command_line import CommandLine, refused
 
 MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
@@ -212,3 +219,83 @@ def test_an_option_that_trl_has_and_we_lack_is_refused() -> None:
 def test_wrong_weights_of_the_command_are_refused(command_line: CommandLine, folder: Path) -> None:
     line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
     refused(command_line(*line.split()))
+
+
+# ---- stress tests
+
+POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
+SHORT = (
+    "training.num_iterations=1",
+    "training.num_episodes_per_experience=1",
+    "training.minibatch_size=4",
+    "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.use_random_search=false",
+    "ast_chat.evaluation.labelled_responses=null",
+)
+
+
+def test_one_command_stresses_a_model_and_prints_the_cost_first(
+    command_line: CommandLine, folder: Path
+) -> None:
+    (folder / "rude.yaml").write_text(
+        f"_type: classifier\nmodel: {POCKET / 'scorer'}\nlabel: rude\n"
+    )
+    sets = " ".join(f"--set {one}" for one in SHORT)
+    line = f"stress --target {POCKET / 'target'} --scorer rude.yaml --run-id s {sets}"
+    said = command_line(*f"{line} --dry-run".split())
+    assert said.code == 0, said.err
+    assert "training target queries" in said.out
+    assert not (folder / "runs").exists()
+    said = command_line(*line.split())
+    assert said.code == 0, said.err
+    assert said.out.index("training target queries") < said.out.index("held-out")
+    results = json.loads((folder / "runs/s/results.json").read_text())
+    assert results["after"]["num_episodes"] == 2
+
+
+def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    with behind_an_address(pocket_target()) as service:
+        result = stress_test(
+            target=service.base_url,
+            target_model="pocket",
+            attacker=POCKET / "attacker",
+            scorer="own.py:f",
+            overrides=SHORT,
+            run_id="a",
+            progress=False,
+        )
+    assert result.results["after"]["num_episodes"] == 2
+    assert result.results["services"]
+
+
+def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:
+    address = {"target": "https://example.org/v1", "target_model": "m", "scorer": "profanity"}
+    assert stress_parameters(**address)["scenario"] == "smollm2_api"
+    small = stress_parameters(**address, attacker=POCKET / "attacker")
+    assert small["scenario"] == "pocket_chat_api"
+    own = stress_parameters(target=POCKET / "target", scorer="profanity")
+    assert own["scenario"] == "pocket_chat"
+    for values in (small, own):
+        resolve_experiment(hyper_params=values)
+    found = resolve_experiment(hyper_params=stress_parameters(**address)).hyper_params
+    assert found.get("ast_chat.target.chat_model.base_url") == "https://example.org/v1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"target": "http://127.0.0.1:1/v1"}, ConfigurationError),
+        ({"target": POCKET / "target", "target_model": "m"}, ConfigurationError),
+        ({"target": POCKET / "target", "scorer": "rudeness"}, UnknownNameError),
+        ({"target": POCKET / "target", "scorer": "exact"}, ConfigurationError),
+        ({"target": "./nowhere"}, ModelLoadError),
+        ({"target": POCKET / "target", "trainer": "vanilla_ppo"}, ConfigurationError),
+    ],
+)
+def test_mistakes_in_a_stress_test_are_typed_errors(
+    folder: Path, arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        stress_test(**({"scorer": "profanity"} | arguments), progress=False)
+    assert not list(folder.glob("runs/*"))

@@ -1,4 +1,4 @@
-"""The command `task`: a model, a dataset and reward functions, without a parameter file."""
+"""The commands `task` and `stress`: runs without a parameter file."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def task(
     """Train a model on a dataset with reward functions, by TRL's conventions."""
     given = locals()
     from nip_astra.cli.terminal import quieten_libraries, say, train_or_estimate
+    from nip_astra.recipes import TRL_OPTIONS, numbers_of, task_parameters
     from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.task_runs import TRL_OPTIONS, numbers_of, task_parameters
-    from nip_astra.tracking.run_directory import to_yaml
 
     quieten_libraries()
     options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
@@ -123,7 +122,7 @@ def task(
     )
     for name, (path, value) in found.mapped.items():
         say(f"{name}: --set {path}={value}")
-    say(f"# as a parameter file:\n{to_yaml(found.values)}")
+    print_parameters(found.values)
     resolved = resolve_experiment(
         hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
     )
@@ -140,3 +139,79 @@ def task(
         ),
         is_dry=dry_run,
     )
+
+
+def print_parameters(values: dict[str, Any]) -> None:
+    """Print parameters as a file that runs the same."""
+    from nip_astra.cli.terminal import say
+    from nip_astra.tracking.run_directory import to_yaml
+
+    say(f"# as a parameter file:\n{to_yaml(values)}")
+
+
+def stress(
+    target: Annotated[
+        str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
+    ],
+    scorer: Annotated[
+        str, typer.Option(metavar="S", help="Registered scorer, scorer.yaml, or file.py:function.")
+    ],
+    target_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model at an address.")
+    ] = None,
+    attacker: Annotated[
+        str | None,
+        typer.Option(metavar="M", help="Attacker before training; by default one that ships."),
+    ] = None,
+    trainer: Annotated[
+        str, typer.Option(metavar="NAME", help="A trainer of stress tests.")
+    ] = "ast_dpo",
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    run_id: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
+    ] = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    test_run: Annotated[
+        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train an attacker against a target, by a scorer; prints the cost first."""
+    from nip_astra.cli.terminal import quieten_libraries, train_or_estimate
+    from nip_astra.recipes import stress_parameters
+    from nip_astra.resolving.resolution import resolve_experiment
+
+    quieten_libraries()
+    values = stress_parameters(
+        target=target,
+        scorer=scorer,
+        target_model=target_model,
+        attacker=attacker,
+        trainer=trainer,
+    )
+    print_parameters(values)
+    resolved = resolve_experiment(
+        hyper_params=values, overrides=overrides or [], seed=seed, plugins=plugin or []
+    )
+    given = settings_of(
+        settings,
+        device=device,
+        wandb=wandb,
+        run_id=run_id,
+        runs_dir=runs_dir,
+        num_threads=num_threads,
+        test_run=test_run or None,
+    )
+    train_or_estimate(resolved, given, is_dry=True)
+    if not dry_run:
+        train_or_estimate(resolved, given, is_dry=False)
