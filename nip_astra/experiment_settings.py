@@ -50,7 +50,8 @@ class ExperimentSettings(SubParameters):
     run_id: str | None = None
     """Name of the run and of its directory; null makes one from trainer, scenario and time."""
     trackers: list[str] = []
-    """Trackers that mirror the run directory, by name: `wandb`, `tensorboard`, or one of a plug-in.
+    """Trackers that mirror the run directory, by name: `wandb`, `mlflow`, `trackio`, `tensorboard`,
+    or one of a plug-in.
     `file`, which writes the directory, is always there."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Mode of the tracker `wandb` (Weights & Biases): offline or online turns it on; where

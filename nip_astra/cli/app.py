@@ -34,6 +34,7 @@ from nip_astra.cli.options import (
     Seed,
     Settings,
     Threads,
+    Track,
     Trainer,
     Trust,
     Wandb,
@@ -162,6 +163,7 @@ def run(
     trust: Trust = False,
     device: Device = None,
     wandb: Wandb = None,
+    track: Track = None,
     run_id: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
     ] = None,
@@ -186,6 +188,7 @@ def run(
         settings,
         device=device,
         wandb=wandb,
+        track=track,
         run_id=run_id,
         runs_dir=runs_dir,
         num_threads=num_threads,
@@ -202,6 +205,7 @@ def resume(
     trust: Trust = False,
     device: Device = None,
     wandb: Wandb = None,
+    track: Track = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
     settings: Settings = None,
@@ -212,7 +216,12 @@ def resume(
     from nip_astra.run import resume_experiment
 
     given = settings_of(
-        settings, device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads
+        settings,
+        device=device,
+        wandb=wandb,
+        track=track,
+        runs_dir=runs_dir,
+        num_threads=num_threads,
     )
     quieten_libraries()
     print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))

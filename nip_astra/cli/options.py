@@ -61,6 +61,12 @@ Threads = Annotated[
 Wandb = Annotated[
     str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
 ]
+Track = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", help="Trackers: wandb, mlflow, trackio, tensorboard, or registered ones."
+    ),
+]
 FailIf = Annotated[
     str | None,
     typer.Option(
@@ -145,4 +151,7 @@ def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str,
     from nip_astra.parameters.files import parse_overrides
 
     by_name = parse_overrides(assignments or [], "--settings").values
+    track = given.pop("track", None)
+    if track is not None:
+        given["trackers"] = [name.strip() for name in track.split(",") if name.strip()]
     return by_name | {name: value for name, value in given.items() if value is not None}

@@ -15,6 +15,7 @@ from nip_astra.cli.options import (
     Seed,
     Settings,
     Threads,
+    Track,
     Wandb,
     settings_of,
 )
@@ -86,6 +87,7 @@ def task(
     plugin: Plugins = None,
     device: Device = None,
     wandb: Wandb = None,
+    track: Track = None,
     run_id: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
     ] = None,
@@ -132,6 +134,7 @@ def task(
             settings,
             device=device,
             wandb=wandb,
+            track=track,
             run_id=run_id,
             runs_dir=runs_dir,
             num_threads=num_threads,
@@ -171,6 +174,7 @@ def stress(
     plugin: Plugins = None,
     device: Device = None,
     wandb: Wandb = None,
+    track: Track = None,
     run_id: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
     ] = None,
@@ -207,6 +211,7 @@ def stress(
         settings,
         device=device,
         wandb=wandb,
+        track=track,
         run_id=run_id,
         runs_dir=runs_dir,
         num_threads=num_threads,

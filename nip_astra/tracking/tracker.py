@@ -18,7 +18,7 @@ KEPT = ("time", "memory", "tokens")
 EVALUATIONS = ("dev", "before", "after", "random_search")
 """First parts of names of metrics on prompts or data that are not trained on."""
 _TEST = "test_"
-_ROLLOUT_GROUPS = ("reward", "message_regression")
+_ROLLOUT_GROUPS = ("reward", "rewards", "message_regression")
 _ROLLOUT_FIGURES = (
     *("mean_", "std_", "worst_", "share_", "residual_", "num_episodes", "num_undetermined"),
     *("num_scorer_errors", "probe_", "failure_", "episode_", "distinct_", "plants_", "target_"),
@@ -136,8 +136,11 @@ class CompositeTracker(Tracker):
 TRACKERS: Registry[type[Tracker]] = Registry(
     "tracker",
     package="nip_astra.tracking",
-    members=("file", "tensorboard", "wandb"),
-    modules={"file": "local", "tensorboard": "tensorboard_tracker", "wandb": "wandb_tracker"},
+    members=("file", "mlflow", "tensorboard", "trackio", "wandb"),
+    modules={
+        "file": "local",
+        **{name: f"{name}_tracker" for name in ("mlflow", "tensorboard", "trackio", "wandb")},
+    },
 )
 AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
 

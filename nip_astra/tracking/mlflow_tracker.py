@@ -1,0 +1,140 @@
+"""MLflow as a mirror of the run directory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.trust import read_variable
+
+RUN_FILE = "mlflow.json"
+"""File in the run directory with MLflow's id of the run, by which a resumed run continues it."""
+DEFAULT_EXPERIMENT = "nip_astra"
+_BATCH = 100
+"""Parameters or metrics per request; MLflow's bound for parameters."""
+_LONGEST = 500
+"""Characters of a parameter's value that every store keeps; the YAML file has all."""
+
+
+@register_tracker("mlflow")
+class MlflowTracker(Tracker):
+    """Sends parameters, metrics, tables, artifacts and the report to MLflow.
+
+    Without MLFLOW_TRACKING_URI, the store is `<runs_dir>/mlflow.db`, which `mlflow ui
+    --backend-store-uri sqlite:///runs/mlflow.db` shows. The experiment is the setting
+    `wandb_project`, MLFLOW_EXPERIMENT_NAME, or nip_astra.
+
+    Raises
+    ------
+    MissingDependencyError
+        If the package mlflow is not installed.
+    TrackingError
+        If the store cannot be reached.
+    """
+
+    def __init__(
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(run_directory)
+        try:
+            from mlflow import entities
+            from mlflow.tracking import MlflowClient
+            from pandas import json_normalize
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the tracker 'mlflow' needs the package mlflow: {error}. Install it with: pip "
+                "install 'nip_astra[mlflow]'"
+            ) from error
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        self._entities, self._json_normalize, self._step = entities, json_normalize, 0
+        folder = run_directory.path.resolve().parent
+        uri = read_variable("MLFLOW_TRACKING_URI")
+        try:
+            self._client: Any = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+            self._run_id = self._begin(run_directory, settings, None if uri else folder)
+            self._log_parameters(config)
+        except Exception as error:
+            raise TrackingError(
+                f"MLflow cannot start: {error}. Check MLFLOW_TRACKING_URI and the server."
+            ) from error
+
+    def _begin(
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], folder: Path | None
+    ) -> str:
+        """MLflow's id of the run: the one that the run directory names, or a new one."""
+        if (run_directory.path / RUN_FILE).is_file():
+            run_id = str(run_directory.read_json(RUN_FILE)["run_id"])
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        name = settings["wandb_project"] or read_variable("MLFLOW_EXPERIMENT_NAME")
+        name = name or DEFAULT_EXPERIMENT
+        experiment = self._client.get_experiment_by_name(name)
+        location = None if folder is None else (folder / "mlflow" / name).as_uri()
+        number = (
+            self._client.create_experiment(name, artifact_location=location)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        tags = dict.fromkeys(settings["wandb_tags"], "")
+        if settings["wandb_group"]:
+            tags["group"] = settings["wandb_group"]
+        run = self._client.create_run(number, run_name=run_directory.run_id, tags=tags)
+        run_directory.write_json(RUN_FILE, {"run_id": run.info.run_id})
+        return str(run.info.run_id)
+
+    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+        known = self._client.get_run(self._run_id).data.params
+        values = self._json_normalize(dict(config)).iloc[0].items()
+        flat = [(str(path), str(value)[:_LONGEST]) for path, value in values]
+        new = [self._entities.Param(path, value) for path, value in flat if path not in known]
+        for start in range(0, len(new), _BATCH):
+            self._client.log_batch(self._run_id, params=new[start : start + _BATCH])
+        self._client.log_text(self._run_id, to_yaml(config), "hyper_parameters.yaml")
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self._step = step
+        self._log((grouped(name), value) for name, value in values.items())
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+        data |= {"step": [step] * len(rows)}
+        self._client.log_table(self._run_id, data, f"rollouts/{name}.json")
+
+    def log_artifact(
+        self,
+        path: Path,
+        *,
+        name: str,
+        type: str,  # noqa: A002 - the word of W&B
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self._client.log_artifacts(self._run_id, str(path), f"{type}/{name}")
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self._log((grouped(name), value) for name, value in values.items())
+
+    def log_report(self, path: Path) -> None:
+        self._client.log_artifact(self._run_id, str(path))
+
+    def finish(self, *, success: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
+
+    def _log(self, values: Iterable[tuple[str, float]]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [
+            self._entities.Metric(name, float(value), now, self._step)
+            for name, value in values
+            if value is not None and math.isfinite(value)
+        ]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH])

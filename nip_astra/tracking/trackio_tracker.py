@@ -1,0 +1,98 @@
+"""Trackio, Hugging Face's local tracker, as a mirror of the run directory."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.safe_text import to_json
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.trust import read_variable
+
+DEFAULT_PROJECT = "nip_astra"
+
+
+@register_tracker("trackio")
+class TrackioTracker(Tracker):
+    """Sends parameters, metrics and tables to Trackio.
+
+    Without TRACKIO_DIR, its database is in `<runs_dir>/trackio`, which `TRACKIO_DIR=runs/trackio
+    trackio show` displays. The project is the setting `wandb_project`, or nip_astra. A resumed run
+    continues under its name.
+
+    Raises
+    ------
+    MissingDependencyError
+        If the package trackio is not installed.
+    TrackingError
+        If it cannot start.
+    """
+
+    def __init__(
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(run_directory)
+        self._step = 0
+        if not read_variable("TRACKIO_DIR"):
+            # It is read when the package is imported.
+            os.environ["TRACKIO_DIR"] = str(run_directory.path.resolve().parent / "trackio")
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the tracker 'trackio' needs the package trackio: {error}. Install it with: pip "
+                "install 'nip_astra[trackio]'"
+            ) from error
+        self._trackio = trackio
+        try:
+            with redirect_stdout(io.StringIO()):
+                self._run: Any = trackio.init(
+                    project=settings["wandb_project"] or DEFAULT_PROJECT,
+                    name=run_directory.run_id,
+                    group=settings["wandb_group"],
+                    config=dict(config),
+                    resume="allow",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        except Exception as error:
+            raise TrackingError(f"Trackio cannot start: {error}. Check TRACKIO_DIR.") from error
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self._step = step
+        finite = {
+            grouped(name): float(value)
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
+        self._run.log(finite, step=step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        cells = [[one if _is_plain(one) else to_json(one) for one in row] for row in rows]
+        table = self._trackio.Table(columns=list(columns), data=cells)
+        self._run.log({f"rollouts/{name}": table}, step=step)
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self.log_metrics(values, step=self._step)
+
+    def log_report(self, path: Path) -> None:
+        """Trackio shows no pages; the report stays in the run directory."""
+
+    def finish(self, *, success: bool) -> None:
+        with redirect_stdout(io.StringIO()):
+            # Not the run's own: the package finishes its current run once more at exit.
+            self._trackio.finish()
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)

@@ -1,0 +1,62 @@
+"""Run the slow tests of optional packages, each package in a virtual environment of its own.
+
+    python tests/third_party.py mlflow trackio
+    python tests/third_party.py --list
+
+Environments are made in `.third_party/<name>` and kept; delete the folder to start over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".third_party"
+
+
+class Package(NamedTuple):
+    """Extras of nip_astra with the package, and the tests that need it."""
+
+    extras: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+PACKAGES = {
+    "mlflow": Package(("mlflow",), ("tests/tracking/test_mirrors.py", "-k", "mlflow")),
+    "trackio": Package(("trackio",), ("tests/tracking/test_mirrors.py", "-k", "trackio")),
+    "tensorboard": Package(
+        ("tensorboard",), ("tests/tracking/test_mirrors.py", "-k", "tensorboard")
+    ),
+    "verifiers": Package(("verifiers",), ("tests/scenario_base/tasks/test_verifiers.py",)),
+}
+
+
+def run(name: str) -> int:
+    """Build the environment of a package where there is none, and run its tests."""
+    package, folder = PACKAGES[name], FOLDER / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    extras = ",".join(("test", *package.extras))
+    subprocess.run([python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[{extras}]"], check=True)
+    versions = [python, "-m", "pip", "list", "--format=freeze"]
+    found = subprocess.run(versions, check=True, capture_output=True, text=True).stdout
+    print(*(one for one in found.split() if one.startswith(f"{name}==")))
+    arguments = ["-m", "pytest", "-n0", "-m", "slow or not slow", "-rs", *package.tests]
+    return subprocess.run([python, *arguments], cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*PACKAGES, []], help="Packages; all of them.")
+    parser.add_argument("--list", action="store_true", help="List the packages.")
+    given = parser.parse_args()
+    if given.list:
+        print(*PACKAGES, sep="\n")
+        sys.exit()
+    sys.exit(max(run(name) for name in given.names or PACKAGES))
