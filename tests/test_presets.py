@@ -35,6 +35,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 
 LEFT_OPEN = {
     "verifiers": ("task.task.taskset=gsm8k",),
+    "gymnasium": ("task.task.environment=mine.py:Mine",),
     "dataset": ("task.task.train=rows.jsonl", "task.policy.language_model.model=mine"),
 }
 """What the user of a scenario must give."""

@@ -32,6 +32,7 @@ PACKAGES = {
     "tensorboard": Package(
         ("tensorboard",), ("tests/tracking/test_mirrors.py", "-k", "tensorboard")
     ),
+    "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_gymnasium.py",)),
     "verifiers": Package(("verifiers",), ("tests/scenario_base/tasks/test_verifiers.py",)),
 }
 

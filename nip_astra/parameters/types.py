@@ -78,6 +78,8 @@ class TaskType(StrEnum):
     """Say words in Pig Latin."""
     VERIFIERS = "verifiers"
     """Tasks of a taskset of the library verifiers."""
+    GYMNASIUM = "gymnasium"
+    """Episodes of a text environment with Gymnasium's interface."""
     DATASET = "dataset"
     """Problems of a file or data set, rated by their answers or by a scorer."""
 

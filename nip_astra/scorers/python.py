@@ -123,7 +123,7 @@ class UserFunction:
     ) -> None:
         module = ""
         if function is None:
-            module, function = _find_function(reference, scenario_dir)
+            module, function = find_function(reference, scenario_dir)
         self.function = function
         self.modules = {module, getattr(function, "__module__", None) or module} - {""}
         try:
@@ -149,7 +149,7 @@ class UserFunction:
         return self.function(**{n: value for n, value in arguments.items() if self.takes(n)})
 
 
-def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
+def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
     """Import the module; its name and the function."""
     place, _, name = reference.rpartition(":")
     source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place

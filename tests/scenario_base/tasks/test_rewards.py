@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,16 @@ def with_logs(completions: Any, trainer_state: Any, log_metric: Any, log_extra: 
 
 
 FUNCTIONS = [by_length_of_ids, by_length, by_format, by_box, for_math, later, with_logs]
-for _function in FUNCTIONS:
-    if _function.__name__ not in REWARDS.names():
-        REWARDS.register(_function.__name__)(_function)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    REWARDS.get("exact")
+    before = REWARDS.snapshot()
+    for function in FUNCTIONS:
+        REWARDS.register(function.__name__)(function)  # type: ignore[arg-type]
+    yield
+    REWARDS.restore(before)
 
 
 def dataset(folder: Path, rows: list[dict[str, Any]], *names: str, **weights: float) -> Task:
@@ -140,15 +148,12 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
         return [None] * len(completions)
 
     REWARDS.register("columns")(columns)
-    try:
-        task = dataset(
-            tmp_path,
-            [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}],
-            "columns",
-        )
-        assert [one.reward for one in rated(task, "x", "y")] == [None, None]
-    finally:
-        REWARDS.forget("columns")
+    task = dataset(
+        tmp_path,
+        [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}],
+        "columns",
+    )
+    assert [one.reward for one in rated(task, "x", "y")] == [None, None]
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
@@ -157,12 +162,9 @@ def test_wrong_values_are_refused_by_the_name_of_the_function(
     tmp_path: Path, values: list[Any]
 ) -> None:
     REWARDS.register("wrong")(lambda completions: values)
-    try:
-        task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
-        with pytest.raises(TaskError, match="'wrong'"):
-            rated(task, "x", "y")
-    finally:
-        REWARDS.forget("wrong")
+    task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
+    with pytest.raises(TaskError, match="'wrong'"):
+        rated(task, "x", "y")
 
 
 def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Path) -> None:
