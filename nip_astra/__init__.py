@@ -162,7 +162,7 @@ if TYPE_CHECKING:
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
-    from nip_astra.rollouts.trajectory_advantages import (
+    from nip_astra.rollouts.trajectory import (
         compute_grpo_advantage_for_trajectories as compute_grpo_advantage_for_trajectories,
     )
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
@@ -487,7 +487,7 @@ _HOMES = {
     "call_in_sandbox": "nip_astra.utils.sandbox",
     "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
-    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
+    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory",
     "compute_position_id_with_mask": "nip_astra.rollouts.batch",
     "derive_seed": "nip_astra.utils.seeding",
     "derived_generator": "nip_astra.utils.seeding",

@@ -38,22 +38,25 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.async_rollouts import AsyncRollouts
-from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.trees import MAX_PROBES, num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
-from nip_astra.trainers.ast.behaviour import Behaviour
-from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
-from nip_astra.trainers.ast.rollouts import Rollouts
-from nip_astra.trainers.ast.staleness import (
+from nip_astra.trainers.ast.behaviour import (
+    Behaviour,
     CorrectedStalenessParameters,
     check_staleness,
     correct_for_staleness,
 )
-from nip_astra.trainers.language_model.state import LanguageModelState
-from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer, check_samples
+from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
+from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
+from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.language_model_base import (
+    Experience,
+    LanguageModelState,
+    LanguageModelTrainer,
+    check_samples,
+)
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,

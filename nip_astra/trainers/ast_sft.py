@@ -16,7 +16,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
+from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer

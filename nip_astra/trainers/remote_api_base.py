@@ -15,13 +15,12 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.trainers.language_model.steps import STEP_TOTALS
+from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service.contract import check_takes, check_trajectories
-from nip_astra.trainers.service.mismatch import mismatch_metrics
+from nip_astra.trainers.service.metrics import mismatch_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.samples import score_batch
 from nip_astra.trainers.service_base import ServiceTrainer
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.rollouts.trajectory_advantages import advantages_of
+from nip_astra.rollouts.trajectory import Trajectory, advantages_of
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.parameters import GrpoParameters

@@ -11,8 +11,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
-from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.teacher import DistillationParameters, load_teacher
+from nip_astra.trainers.service.parameters import DistillationParameters, RolloutParameters
 
 
 @register_trainer(TrainerType.REMOTE_API_OPD)
@@ -35,7 +34,7 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher = load_teacher(self, self.parameters.distillation)
+        self.teacher = self.load_teacher()
 
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]

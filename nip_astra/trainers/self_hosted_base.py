@@ -19,14 +19,13 @@ from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.service.contract import check_batch, check_takes
-from nip_astra.trainers.service.mismatch import mismatch_metrics
+from nip_astra.trainers.service.metrics import mismatch_metrics
 from nip_astra.trainers.service.parameters import PolicyLossParameters, RolloutParameters
-from nip_astra.trainers.service.samples import score_batch
 from nip_astra.trainers.service_base import ServiceTrainer
 
 

@@ -10,8 +10,11 @@ from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.self_hosted_base import SelfHostedTrainer
-from nip_astra.trainers.service.parameters import ImportanceLossParameters, RolloutParameters
-from nip_astra.trainers.service.teacher import DistillationParameters, load_teacher
+from nip_astra.trainers.service.parameters import (
+    DistillationParameters,
+    ImportanceLossParameters,
+    RolloutParameters,
+)
 
 
 @register_trainer(TrainerType.SELF_HOSTED_OPD)
@@ -35,7 +38,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher = load_teacher(self, self.parameters.distillation)
+        self.teacher = self.load_teacher()
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         options = self.parameters.distillation

@@ -21,12 +21,18 @@ from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.evaluation.measured import Known
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
+from nip_astra.language_models.base import (
+    LanguageModel,
+    TokenScorer,
+    as_language_model,
+    as_scorer,
+)
 from nip_astra.language_models.services.training import (
     TRAINING_SERVICES,
+    LocalTrainingService,
     TrainingService,
     TrainingServiceRequest,
 )
@@ -34,36 +40,33 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.samplers.async_rollouts import AsyncRollouts
-from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service.configuration import (
+from nip_astra.trainers.service.contract import (
     TrainerConfig,
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.measuring import (
+from nip_astra.trainers.service.metrics import (
     RECORD_COLUMNS,
     Tally,
+    log_rollout_metrics,
     rollout_rows,
 )
-from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.playing import (
     CollectedRollout,
     SamplingThread,
     check_who_plays,
     informative_groups,
-    sample_of_service,
 )
-from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
@@ -71,6 +74,7 @@ from nip_astra.trainers.service_use import (
     warnings_about_services,
 )
 from nip_astra.utils.actors import actor_options, using_actors
+from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 
@@ -91,12 +95,12 @@ class ServiceTrainer(LanguageModelTrainer):
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
-    samples_in_training: ClassVar[bool] = True
     figures: ClassVar[tuple[str, ...] | None] = (
         *("accuracy", "mean_reward", "pass_at_*", "num_*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
-    """Whether what is learnt from is sampled."""
+    samples_in_training: ClassVar[bool] = True
+    """Whether training samples the policy."""
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
@@ -139,11 +143,11 @@ class ServiceTrainer(LanguageModelTrainer):
         task = self.scenario_instance.task
         if task is None:
             raise ConfigurationError(
-                f"the trainer {self.hyper_params.trainer!r} was asked to train on the scenario "
-                f"{self.hyper_params.scenario!r}, which has no task. Choose one of kind 'task'."
+                f"the scenario {self.hyper_params.scenario!r} has no task, which the trainer "
+                f"{self.hyper_params.trainer!r} needs. Choose one of kind 'task'."
             )
         self.task = task
-        self.agent = self.scenario_instance.agents["policy"]
+        self.agent: ConversationAgent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
         directory = self.run_directory
         self._dumps = StageDumps(
@@ -328,6 +332,12 @@ class ServiceTrainer(LanguageModelTrainer):
         """Play problems with the weights that learn, or those of another agent."""
         runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
+        service = self.service
+        is_own_draw = (
+            isinstance(service, LocalTrainingService)
+            and type(service).sample is LocalTrainingService.sample
+            and service.model is self.agent.language_model
+        )
         # Only the leader has weights of before, or all of divided ones.
         is_whole = is_of_now and self.settings.sharding == "none"
         return play_task(
@@ -337,7 +347,7 @@ class ServiceTrainer(LanguageModelTrainer):
             TaskPlan(split, runs, self.options.max_turns, (self.hyper_params.seed, *key)),
             num_parts=self.options.num_rollout_parts,
             team=self.team if is_whole else None,
-            sample=sample_of_service(self.service, self.agent) if is_of_now else None,
+            sample=None if is_own_draw or not is_of_now else service.sample,
         )
 
     def handlers(self) -> dict[str, Handler]:
@@ -455,21 +465,17 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def dry_run(self) -> dict[str, Any]:
         """Play one problem, take the gradient of one minibatch, and estimate a whole run."""
+        services = self.scenario_instance.services
         with ExitStack() as stack:
             self._build_train_context(stack)
-            services = self._estimate_services()
-        return super().dry_run() | services
-
-    @torch.no_grad()
-    def _estimate_services(self) -> dict[str, Any]:
-        """What those who rate would take in a run, by one answer."""
-        services = self.scenario_instance.services
-        if services:
-            self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)
-        return estimate_services(services, self._num_episodes_of_run())
+            if services:
+                with torch.no_grad():
+                    self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)
+            estimate = estimate_services(services, self._num_episodes_of_run())
+        return super().dry_run() | estimate
 
     def _num_episodes_of_run(self) -> int:
-        """Those of training, without resampling, of dev evaluations, before and after."""
+        """Episodes of training, without resampling, and of all evaluations."""
         training, options = self.training, self.options.evaluation
         num_iterations, period = training.num_iterations, training.eval_period
         played = training.num_episodes_per_experience * self.parameters.group_size
@@ -503,3 +509,36 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
+
+    def load_teacher(self) -> TokenScorer:
+        """The frozen model that `distillation.teacher` names.
+
+        Raises
+        ------
+        ConfigurationError
+            If it names none.
+        ModelLoadError
+            If it has other tokens than the student, or cannot score tokens.
+        """
+        chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
+        if chosen is None:
+            raise ConfigurationError(
+                f"the trainer {name!r} needs a teacher. Set {name}.distillation.teacher to a model "
+                "with the student's tokenizer, for instance {_type: huggingface, model: "
+                "runs/RUN/model}."
+            )
+        loaded = load_language_model(
+            chosen,
+            device=resolve_device(self.settings.device),
+            scenario_dir=self.scenario_instance.scenario_dir,
+            trainable=False,
+        )
+        teacher = as_scorer(loaded, role="teacher", to="score what the student says")
+        own, others = self.policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+        if own != others:
+            raise ModelLoadError(
+                f"the teacher {getattr(chosen, 'model', '')!r} and the student differ in "
+                f"{len(set(own.items()) ^ set(others.items()))} tokens. Choose a teacher with the "
+                "student's tokenizer."
+            )
+        return teacher

@@ -22,7 +22,7 @@ from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.language_model.processes import check_can_be_sharded
+from nip_astra.trainers.language_model_base import check_can_be_sharded
 from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment

@@ -25,7 +25,7 @@ from nip_astra.rl_objectives.reductions import REDUCTIONS, bounded, reduce_loss
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
 from nip_astra.trainers import self_hosted_base
-from nip_astra.trainers.language_model.steps import STEP_TOTALS
+from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.parameters import PolicyLossParameters
 from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without

@@ -1,10 +1,11 @@
 """Trainers on preference pairs: the pairs, and the ratios that losses compare.
 
-Shape suffixes: `N` node, `P` pair, `B` row, `T` token.
+Shape suffixes: `N` node, `P` pair or group of siblings, `G` sibling, `B` row, `T` token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,9 @@ from torch import Tensor
 from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.preference import sequence_logprobs
-from nip_astra.rollouts.preference_pairs import PairSelection, select_pairs
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
+from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.rewards import CreditParameters
@@ -67,17 +67,72 @@ class PairParameters(AsyncRolloutParameters):
     """Probes to learn from before the attacker finds its own; null for none."""
 
 
-class PreferenceSamples(NamedTuple):
-    """Samples with `context`, `chosen`, `rejected`, `reference_logratio`, `reference_chosen` (log
-    p of the chosen one under the reference), `episode`, and what was noticed.
+class PairSelection(NamedTuple):
+    """The node indices of pairs, and the numbers of groups without a pair by reason.
+
+    Ties are groups whose credits are all equal, or which have fewer than two rated siblings.
     """
 
-    samples: list[Sample]
-    metrics: dict[str, float]
+    chosen: list[int]
+    rejected: list[int]
+    num_ties: int
+    num_identical: int
+    num_below_margin: int
 
 
-def preference_samples(tree: RolloutTree, parameters: PairParameters) -> PreferenceSamples:
-    """One sample a pair of siblings; see `select_pairs`."""
+def select_pairs(
+    tree: RolloutTree,
+    *,
+    min_reward_difference: float,
+    min_score_difference: float | None = None,
+    min_chosen_score: float | None = None,
+) -> PairSelection:
+    """Pair the best with the worst sibling of every node (arXiv:2407.09447, section 3).
+
+    Siblings are ranked by `credit`, or else `reward`; those without a verdict are left out. The
+    conditions on a pair are those of `PairParameters`. A group without a pair is counted under the
+    first reason that holds: tie, identical probes, below a margin.
+    """
+    groups_PG = tree.sibling_groups()
+    reward_N = tree.nodes.get("credit", tree.nodes["reward"])
+    rewards_PG = reward_N[groups_PG]
+    best_P = _node_at(groups_PG, rewards_PG.nan_to_num(nan=-math.inf).argmax(dim=1))
+    worst_P = _node_at(groups_PG, rewards_PG.nan_to_num(nan=math.inf).argmin(dim=1))
+    # A group without any verdict has nothing to choose between.
+    reward_gap_P = (reward_N[best_P] - reward_N[worst_P]).nan_to_num(nan=0.0)
+    scores_N = tree.nodes["response_score"]
+
+    is_tie_P = reward_gap_P == 0
+    probes = tree.nodes["probe"] * tree.nodes["probe_mask"]
+    is_same_P = (probes[best_P] == probes[worst_P]).all(dim=1) & ~is_tie_P
+    is_close_P = reward_gap_P <= min_reward_difference
+    if min_score_difference is not None:
+        is_close_P |= scores_N[best_P] - scores_N[worst_P] <= min_score_difference
+    if min_chosen_score is not None:
+        is_close_P |= scores_N[best_P] < min_chosen_score
+    is_close_P &= ~is_tie_P & ~is_same_P
+    is_pair_P = ~(is_tie_P | is_same_P | is_close_P)
+    return PairSelection(
+        chosen=best_P[is_pair_P].tolist(),
+        rejected=worst_P[is_pair_P].tolist(),
+        num_ties=int(is_tie_P.sum()),
+        num_identical=int(is_same_P.sum()),
+        num_below_margin=int(is_close_P.sum()),
+    )
+
+
+def _node_at(groups_PG: Tensor, index_P: Tensor) -> Tensor:
+    return groups_PG.gather(1, index_P.unsqueeze(1)).squeeze(1)
+
+
+def preference_samples(
+    tree: RolloutTree, parameters: PairParameters
+) -> tuple[list[Sample], dict[str, float]]:
+    """One sample per pair of siblings, and metrics.
+
+    A sample has `context`, `chosen`, `rejected`, `reference_logratio`, `reference_chosen` (log p of
+    the chosen probe under the reference) and `episode`.
+    """
     pairs = select_pairs(
         tree,
         min_reward_difference=parameters.min_reward_difference,
@@ -99,11 +154,7 @@ def preference_samples(tree: RolloutTree, parameters: PairParameters) -> Prefere
         }
         for chosen, rejected in zip(pairs.chosen, pairs.rejected, strict=True)
     ]
-    return PreferenceSamples(samples, _counts(pairs))
-
-
-def _counts(pairs: PairSelection) -> dict[str, float]:
-    return {
+    return samples, {
         "pairs/kept": float(len(pairs.chosen)),
         "pairs/ties": float(pairs.num_ties),
         "pairs/identical": float(pairs.num_identical),
@@ -132,7 +183,7 @@ class GivenProbes:
     @torch.no_grad()
     def replace(
         self, samples: Sequence[Sample], tree: RolloutTree, pairs: PairParameters, *, iteration: int
-    ) -> PreferenceSamples:
+    ) -> tuple[list[Sample], dict[str, float]]:
         """The samples with those of a share of the episodes replaced by given pairs."""
         generator = derived_generator(self.seed, "weak supervision", iteration)
         is_given_E = torch.rand(tree.num_episodes, generator=generator) < self.share
@@ -140,7 +191,7 @@ class GivenProbes:
         kept = [sample for sample in samples if not is_given_E[int(sample["episode"])]]
         episodes = is_given_E.nonzero().flatten().tolist()
         if not episodes:
-            return PreferenceSamples(kept, {"pairs/given": 0.0})
+            return kept, {"pairs/given": 0.0}
         credit_N = tree.nodes["credit"].nan_to_num(nan=torch.inf)
         worst = [
             int(credit_N[group].argmin()) + int(group[0])
@@ -172,7 +223,7 @@ class GivenProbes:
                 zip(contexts, chosen, episodes, strict=True)
             )
         ]
-        return PreferenceSamples([*kept, *given], {"pairs/given": float(len(given))})
+        return [*kept, *given], {"pairs/given": float(len(given))}
 
 
 class AstPreferenceTrainer(AstTrainer):

@@ -19,7 +19,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.rl_objectives.advantages import best_child_backup, mean_child_return
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.node_samples import learning_logprobs
+from nip_astra.trainers.ast.rollouts import learning_logprobs
 
 
 class CreditParameters(SubParameters):

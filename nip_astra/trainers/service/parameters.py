@@ -8,13 +8,15 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import AdvantageParameters
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlParameters
 from nip_astra.rl_objectives.policy_losses import LossParameters
 from nip_astra.rl_objectives.reductions import Reduction
 from nip_astra.rl_objectives.registry import PolicyLossName
-from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
+from nip_astra.samplers.executor import AsyncRolloutParameters
+from nip_astra.scenario_base.agents import LanguageModelParameters
 
 
 class RolloutParameters(AsyncRolloutParameters):
@@ -88,3 +90,18 @@ class ImportanceLossParameters(PolicyLossParameters):
 
     loss: PolicyLossName = "importance_sampling"
     """Loss of each token, see `rl_objectives.policy_losses`."""
+
+
+class DistillationParameters(SubParameters):
+    """Whom the student learns from, and how far it looks ahead."""
+
+    teacher: LanguageModelParameters | None = None  # type: ignore[valid-type]
+    """The teacher's backend and weights, for instance those in the folder `model` of a run; it must
+    have the student's tokens, and reads the student's prompts. There is none by default, and
+    without one nothing is trained."""
+    weight: float = Field(default=1.0, gt=0)
+    """Advantage per nat of divergence. With an optimizer that divides by the size of gradients it
+    matters beside other terms alone."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """How much the divergence at later tokens counts for earlier ones: 0 is of low variance, 1 has
+    the exact gradient of the divergence of whole answers."""

@@ -122,9 +122,9 @@ def refusal(trainer: str, *overrides: str, **settings: Any) -> str:
 def test_what_a_service_plays_is_not_divided(trainer: str) -> None:
     service = f"{trainer}.train_service={HTTP}"
     asked = refusal(trainer, service, "task.num_rollout_parts=2")
-    assert says(asked, "2 parts", "the service 'http'", "nothing is left to divide", "at 1")
+    assert says(asked, "num_rollout_parts is 2", "the service 'http'", "to 1")
     asked = refusal(trainer, service, num_actors=3)
-    assert says(asked, "3 actors", "the service 'http'", "Leave num_actors at 0")
+    assert says(asked, "num_actors is 3", "the service 'http'", "to 0")
 
 
 def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> None:
