@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.checkpoints.dumps import compare_dumps
+from nip_astra.checkpoints.tensors import compare_dumps
 from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError

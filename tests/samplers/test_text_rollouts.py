@@ -17,14 +17,14 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
 )
 from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
-from nip_astra.samplers.text_arrays import (
+from nip_astra.samplers.text_rollouts import (
+    TextRolloutSampler,
     active_turns,
     read_prompt,
     rollout_spec,
     rollouts_of,
     transcripts,
 )
-from nip_astra.samplers.text_rollouts import TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
