@@ -32,10 +32,6 @@ class CheckpointStore:
 
     Parameters
     ----------
-    directory : Path
-        Created with the first checkpoint.
-    num_kept : int
-        Number of newest checkpoints to keep.
     about : Mapping, optional
         Metadata of every checkpoint.
     also_write : Callable[[Path], None], optional
@@ -67,20 +63,10 @@ class CheckpointStore:
         metadata: dict[str, Any],
         is_best: bool = False,
     ) -> Path:
-        """Write a checkpoint; its folder.
+        """Write a checkpoint by `write` and return its folder.
 
-        Parameters
-        ----------
-        step : int
-            Increases from one checkpoint to the next. A step saved again gets a new folder
-            (`step_00000012_r2`); no checkpoint is ever overwritten.
-        write : Callable[[Path], None]
-            Writes the content into a folder.
-
-        Raises
-        ------
-        CheckpointError
-            If it cannot be written, for instance on a full disk; older ones stay valid.
+        `step` increases. A step saved again gets a new folder (`step_00000012_r2`); no checkpoint
+        is ever overwritten.
         """
         with self._as_checkpoint_error(step):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -124,13 +110,7 @@ class CheckpointStore:
         return next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
-        """The checkpoint of a name, verified.
-
-        Raises
-        ------
-        CheckpointError
-            If it does not exist or is corrupt.
-        """
+        """The checkpoint of a name, verified."""
         names = [path.name for path in self._all()]
         if name not in names:
             raise CheckpointError(
@@ -141,13 +121,7 @@ class CheckpointStore:
         return self.directory / name
 
     def open_best(self) -> Path:
-        """The last checkpoint saved as best, verified.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or it is corrupt.
-        """
+        """The last checkpoint saved as best, verified."""
         path = self.best()
         if path is None:
             raise CheckpointError(
@@ -167,8 +141,7 @@ class CheckpointStore:
         Raises
         ------
         CheckpointError
-            If a file is missing or changed, or the folder is not a checkpoint of this format; the
-            message names the newest valid checkpoint.
+            If a file is missing or changed; names the newest valid checkpoint.
         """
         manifest, fault = inspect_folder(path)
         if fault:
@@ -176,13 +149,7 @@ class CheckpointStore:
         return manifest
 
     def open_latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest checkpoint, verified, and its manifest.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or it is corrupt; the message names the newest valid one.
-        """
+        """The newest checkpoint, verified, and its manifest."""
         path = self.latest()
         if path is None:
             raise CheckpointError(

@@ -29,18 +29,9 @@ _PLAIN = "state"
 def save_state(path: Path, state: Any) -> None:
     """Write nested state as `<path>.safetensors` and `<path>.json`.
 
-    `load_state` restores equal values and types, and bit-identical tensors on the CPU.
-
-    Parameters
-    ----------
-    state : Any
-        Dicts (keys: text, numbers, None), lists and tuples of dense tensors of any shape and type,
-        text, numbers, booleans and None.
-
-    Raises
-    ------
-    CheckpointError
-        If a value is of another type, or the files cannot be written.
+    The state consists of dicts (keys: text, numbers, None), lists and tuples of dense tensors,
+    text, numbers, booleans and None. `load_state` restores equal values and types, and
+    bit-identical tensors on the CPU.
     """
     tensors: dict[str, Tensor] = {}
     plain = _encode(state, "state", tensors)
@@ -54,13 +45,7 @@ def save_state(path: Path, state: Any) -> None:
 
 
 def load_state(path: Path) -> Any:
-    """Inverse of `save_state`.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing or corrupt.
-    """
+    """Inverse of `save_state`."""
     try:
         tensors = load_file(path.with_suffix(".safetensors"))
         plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
@@ -80,13 +65,7 @@ def pack_state(state: Any) -> bytes:
 
 
 def unpack_state(packed: bytes) -> Any:
-    """Inverse of `pack_state`; safe for untrusted input.
-
-    Raises
-    ------
-    CheckpointError
-        If the bytes are invalid or truncated.
-    """
+    """Inverse of `pack_state`; safe for untrusted input."""
     try:
         length = int.from_bytes(packed[:8], "little")
         plain = json.loads(packed[8 : 8 + length])["__metadata__"][_PLAIN]
@@ -147,15 +126,7 @@ _STAGE = re.compile(r"(\d+)-.+\.json")
 
 
 class StageDumps:
-    """Writes the stages of some iterations, numbered in order.
-
-    Parameters
-    ----------
-    folder : Path or None
-        Destination; None writes nothing.
-    period : int
-        Every how many iterations, from the first on; 0 for none.
-    """
+    """Writes the stages of every `period`-th iteration, numbered; none without a folder."""
 
     def __init__(self, folder: Path | None, *, period: int) -> None:
         self.folder, self.period = folder, period
@@ -167,13 +138,7 @@ class StageDumps:
         return self.folder is not None and self.period > 0 and iteration % self.period == 0
 
     def write(self, iteration: int, stage: str, values: Mapping[str, Any]) -> None:
-        """Write a stage: nested tensors, numbers, text, lists and dicts.
-
-        Raises
-        ------
-        CheckpointError
-            If a value is of another type, or the files cannot be written.
-        """
+        """Write a stage: nested tensors, numbers, text, lists and dicts."""
         if not self.is_due(iteration) or self.folder is None:
             return
         if iteration != self._iteration:
@@ -201,19 +166,9 @@ class Comparison:
 
 
 def compare_dumps(one: Path, other: Path, *, tolerance: float = 0.0) -> Comparison:
-    """Compare the stages of two dumps in order.
+    """Compare the stages of two folders with dumps, or run directories, in order.
 
-    Parameters
-    ----------
-    one, other : Path
-        Folders with dumps, or run directories.
-    tolerance : float
-        Absolute and relative tolerance of numbers.
-
-    Raises
-    ------
-    CheckpointError
-        If a folder has no dumps, or they are corrupt.
+    `tolerance` of numbers is absolute and relative.
     """
     folders = [_dumps_folder(one), _dumps_folder(other)]
     stages = [_stages(folder) for folder in folders]

@@ -25,15 +25,10 @@ FIELDS = (
 
 
 class TokenSpan(NamedTuple):
-    """Tokens that one side said.
+    """Tokens of one side.
 
-    Attributes
-    ----------
-    ids : Sequence[int]
-        The tokens.
-    logprobs : Sequence[float] or None
-        Log-probability with which the policy sampled each, nats; None for what the prompt, a tool
-        or the environment said, from which nothing is learnt.
+    `logprobs` are those with which the policy sampled, nats; None for tokens of the prompt, a tool
+    or the environment, which are not trained.
     """
 
     ids: Sequence[int]
@@ -41,38 +36,36 @@ class TokenSpan(NamedTuple):
 
 
 class Trajectory:
-    """Tokens of one rollout, which of them the policy said, and what the whole was worth.
+    """Tokens of one rollout, which of them are the policy's, and the reward.
 
     Attribute, item and `get` access are one: `trajectory.reward`, `trajectory["reward"]` and
-    `trajectory.get("reward")`, of extras too. Setting a name that is no field adds an extra.
+    `trajectory.get("reward")`, of extras too. Setting an unknown name adds an extra.
 
     Attributes
     ----------
     tokens : Tensor
         int64 `[T]`.
     loss_mask : Tensor
-        bool `[T]`; True on tokens that the policy said, so False on prompts, tools' answers and
-        turns of the environment.
+        bool `[T]`; True on tokens of the policy.
     logprobs : Tensor or None
         float32 `[T]`, nats: log p of token t given those before it under the policy that sampled,
         at the place of token t; 0 where the mask is False.
     reward : float or None
-        What the trajectory was worth.
     run_id, group_id : str, int or None
-        The run of an agent that the trajectory is part of, which may have several, and the group
-        of runs (one task) whose rewards are compared. None stands for one of its own.
+        The run of an agent, which may have several trajectories, and the group of runs whose
+        rewards are compared. None: a unique one.
     advantage : float, Tensor or None
-        How much better it was than expected: one number, or `[T]`, one a token.
+        One number, or `[T]`.
     extras : dict
         Everything else.
     extra_fields : MutableMapping
         NexRL's view of all but tokens, loss_mask and reward; it can be given and written.
-        `token_advantages`, one for each token that the policy said, become `advantage`.
+        `token_advantages`, one for each token of the policy, become `advantage`.
 
     Raises
     ------
     DataError
-        When masks, log-probabilities and tokens are not of one length.
+        If masks, log-probabilities and tokens differ in length.
     """
 
     tokens: Tensor
@@ -121,13 +114,7 @@ class Trajectory:
 
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
-        """The trajectory of turns in order; those without log-probabilities are masked.
-
-        Parameters
-        ----------
-        **fields
-            `reward`, `run_id`, `group_id` and extras.
-        """
+        """The trajectory of turns in order; those without log-probabilities are masked."""
         counts = [len(span.ids) for span in spans]
         is_own = torch.tensor([span.logprobs is not None for span in spans], dtype=torch.bool)
         mask = is_own.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
@@ -308,7 +295,7 @@ def compute_grpo_advantage_for_trajectories(
     logger: logging.Logger | None = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """Set `advantage` of each trajectory; see `group_advantages` for the rules.
+    """Set `advantage` of each trajectory, and return them; see `group_advantages` for the rules.
 
     Parameters
     ----------
@@ -320,11 +307,6 @@ def compute_grpo_advantage_for_trajectories(
         Of `AdvantageParameters`: `baseline`, `scale`, `std_epsilon`, `advantage`.
     logger : Logger, optional
         Reports how many groups have no signal.
-
-    Returns
-    -------
-    list[Trajectory]
-        The same objects in the same order.
     """
     parameters = AdvantageParameters.from_dict(options)
     found = advantages_of(trajectories, parameters, use_run_ids=use_run_ids)

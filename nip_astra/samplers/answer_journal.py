@@ -16,22 +16,10 @@ from nip_astra.safe_text import valid_text
 
 @dataclass(frozen=True)
 class StoredResponses:
-    """What came of one request.
+    """The responses to one request, one per sample.
 
-    Attributes
-    ----------
-    texts : tuple of str
-        One a sample.
-    are_cut : tuple of bool
-        Whether a sample ended for its length.
-    failures : tuple of str
-        Why there is no text, by sample; empty where there is one.
-    prompt_tokens, completion_tokens : int
-        Of all samples together.
-    is_cached : bool
-        Whether nothing was paid.
-    are_final : tuple of bool
-        Whether the model behind a sample was asked again already, by sample; empty for none.
+    `failures` has an empty text where there is a response. `are_final` marks samples whose model
+    has retried already; it is empty if none has. Tokens are those of all samples.
     """
 
     texts: tuple[str, ...]
@@ -45,17 +33,10 @@ class StoredResponses:
 
 @dataclass
 class AnswerJournal:
-    """Answers by the id of their request, in memory and in a file of JSON lines.
+    """Responses by request id, in memory and, with a `path`, in a file of JSON lines.
 
-    Attributes
-    ----------
-    path : Path or None
-        The file, to which each answer is added as it comes; None keeps them in memory only.
-    run_key : str or None
-        Names the run at its services, before the ids of its requests.
-    is_replayed : bool
-        Whether every request must be answered from the journal, since the models that gave its
-        answers are no longer there to be asked.
+    `run_key` names the run at its services. With `is_replayed` every request must be in the
+    journal, since the models that answered no longer exist.
     """
 
     path: Path | None = None
@@ -71,13 +52,7 @@ class AnswerJournal:
         return len(self._by_id)
 
     def get(self, request_id: str) -> StoredResponses | None:
-        """What came of a request; None where it has not been answered.
-
-        Raises
-        ------
-        CheckpointError
-            When the journal is replayed and lacks the request.
-        """
+        """The responses to a request; None if it is new."""
         found = self._by_id.get(request_id)
         if found is None and self.is_replayed:
             raise CheckpointError(
@@ -87,13 +62,7 @@ class AnswerJournal:
         return found
 
     def put(self, request_id: str, answers: StoredResponses) -> None:
-        """Keep what came of a request; it is in the file when this returns.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the file cannot be written, for instance on a full disk; what it held stays.
-        """
+        """Store the responses to a request; they are in the file when this returns."""
         self._by_id[request_id] = answers
         if self.path is not None:
             line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False) + "\n"

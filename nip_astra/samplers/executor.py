@@ -44,18 +44,10 @@ Agents = Sequence[Speaker | TextAttacker]
 
 @dataclass(frozen=True)
 class PartCall(Generic[Part]):
-    """Runs one part of a rollout.
+    """Runs one part of a rollout, also in a process that has a copy of the agents.
 
-    Attributes
-    ----------
-    run : Callable
-        Runs the part; also in a process that has a copy of the agents.
-    agents : Sequence
-        Agents that generate; equal in all calls of a rollout.
-    request : Mapping
-        Plain values from which another process of a team makes an equal call.
-    to_plain, from_plain : Callable
-        The result as plain values and tensors, and back.
+    `agents` are equal in all calls of a rollout. Another process of a team makes an equal call from
+    `request`, which holds plain values; `to_plain` and `from_plain` convert the result.
     """
 
     run: Callable[[], Part]
@@ -84,17 +76,11 @@ def cut_rollout(
     *,
     is_team: bool = False,
 ) -> list[range]:
-    """Split the episodes of a tree rollout into equal parts.
+    """Split the episodes of a tree rollout into at most `num_parts` equal parts.
 
-    Parameters
-    ----------
-    num_nodes : int
-        Nodes of all episodes.
-    num_parts : int
-        Upper limit. There are fewer where parts would be small, and one for large models, models on
-        a GPU, and agents or backends that another process cannot run. Actors take large models.
-    is_team : bool
-        Whether the processes of a team, which have the models, run parts.
+    There are fewer where parts would be small, and one for large models, models on a GPU, and
+    agents or backends that another process cannot run. Actors and the processes of a team take
+    large models.
     """
     count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
     if count <= 1 or not (is_team or all(map(_can_be_divided, agents))):
@@ -122,11 +108,6 @@ class Executor:
         """The results of each process, in the order of the calls.
 
         Tokens are counted as if this process had run all parts.
-
-        Raises
-        ------
-        WorkerProcessError
-            When another process cannot run its parts.
         """
         return [WorkerResult([call.run() for call in calls], [], [])]
 
@@ -140,13 +121,7 @@ class Executor:
 
 
 class ForkedProcesses(Executor):
-    """Runs parts in this process and forked ones.
-
-    Parameters
-    ----------
-    count : int
-        Processes, this one included.
-    """
+    """Runs parts in `count` processes, this one and forked ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -218,14 +193,9 @@ class TeamExecutor(Executor):
 def choose_executor(
     calls: Sequence[PartCall[Part]], *, team: Team | None = None, max_processes: int | None = None
 ) -> Executor:
-    """The executor that this run and machine have for some parts.
+    """The executor for some parts on this machine.
 
-    Parameters
-    ----------
-    team : Team, optional
-        Processes with equal agents, whose handler `RUN_PARTS` is `run_requested`.
-    max_processes : int, optional
-        Limit on forked processes beside that of the run.
+    A `team` has equal agents, and `run_requested` as the handler `RUN_PARTS`.
     """
     agents = calls[0].agents
     if _can_use_actors(agents):
@@ -363,15 +333,13 @@ class _PendingRollout(NamedTuple, Generic[Rollout]):
 class AsyncRollouts(Generic[Rollout]):
     """Buffer of rollouts that are sampled up to `max_staleness` iterations before they are used.
 
-    The rollout of iteration i is sampled by weights that learned from i - `max_staleness`
-    iterations (from none at first), however fast either side is. So the numbers of a run depend
-    neither on timing nor on whether there are actors.
+    The rollout of iteration i is sampled by the weights of iteration i - `max_staleness` (at first
+    the initial ones), so results depend neither on timing nor on the number of actors.
 
     Parameters
     ----------
     begin : Callable
-        Starts the rollouts of some iterations with the current weights; returns a function for
-        each that waits for it.
+        Starts the rollouts of some iterations; returns a function for each that waits for it.
     to_plain, from_plain : Callable
         A rollout as plain values and tensors, and back for an iteration.
     """

@@ -71,16 +71,10 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """How problems are played.
+    """How problems are played: `num_runs` each, with at most `max_turns` turns of the policy.
 
-    Attributes
-    ----------
-    num_runs : int
-        Of each problem; a problem is a group, and each of its runs a run.
-    max_turns : int
-        Turns of the policy after which an episode is ended with reward 0.
-    key : tuple
-        Names the randomness, with the seed in it.
+    An episode that takes longer ends with reward 0. `key`, which includes the seed, names the
+    randomness.
     """
 
     split: Split
@@ -108,20 +102,10 @@ def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Ope
 
 @dataclass
 class PlayedEpisode:
-    """An episode that is being played, or was and is yet to be rated.
+    """An episode in progress, or one that is not rated yet.
 
-    Attributes
-    ----------
-    group_id : str
-        Name of the problem.
-    run_id : int
-        Number of the run among those of the problem, from 0.
-    spans : list of list
-        What was read and said in each trajectory: one, unless the context lost its oldest turns.
-    is_over : bool
-        Whether its environment ended it.
-    is_cut : bool
-        Whether the policy had no room to end a turn.
+    `spans` has a list per trajectory: one, unless the context lost its oldest turns. `is_over`: the
+    environment ended it. `is_cut`: the policy had no room to end a turn.
     """
 
     problem: int
@@ -174,15 +158,10 @@ class _Run:
 
 @dataclass(frozen=True)
 class TaskRollout:
-    """What playing gave.
+    """The episodes in order, runs of a problem adjacent, and their trajectories.
 
-    Attributes
-    ----------
-    trajectories : list of Trajectory
-        Of all episodes in order; one an episode, unless its context lost its oldest turns. Extras:
-        `problem`, `num_turns` and `is_cut` (1 where the policy had no room to end its turn).
-    episodes : list of Episode
-        The episodes, runs of a problem adjacent.
+    There is one trajectory per episode, unless its context lost its oldest turns. Extras:
+    `problem`, `num_turns` and `is_cut` (1 if the policy had no room to end a turn).
     """
 
     trajectories: list[Trajectory]
@@ -195,14 +174,9 @@ def play_episodes(
     plan: TaskPlan,
     sample: Sample | None = None,
 ) -> list[PlayedEpisode]:
-    """Play episodes, all of them together; what is said depends on key, problem and run alone.
+    """Play episodes together; turns depend on key, problem and run alone.
 
-    Parameters
-    ----------
-    openings : Sequence[Opening]
-        As `openings_of` gives them: all runs of a problem beside each other.
-    sample : Sample, optional
-        What draws; the agent's own model by default.
+    `sample` replaces the agent's own model.
     """
     runs = [_Run(opening, _unplayed(opening, plan.split)) for opening in openings]
     for run in runs:
@@ -291,15 +265,10 @@ def play_task(
     num_parts : int
         Parts into which the problems are split if this process holds the agent's model.
     team : Team, optional
-        Processes with an equal agent and task, which run parts while `team.can_request`; their
-        handler `RUN_PARTS` is `run_requested` of `requested_part`.
+        Processes with an equal agent and task; their handler `RUN_PARTS` is `run_requested` of
+        `requested_part`.
     sample : Sample, optional
         Replaces the agent's own model; then all episodes are sampled together in this process.
-
-    Raises
-    ------
-    WorkerProcessError
-        When another process could not run its parts.
     """
     if sample is not None:
         return rated(task, play_episodes(agent, openings_of(task, problems, plan), plan, sample))
@@ -438,13 +407,7 @@ def _from_plain(
 
 
 def _replay(task: Task, episode: Episode) -> None:
-    """Bring a new environment to the state of the one in another process.
-
-    Raises
-    ------
-    WorkerProcessError
-        When it reacts differently.
-    """
+    """Bring a new environment to the state of the one in another process."""
     environment = episode.environment
     messages = opening_of(environment)
     while len(messages) < len(episode.messages):

@@ -85,22 +85,9 @@ class Speaker(Protocol):
 
 
 class TextMove(NamedTuple):
-    """What an agent did in a round.
+    """An agent's move in a round.
 
-    Attributes
-    ----------
-    prompt : tuple of ChatMessage
-        What it was asked.
-    answer : str
-        As it was given; empty where no answer could be used.
-    parsed : ParsedAnswer
-        What it means.
-    num_retries : int
-        Answers before it that could not be used.
-    is_cut : bool
-        Whether it ended for its length.
-    is_filled : bool
-        Whether no answer could be used, so that it says nothing.
+    `answer` is empty if `is_filled`: no answer was valid after `num_retries` retries.
     """
 
     prompt: tuple[ChatMessage, ...]
@@ -113,20 +100,9 @@ class TextMove(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TextNode:
-    """An episode after a round, and how it came there.
+    """An episode after a round; `parent`, `moves` and `outcome` are empty before the first.
 
-    Attributes
-    ----------
-    node_id : str
-        Names it within its sampling: that of its parent and the number of the branch.
-    episode : TextEpisode
-        As it is now.
-    parent : TextNode or None
-        The round before; None before the first.
-    moves : Mapping of TextMove
-        What agents did in the round, by agent; empty before the first.
-    outcome : RoundOutcome or None
-        What the round came to; None before the first.
+    `node_id` is the parent's and the number of the branch.
     """
 
     node_id: str
@@ -146,15 +122,7 @@ class TextNode:
 
 
 class TextRolloutSampler:
-    """Plays episodes of one game.
-
-    Parameters
-    ----------
-    game : TextGame
-        The rules.
-    speakers : Mapping of Speaker
-        By agent.
-    """
+    """Plays episodes of one game."""
 
     def __init__(self, game: TextGame, speakers: Mapping[str, Speaker]) -> None:
         self.game = game
@@ -169,18 +137,16 @@ class TextRolloutSampler:
         journal: AnswerJournal | None = None,
         after_round: Callable[[int], None] = lambda number: None,
     ) -> list[TextNode]:
-        """Play episodes to their ends.
-
-        Answers depend on `key`, the episode's place and the models alone.
+        """Play episodes to their ends; answers depend on `key`, the episode's place and the models.
 
         Parameters
         ----------
         key : sequence of str or int
-            Names the sampling; requests have ids and seeds of it.
+            Request ids and seeds derive from it.
         num_branches : int
-            Ways in which each episode is continued in each round.
+            Continuations of each episode in each round.
         journal : AnswerJournal, optional
-            What was answered before, and takes what is answered now.
+            Holds earlier answers, and stores new ones.
         after_round : callable
             Called after each round with its number; may raise to stop.
 
@@ -192,9 +158,9 @@ class TextRolloutSampler:
         Raises
         ------
         ServiceError
-            When a service cannot be reached; what it has answered is in the journal.
+            If a service cannot be reached.
         BudgetExhaustedError
-            When the budget is spent; what was answered is in the journal.
+            If the budget is spent.
         """
         kept = AnswerJournal() if journal is None else journal
         level = [TextNode(str(place), episode) for place, episode in enumerate(episodes)]

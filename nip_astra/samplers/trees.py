@@ -86,18 +86,12 @@ class TreeSampler:
     Parameters
     ----------
     max_cache_bytes : int, optional
-        Memory for the keys and values of both models. A rollout that needs more is run in more
-        parts; an episode is never divided.
+        Memory for the keys and values of both models. A larger rollout is run in more parts; an
+        episode is never divided.
     num_parts : int
         Parts into which a rollout of small models on the CPU is split, to run at once.
     asks_reference : bool
-        Whether the reference scores the probes; otherwise its log-probabilities and all figures
-        that need them are NaN.
-
-    Attributes
-    ----------
-    team : Team or None
-        Processes whose trainers have an equal sampler; they run parts while `team.can_request`.
+        Whether the reference scores the probes; otherwise figures that need it are NaN.
     """
 
     def __init__(
@@ -187,13 +181,7 @@ class TreeSampler:
         return total
 
     def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """Number of trees that fit `max_cache_bytes`; all without a limit.
-
-        Raises
-        ------
-        ConfigurationError
-            When not one fits, or there is no prompt.
-        """
+        """Number of trees that fit `max_cache_bytes`; all without a limit."""
         if not prompts:
             raise ConfigurationError("a rollout has no opening prompt. Give at least one.")
         limit = self.max_cache_bytes

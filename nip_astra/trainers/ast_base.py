@@ -75,14 +75,9 @@ DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distin
 
 @dataclass
 class AstState(LanguageModelState):
-    """Counters and half-used experience of an AST run, and what it found.
+    """Counters and partly used experience of an AST run, and the planted failures found.
 
-    Attributes
-    ----------
-    num_queries : int
-        Target queries spent in training.
-    first_query : dict
-        Target queries until each planted failure was found.
+    `num_queries` are target queries in training, `first_query` those until each planted failure.
     """
 
     num_queries: int = 0
@@ -90,7 +85,7 @@ class AstState(LanguageModelState):
 
 
 class AstTrainer(LanguageModelTrainer):
-    """Train an attacker by playing trees of conversation against a frozen target.
+    """Train an attacker by trees of conversation against a frozen target.
 
     Hooks: `flatten` and `loss`, which every trainer defines, and `collate_fn`, `credit`,
     `build_modules`, `modules_lr_factor`, `trainer_state`, `load_trainer_state`. ASTRA-RL calls
@@ -103,11 +98,10 @@ class AstTrainer(LanguageModelTrainer):
     rollouts : Rollouts
         Plays the trees of an iteration.
     compares_with_sampler : bool
-        Whether the loss compares with the log-probabilities that probes were sampled with. They are
-        then scored anew where the model samples by another path than it scores.
+        Whether the loss compares with the log-probabilities at sampling. Probes are scored again
+        if the model samples and scores by different paths.
     behaviour : Behaviour or None
-        Which probabilities of probes are learnt from; by the trainer's parameter `behaviour`, a
-        `BehaviourParameters`, where it has one.
+        Which probabilities of probes are learned from, by the trainer's `behaviour` parameters.
     """
 
     evaluation_family: ClassVar[str | None] = "conversation"
@@ -182,14 +176,10 @@ class AstTrainer(LanguageModelTrainer):
     def policy_scores(
         self, batch: TensorDict, *, needs_entropy: bool = False, needs_hidden: bool = False
     ) -> TokenScores:
-        """What the attacker thinks of the tokens of `probe` after `context`, with gradient.
+        """The attacker's scores of the tokens of `probe` after `context`, with gradient.
 
-        Under the distribution that `behaviour` says; `probe_logprobs` are always the model's own.
-
-        Parameters
-        ----------
-        needs_entropy, needs_hidden
-            See `LanguageModel.token_scores`.
+        Under the distribution of `behaviour`; `probe_logprobs` are always the model's own. For
+        `needs_entropy` and `needs_hidden` see `LanguageModel.token_scores`.
         """
         distribution = self.behaviour.drawn(batch) if self.behaviour is not None else None
         return self.policy.token_scores(
@@ -503,8 +493,8 @@ def _add_counts(
 def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
     """For each role, the tokens forwarded for a rollout and their ratio to the unique ones.
 
-    A token is unique by itself and all that precedes it in the conversation. The reference reads
-    only to score. What was forwarded to score the attacker's own probes again stands apart.
+    A token is unique by itself and all that precedes it in the conversation. `tokens/rescored` are
+    those forwarded to score the attacker's probes again.
     """
     metrics = {}
     for role, count in counts.items():

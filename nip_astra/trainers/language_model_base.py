@@ -70,22 +70,10 @@ STEP_TOTALS = "step_totals"
 
 @dataclass
 class LanguageModelState(RunState):
-    """Counters and half-used experience.
+    """Counters and partly used experience.
 
-    Attributes
-    ----------
-    samples : list[Sample] or None
-        Training samples of the iteration in progress; None between iterations.
-    num_steps_done : int
-        Optimizer steps already taken on `samples`.
-    iteration_metrics : dict[str, float]
-        Metrics of the experience in progress.
-    step_sums : dict[str, float]
-        Sums of the metrics of the steps taken on `samples`.
-    best_dev_value : float or None
-        Best value of the dev metric so far.
-    num_evals_since_best : int
-        Dev evaluations since then that were no better.
+    `samples` are those of the iteration in progress, None between iterations, and `num_steps_done`
+    the optimizer steps taken on them; `iteration_metrics` and `step_sums` are the metrics so far.
     """
 
     samples: list[Sample] | None = None
@@ -167,13 +155,7 @@ class Experience:
 
 
 def check_experience(found: Any, *, owner: str) -> Experience:
-    """The result of `collect` of the class `owner`, if it is an `Experience` of lists and numbers.
-
-    Raises
-    ------
-    ConfigurationError
-        Otherwise.
-    """
+    """The result of `collect` of the class `owner`, if it is a valid `Experience`."""
     if not isinstance(found, Experience):
         raise _wrong_result(owner, "collect", found, "an Experience(samples, metrics)")
     for name in ("metrics", "seconds"):
@@ -204,15 +186,12 @@ class LanguageModelTrainer(TensorDictTrainer):
     Attributes
     ----------
     policy : LanguageModel
-        What learns.
     modules : ModuleDict
-        What learns beside it, from `build_modules`.
+        Further modules that learn, from `build_modules`.
     learned : list of Parameter
         The weights of both.
     service : TrainingService
         Through which they learn; by default in this process, over `optimizer`.
-    state : LanguageModelState
-        How far the run has come.
     """
 
     State: ClassVar[type[RunState]] = LanguageModelState
@@ -651,13 +630,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.service.load_state(directory)
 
     def _take_best(self) -> None:
-        """Take the weights that did best on the dev data.
-
-        Raises
-        ------
-        CheckpointError
-            When their checkpoint is lost or corrupt.
-        """
+        """Load the weights with the best dev evaluation."""
         store = self._checkpoint_store()
         best = self.team.broadcast("" if store is None else str(store.open_best()))
         if best:

@@ -40,13 +40,9 @@ def policy_loss(
 ) -> LossOutput:
     """The loss of a batch by the parameters; see `rl_objectives.policy_losses.policy_loss`.
 
-    Parameters
-    ----------
-    batch : TensorDict
-        `old_logprobs`, `advantages`, `trained_mask`, `reference_logprobs` where `options.kl.weight`
-        is above 0, and `correction_weights` where there are any.
-    kl_weight : float, optional
-        The weight of the divergence, where it was adapted.
+    `batch` has `old_logprobs`, `advantages`, `trained_mask`, `reference_logprobs` if
+    `options.kl.weight` is above 0, and optionally `correction_weights`. `kl_weight` replaces an
+    adapted weight.
     """
     batch = batch.to(logprobs_BT.device)
     has_reference = options.kl.weight > 0

@@ -81,14 +81,14 @@ from nip_astra.utils.seeding import derive_seed, derived_generator
 class ServiceTrainer(LanguageModelTrainer):
     """Play problems of a task, learn from the trajectories, measure on held-out problems.
 
-    A subclass gives `prepare`: samples from trajectories. It is built as every trainer is, or, by
-    a class whose `__init__` takes a `config` alone, of a `TrainerConfig`; of a mapping of values
-    alone it is a trainer whose hooks can be tried.
+    A subclass gives `prepare`: samples from trajectories. It is built as every trainer is; a class
+    whose `__init__` takes a `config` alone is built from a `TrainerConfig`, or, to try its hooks,
+    from a mapping of values.
 
     Attributes
     ----------
     config : TrainerConfig
-        Values for trainers of one's own.
+        Values for custom trainers.
     """
 
     evaluation_family: ClassVar[str | None] = "task"
@@ -511,15 +511,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return score_batch(batch, model.logprobs)
 
     def load_teacher(self) -> TokenScorer:
-        """The frozen model that `distillation.teacher` names.
-
-        Raises
-        ------
-        ConfigurationError
-            If it names none.
-        ModelLoadError
-            If it has other tokens than the student, or cannot score tokens.
-        """
+        """The frozen model that `distillation.teacher` names."""
         chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
         if chosen is None:
             raise ConfigurationError(

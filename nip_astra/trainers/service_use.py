@@ -43,13 +43,7 @@ def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[s
 
 
 def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
-    """Raise where every request to a chat model failed.
-
-    Raises
-    ------
-    NothingMeasuredError
-        Naming the model, its address, the counts and the last cause.
-    """
+    """Raise NothingMeasuredError if every request to a chat model failed."""
     for name, model in services.items():
         use = model.use
         if use.num_requests and not use.num_samples and not use.num_remembered:
@@ -85,13 +79,7 @@ def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, floa
 def estimate_services(
     services: Mapping[str, RetryingChatModel], num_episodes: float
 ) -> dict[str, Any]:
-    """What chat models would take in a whole run, by what one episode took.
-
-    Parameters
-    ----------
-    num_episodes : float
-        Episodes of the run, those of evaluations included, in episodes of training.
-    """
+    """Estimated use of chat models in a run of `num_episodes`, from one training episode."""
     found: dict[str, Any] = {}
     for name, model in services.items():
         use = model.use

@@ -28,28 +28,15 @@ Components = dict[str, Callable[[], object]]
 def time_components(
     trainer: Trainer, names: Sequence[str], *, num_repeats: int
 ) -> dict[str, list[float]]:
-    """Run parts of a trainer's iteration several times, and give how long they took.
+    """Run parts of a trainer's iteration `num_repeats` times after one that is not timed.
 
-    The trainer learns meanwhile, so it is not to be used afterwards.
-
-    Parameters
-    ----------
-    names : Sequence[str]
-        Parts, or none for all.
-    num_repeats : int
-        Times that are measured, after one that is not.
+    The trainer learns meanwhile and must not be used afterwards. `names` may be empty for all
+    parts.
 
     Returns
     -------
     dict[str, list[float]]
-        Seconds of each time, by part, in the order that they were asked for.
-
-    Raises
-    ------
-    ConfigurationError
-        When the trainer names no parts.
-    UnknownNameError
-        When it has no part of a name.
+        Seconds of each repetition, by part, in the order of `names`.
     """
     with ExitStack() as stack:
         if isinstance(trainer, TensorDictTrainer):

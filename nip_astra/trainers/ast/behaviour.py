@@ -235,13 +235,8 @@ def correct_for_staleness(
     """Weight a tree that older weights sampled, and return metrics.
 
     Sets `importance_weight` to the truncated `pi / mu` of tokens or probes and `probe_logprobs` to
-    log pi: ratios of the loss then measure the update, weights the lag before it (decoupled PPO,
-    arXiv:2110.00641).
-
-    Parameters
-    ----------
-    logprobs_NT : Tensor
-        log pi of the probes under the learning weights, nats.
+    log pi (`logprobs_NT`): ratios of the loss then measure the update, weights the lag before it
+    (decoupled PPO, arXiv:2110.00641).
     """
     nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
     sampled_NT = nodes["probe_logprobs"]

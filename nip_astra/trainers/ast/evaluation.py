@@ -25,14 +25,9 @@ from nip_astra.scenario_instance import ScenarioInstance
 def rollout_table(
     trees: Sequence[RolloutTree], *, num_episodes: int | None = None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of conversations, a row a node.
+    """Columns and rows of conversations, a row per node, numbered through all trees.
 
-    Nodes and episodes are numbered through all trees.
-
-    Parameters
-    ----------
-    num_episodes : int, optional
-        Keep the whole trees of so many episodes, those with the worst failures first.
+    With `num_episodes`, the whole trees of so many episodes, those with the worst failures first.
     """
     if not trees:
         return [], []
@@ -49,15 +44,7 @@ def rollout_table(
 
 
 def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
-    """Say what makes a finished run less than it seems.
-
-    Parameters
-    ----------
-    after : FailureReport
-        The held-out figures of the trained attacker.
-    num_optimizer_steps : int
-        Steps taken in training.
-    """
+    """Warnings about a finished run, from the held-out figures of the trained attacker."""
     unknown = unknown_warning(after.to_dict(), after.outcomes)
     warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:

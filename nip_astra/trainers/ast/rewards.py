@@ -48,13 +48,7 @@ def credit_of(tree: RolloutTree, parameters: CreditParameters) -> Tensor:
 
 
 class RewardShaping:
-    """Adds reward terms to training rollouts, and keeps what they remember.
-
-    Parameters
-    ----------
-    terms : Mapping[str, RewardTerm]
-        By the name under which they are logged.
-    """
+    """Adds reward terms, by their logged names, to training rollouts, and keeps their state."""
 
     def __init__(self, terms: Mapping[str, RewardTerm]) -> None:
         self.terms = terms

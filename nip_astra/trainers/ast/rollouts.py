@@ -19,13 +19,7 @@ from nip_astra.utils.seeding import derived_generator
 class Rollouts:
     """Plays and scores the trees of each iteration.
 
-    Parameters
-    ----------
-    prompts : Sequence[str]
-        Opening prompts; each iteration draws from them without replacement, and goes through all
-        before any comes again.
-    num_episodes : int
-        Trees an iteration.
+    Each iteration draws opening prompts without replacement, all of them before any comes again.
     """
 
     def __init__(

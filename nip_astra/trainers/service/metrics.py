@@ -126,15 +126,7 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
 
 @dataclass
 class Tally:
-    """Rewards of episodes by problem.
-
-    Attributes
-    ----------
-    success_reward : float
-        Reward from which a run is right.
-    problems, rewards : list
-        Of each run with a reward.
-    """
+    """Rewards of episodes, with the problem of each; from `success_reward` a run is right."""
 
     success_reward: float
     problems: list[int] = field(default_factory=list)
