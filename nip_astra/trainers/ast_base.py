@@ -213,7 +213,6 @@ class AstTrainer(LanguageModelTrainer):
     # ---- from episodes to samples
 
     def build_policy(self) -> LanguageModel:
-        """The attacker's model."""
         self.attacker = self.scenario_instance.agents["attacker"]
         return as_language_model(self.attacker.language_model, role="attacker")
 
@@ -347,11 +346,9 @@ class AstTrainer(LanguageModelTrainer):
     # ---- what is measured
 
     def num_measure_parts(self) -> int:
-        """Batches of a held-out evaluation."""
         return self.evaluation.num_parts("test")
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
-        """Failures on held-out prompts."""
         tally = self.evaluation.run("test", parts)
         report = tally.report()
         if when == "before":
@@ -393,12 +390,10 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def evaluate_dev(self) -> dict[str, float]:
-        """Failures on the dev prompts."""
         report = self.evaluation.dev_report().to_dict()
         return {name: report[name] for name in DEV_FIGURES}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Reward and failures of the rollout."""
         return {"reward": metrics["mean_reward"], "failures": metrics["failure_rate"]}
 
     # ---- saving

@@ -146,15 +146,12 @@ class AstGrpoTrainer(AstTrainer):
         logger.info("objective: %s", self.results["objective"])
 
     def trainer_state(self) -> dict[str, Any]:
-        """The weight of the divergence, which may have been adapted."""
         return dict(self.kl.state())
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Restore the weight of the divergence."""
         self.kl.load_state(state)
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample per node whose group is used."""
         groups_PG = tree.sibling_groups()
         nodes_N = groups_PG.flatten()
         group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
@@ -171,7 +168,6 @@ class AstGrpoTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The policy loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)

@@ -214,21 +214,17 @@ class AstPpoTrainer(AstTrainer):
         self.kl = self.parameters.kl.controller()
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
-        """The value head."""
         head = ValueHead(self.policy.hidden_size, trains_model=self.parameters.value_trains_model)
         return {"value_head": head.to(next(self.policy.parameters()).device)}
 
     @property
     def modules_lr_factor(self) -> float:
-        """Learning rate of the value head as a multiple of the attacker's."""
         return float(self.parameters.value_lr_factor)
 
     def trainer_state(self) -> dict[str, Any]:
-        """The weight of the divergence, which may have been adapted."""
         return dict(self.kl.state())
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Restore the weight of the divergence."""
         self.kl.load_state(state)
 
     @torch.no_grad()
@@ -247,7 +243,6 @@ class AstPpoTrainer(AstTrainer):
 
     @torch.no_grad()
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample a node, with advantage, return and old value of each token."""
         if "value" not in tree.nodes:
             with self.policy.rescoring():
                 self.probe_logprobs(tree)
@@ -258,7 +253,6 @@ class AstPpoTrainer(AstTrainer):
         return samples
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """Policy, value, divergence and entropy loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(
             batch, needs_hidden=True, needs_entropy=options.entropy_weight > 0

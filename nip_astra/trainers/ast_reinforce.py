@@ -74,7 +74,6 @@ class AstReinforceTrainer(AstTrainer):
         """Which log-probabilities are learnt from where sampling is tempered or cut."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample a node with a verdict."""
         options = self.parameters
         nodes_N = torch.arange(tree.num_nodes)
         group_N = torch.zeros_like(nodes_N)
@@ -95,7 +94,6 @@ class AstReinforceTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)

@@ -60,7 +60,6 @@ class AstSftTrainer(AstTrainer):
             self._given = [torch.tensor(self.attacker.say(text)) for text in texts]
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """The probes to imitate after this rollout."""
         generator = derived_generator(self.hyper_params.seed, "imitated", self.state.iteration)
         if self._given:
             choice = torch.randint(len(self._given), (tree.num_episodes,), generator=generator)
@@ -85,15 +84,12 @@ class AstSftTrainer(AstTrainer):
         ]
 
     def trainer_state(self) -> dict[str, Any]:
-        """The best probes so far."""
         return {"best": self._best}
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Take the best probes so far."""
         self._best = state["best"]
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The mean negative log-likelihood of a batch of probes."""
         logprobs_BT = self.policy_scores(batch).logprobs_BT
         mask_BT = batch["probe_mask"].to(logprobs_BT.device)
         return nll_loss(logprobs_BT, mask_BT, normaliser=self.num_tokens_in_step(batch))

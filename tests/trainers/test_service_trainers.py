@@ -19,7 +19,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer
+from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer
 from nip_astra.trainers.service_base import ServiceTrainer
 from tests.tiny import make_language_model
 
