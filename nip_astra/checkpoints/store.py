@@ -95,19 +95,13 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""
-        pointed = self._follow(LATEST)
-        if pointed is not None:
-            return pointed
         # A process killed in its first save may leave a complete checkpoint without a pointer.
-        return next(iter(reversed(self._all())), None)
+        return self._follow(LATEST) or next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
         """The last checkpoint saved as best, or None."""
-        pointed = self._follow(BEST)
-        if pointed is not None:
-            return pointed
         # As above.
-        return next(filter(_is_marked_best, reversed(self._all())), None)
+        return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
         """The checkpoint of a name, verified."""
@@ -169,10 +163,12 @@ class CheckpointStore:
 
     def _all(self) -> list[Path]:
         """The checkpoints, oldest first."""
-        return sorted(
-            (path for path in self.directory.glob("step_*") if _NAME.fullmatch(path.name)),
-            key=lambda path: _step_and_revision(path.name),
-        )
+        found = []
+        for path in self.directory.glob("step_*"):
+            match = _NAME.fullmatch(path.name)
+            if match is not None:
+                found.append((int(match[1]), int(match[2] or 1), path))
+        return [path for _, _, path in sorted(found)]
 
     def _unused_name(self, step: int) -> str:
         name, revision = f"step_{step:08d}", 1
@@ -297,12 +293,6 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     content = json.loads(json.dumps(manifest))
     content.pop("manifest_sha256", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _step_and_revision(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 1)
 
 
 def _digest(file: Path) -> str:

@@ -1,8 +1,7 @@
-"""What a run would take on other numbers of devices, from what was measured on one.
+"""Cost of a run on other numbers of devices, from measurements on one.
 
-A run's iteration is a rollout, of which each device plays its episodes, and optimizer steps, of
-which each works out its rows before gradients are added up. All wait for the slowest, and a device
-that fails takes the run back to its last checkpoint.
+In an iteration each device plays its episodes of a rollout and computes its rows of optimizer
+steps. All wait for the slowest; a failure takes the run back to its last checkpoint.
 """
 
 from __future__ import annotations

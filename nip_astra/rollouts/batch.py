@@ -31,7 +31,7 @@ SAME_FIELDS = {
     "group_id": "group_ids",
     "run_id": "run_ids",
 }
-"""Names under which NexRL knows fields; they may be used for reading and writing."""
+"""NexRL's names of fields, for reading and writing."""
 
 DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
     {
@@ -40,8 +40,7 @@ DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
         "batch_size": len,
     }
 )
-"""What NexRL stores beside the tokens and what is read of them here, unless it is stored: the first
-token, and all others, whatever the policy said of them."""
+"""Fields of NexRL, derived unless stored: prompts are the first token, responses the rest."""
 
 TOKEN_FIELD = "attention_mask"
 """The field whose width is that of the batch, and whose mask says what is padding."""
@@ -211,9 +210,8 @@ class Batch:
         wrong = [name for name in asked if name not in (*per_token, *DERIVED)]
         if wrong:
             raise DataError(
-                f"padding of the fields {', '.join(map(repr, wrong))} was to be removed, but the "
-                f"batch has no such fields of shape {[len(self), self.width]}. Fields of tokens: "
-                f"{', '.join(sorted(per_token))}. Name some of these, or none for all."
+                f"no fields of tokens: {', '.join(map(repr, wrong))}. Available: "
+                f"{', '.join(sorted(per_token))}."
             )
         start, end = used_columns(self.data[TOKEN_FIELD])
         columns = slice(start if left else 0, end if right else self.width)
@@ -268,15 +266,14 @@ class Batch:
     def concatenate(batches: Sequence[Batch]) -> Batch:
         """Batches one under the other, padded on the right to the widest; facts of the first."""
         if not batches:
-            raise DataError("batches were to be concatenated, but there are none. Give at least 1.")
+            raise DataError("cannot concatenate no batches. Give at least one.")
         first, width = batches[0], max(batch.width for batch in batches)
         names = {(*sorted(batch.data.keys()), *sorted(batch.rows)) for batch in batches}
         if len(names) > 1:
             differing = set.symmetric_difference(*(set(one) for one in list(names)[:2]))
             raise DataError(
-                "batches were to be concatenated, but the fields "
-                f"{', '.join(sorted(differing))} are not in all of them. Make them of trajectories "
-                "with the same fields, or remove these."
+                f"cannot concatenate batches: {', '.join(sorted(differing))} are not in all of "
+                "them. Give all the same fields."
             )
         wide = []
         for batch in batches:
@@ -323,7 +320,7 @@ class BatchView(MutableMapping[str, Any]):
         if name == "batch_size" or (name in DERIVED and "input_ids" in self._batch.values):
             return DERIVED[name](self._batch)
         raise KeyError(
-            f"{name!r} was read of a batch, which has no such field. It has "
+            f"a batch has no field {name!r}. It has "
             f"{', '.join([*self._batch.values, *self._batch.metadata])}."
         )
 
@@ -376,20 +373,19 @@ _DTYPES = {"input_ids": torch.int64, TOKEN_FIELD: torch.bool, "loss_mask": torch
 
 
 def _num_rows(fields: Mapping[str, Any]) -> int:
-    """What `batch_size` says, or else the length of the first field that has one."""
     if "batch_size" in fields:
         return int(fields["batch_size"])
     for value in fields.values():
         if isinstance(value, Tensor | np.ndarray | list) and np.shape(value):
             return len(value)
     raise DataError(
-        "a batch was made of values that do not say how many rows it has. Give a field with an "
-        "entry a row, or metadata['batch_size']."
+        "the number of rows of a batch is unknown. Give a field with an entry per row, or "
+        "metadata['batch_size']."
     )
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A tensor of what is one, or numbers in a list or an array of NumPy; else None."""
+    """A tensor, or numbers in a list or array, as a tensor; else None."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -418,7 +414,6 @@ def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch
 
 
 def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[str, list[Any]]]:
-    """Tensors with a row a trajectory, padded on the right, and lists of what is no tensor."""
     rows: dict[str, list[Any]] = {
         "group_ids": _ids(trajectories, "group_id"),
         "run_ids": _ids(trajectories, "run_id"),

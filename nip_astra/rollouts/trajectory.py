@@ -1,4 +1,4 @@
-"""One record of what a policy and its environment said to each other, as tokens.
+"""Interactions of a policy with its environment, as tokens.
 
 Shape suffixes: `T` token of the trajectory.
 """
@@ -106,10 +106,9 @@ class Trajectory:
         wrong = {name: length for name, length in lengths.items() if length != len(self.tokens)}
         if wrong:
             raise DataError(
-                f"a trajectory was to be made of {len(self.tokens)} tokens, but "
+                f"a trajectory has {len(self.tokens)} tokens, but "
                 + ", ".join(f"{name} has {length}" for name, length in wrong.items())
-                + ". Each has one entry a token, those of the prompt included. Fill in False and "
-                "0.0 where the policy did not speak."
+                + ". Give one entry per token, False and 0.0 for tokens not of the policy."
             )
 
     @classmethod
@@ -143,9 +142,8 @@ class Trajectory:
         if name in extras:
             return extras[name]
         raise AttributeError(
-            f"{name!r} was read of a trajectory, which has no such field. It has "
-            f"{', '.join(self.__dict__.keys() - {'extras'} | extras.keys())}. Set it first, or use "
-            f"get({name!r}, default)."
+            f"a trajectory has no field {name!r}. It has "
+            f"{', '.join(self.__dict__.keys() - {'extras'} | extras.keys())}."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -195,9 +193,8 @@ class Trajectory:
         own = torch.as_tensor(values, dtype=torch.float32)
         if own.shape != (self.num_response_tokens,):
             raise DataError(
-                f"token_advantages has the shape {list(own.shape)}, but the policy said "
-                f"{self.num_response_tokens} of the trajectory's {len(self)} tokens. Give one "
-                "value for each of these."
+                f"token_advantages has shape {list(own.shape)}, but {self.num_response_tokens} of "
+                f"{len(self)} tokens are the policy's. Give one value for each of these."
             )
         return torch.zeros(len(self)).masked_scatter(self.loss_mask, own)
 
@@ -214,17 +211,17 @@ class Trajectory:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens that the policy said."""
+        """Tokens of the policy."""
         return int(self.loss_mask.sum())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the policy first spoke."""
+        """Tokens before the policy's first."""
         spoken = self.loss_mask.nonzero()
         return int(spoken[0]) if len(spoken) else len(self)
 
     def to_plain(self) -> dict[str, Any]:
-        """Fields and extras by name: what another one like it is made of."""
+        """Fields and extras by name."""
         return {name: self[name] for name in self.keys()}
 
     def truncated(self, max_tokens: int) -> Trajectory:

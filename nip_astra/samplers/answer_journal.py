@@ -1,4 +1,4 @@
-"""Answers of chat models as they come in, so that a process that was killed asks nothing twice."""
+"""Responses of chat models, stored as they arrive, so that a killed run requests none twice."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class AnswerJournal:
         found = self._by_id.get(request_id)
         if found is None and self.is_replayed:
             raise CheckpointError(
-                f"{self.path} lacks the answers to {request_id}, so that its rollouts cannot be "
-                "rebuilt. Restore the file, or start a new run."
+                f"{self.path} lacks the answers to {request_id}. Restore the file, or start a new "
+                "run."
             )
         return found
 
@@ -71,9 +71,8 @@ class AnswerJournal:
                 _append(self.path, line.encode("utf-8", "backslashreplace"))
             except OSError as error:
                 raise RunDirectoryError(
-                    f"{self.path} could not be written: {error.strerror or error}. Free space or "
-                    "change the permissions, and resume the run; the answers that it holds are "
-                    "not asked for again."
+                    f"cannot write {self.path}: {error.strerror or error}. Free space or change "
+                    "the permissions, and resume the run."
                 ) from error
 
     def tokens(self) -> tuple[int, int]:
@@ -98,8 +97,8 @@ class AnswerJournal:
                 yield request_id, StoredResponses(**(values | lists))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"line {number} of {path} was to hold answers of a model, but cannot be read: "
-                    f"{error!r}. Remove the line; its request is asked again."
+                    f"line {number} of {path} is corrupt: {error!r}. Remove the line; its request "
+                    "is repeated."
                 ) from error
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,17 +56,8 @@ first time, which allocates memory."""
 _is_picklable: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-class Sample(Protocol):
-    """Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
-
-    def __call__(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-        /,
-    ) -> Generation: ...
+Draw = Callable[[Sequence[Sequence[int]], int, Tensor, SamplingOptions], Generation]
+"""Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,7 @@ def play_episodes(
     agent: ConversationAgent,
     episodes: Sequence[PlayedEpisode],
     plan: TaskPlan,
-    sample: Sample | None = None,
+    sample: Draw | None = None,
 ) -> list[PlayedEpisode]:
     """Play episodes of `new_episodes` together; turns depend on key, problem and run alone.
 
@@ -236,7 +227,7 @@ def play_task(
     *,
     num_parts: int = 1,
     team: Team | None = None,
-    sample: Sample | None = None,
+    sample: Draw | None = None,
 ) -> TaskRollout:
     """Run several episodes of each problem and rate them in this process.
 
@@ -247,7 +238,7 @@ def play_task(
     team : Team, optional
         Processes with an equal agent and task; their handler `RUN_PARTS` is `run_requested` of
         `requested_part`.
-    sample : Sample, optional
+    sample : Draw, optional
         Replaces the agent's own model; then all episodes are sampled together in this process.
     """
     if sample is not None:
@@ -329,9 +320,8 @@ def _unpicklable_kinds(environments: Sequence[Environment]) -> list[str]:
 @cache
 def _warn_of_unpicklable(kinds: str) -> None:
     logger.warning(
-        "rollouts run in this process alone, with the same numbers but more slowly: environments "
-        "of %s cannot be pickled. Keep functions, generators, open files and connections out of "
-        "them, or set task.num_rollout_parts to 1",
+        "rollouts run in this process alone: environments of %s cannot be pickled. Keep functions, "
+        "generators, files and connections out of them, or set task.num_rollout_parts to 1",
         kinds,
     )
 

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _OF_THE_SERVICE = {FailureReason.TIMEOUT, FailureReason.UNAVAILABLE, FailureReason.RATE_LIMITED}
-"""Failures that are none of the request's: the run stops, and goes on when it is resumed."""
+"""Failures of the service, at which the run stops."""
 
 
 class Speaker(Protocol):
@@ -207,10 +207,7 @@ class TextRolloutSampler:
         key: tuple[str | int, ...],
         journal: AnswerJournal,
     ) -> list[TextMove]:
-        """An agent's moves in each branch; answers that cannot be used are asked for again.
-
-        What the model itself has asked for again is not.
-        """
+        """An agent's moves in each branch; invalid answers are requested again, unless final."""
         speaker = self.speakers[turn.agent]
         prompt = self.game.messages(node.episode, turn)
         found: dict[int, TextMove] = {}
@@ -238,8 +235,7 @@ class TextRolloutSampler:
                 break
         if missing or any(move.is_filled for move in found.values()):
             logger.warning(
-                "%s gave no answer that can be used in %d attempts, and says nothing in round %d: "
-                "the last one failed since %s",
+                "no valid answer of %s in %d attempts; its message in round %d is empty: %s",
                 turn.agent,
                 attempt + 1,
                 node.episode.round + 1,
@@ -277,9 +273,8 @@ class TextRolloutSampler:
             if isinstance(sample, ChatFailure) and sample.reason in _OF_THE_SERVICE:
                 place = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
-                    f"the model {speaker.model.name!r}{place} gave no answer to {request_id}: "
-                    f"{sample.reason}, {sample.message}. Resume the run when the service "
-                    "answers; nothing that was answered is asked again."
+                    f"no response of {speaker.model.name!r}{place} to {request_id}: "
+                    f"{sample.reason}, {sample.message}. Resume the run when the service responds."
                 )
         # A process that was killed may have been paid for an answer before it was in the journal.
         usage = (now + then for now, then in zip(outcome.usage, outcome.usage_before, strict=True))
@@ -291,7 +286,7 @@ class TextRolloutSampler:
 
 
 async def _all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:
-    """What all of them give; an error is raised when none is in flight, so that all is kept."""
+    """The results; an error is raised after all have ended, so that the journal is complete."""
     results = await asyncio.gather(*requests, return_exceptions=True)
     for one in results:
         if isinstance(one, BaseException):

@@ -191,10 +191,9 @@ class TreeSampler:
         per_tree = needed // len(prompts)
         if per_tree > limit:
             raise ConfigurationError(
-                f"the keys and values of a tree of width {tree_width} and depth {tree_depth} need "
-                f"{per_tree / 2**30:.3g} GiB, above the {limit / 2**30:.3g} of a rollout. Raise "
-                "max_rollout_gib of the scenario (max_cache_bytes of a sampler), or lower "
-                "tree_width, tree_depth or max_new_tokens."
+                f"a tree of width {tree_width} and depth {tree_depth} needs "
+                f"{per_tree / 2**30:.3g} GiB of keys and values, above {limit / 2**30:.3g}. Raise "
+                "max_rollout_gib, or lower tree_width, tree_depth or max_new_tokens."
             )
         return limit // max(per_tree, 1)
 
@@ -655,9 +654,8 @@ def _check_likelihood(target: Speaker) -> None:
         )
     if not target.language_model.can_score_contexts:
         raise ConfigurationError(
-            "a vLLM engine with a LoRA adapter that target and attacker share gives no likelihood "
-            "of probes. Set the reward's likelihood_model to reference, or give the target another "
-            "max_model_len or _type huggingface."
+            "a vLLM engine shared by attacker and target gives no likelihood of probes. Set the "
+            "reward's likelihood_model to reference, or the target's _type to huggingface."
         )
 
 

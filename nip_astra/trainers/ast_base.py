@@ -1,8 +1,7 @@
-"""Adaptive stress testing: play trees of conversation and learn which probes make a target fail.
+"""Adaptive stress testing: learn from trees of conversation which probes make a target fail.
 
-A trainer of the family gives two hooks: `flatten`, training samples from a tree, and `loss`, the
-loss of a batch. A tree goes one way: `Rollouts.play` plays and scores it, `prepare` adds reward
-terms and credit, `flatten` makes samples, `loss` learns from them.
+`Rollouts.play` samples and scores a tree, `prepare` adds reward terms and credit, `flatten` makes
+training samples, and `loss` is the loss of a batch.
 
 Shape suffixes: `N` node, `B` sample, `T` token.
 """
@@ -63,7 +62,7 @@ from nip_astra.trainers.service_use import (
     services_used,
     warnings_about_services,
 )
-from nip_astra.trainers.timing import Components, components_of_stress_test
+from nip_astra.trainers.timing import Components
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
@@ -441,7 +440,26 @@ class AstTrainer(LanguageModelTrainer):
         self.store_results(results)
 
     def components_to_time(self) -> Components:
-        return components_of_stress_test(self)
+        """`rollout`, and if it taught something `update`, and `loss` of one batch."""
+
+        @torch.no_grad()
+        def rollout() -> Experience:
+            return self.digest(self.rollouts.play(0))
+
+        samples = rollout().samples
+        if not samples:
+            return {"rollout": rollout}
+        batch = next(iter(self.batches(samples, iteration=0, epoch=0)))
+
+        def update() -> None:
+            self.state.begin(samples, {})
+            self._update(0)
+
+        @torch.no_grad()
+        def loss() -> None:
+            self.loss_of(batch)
+
+        return {"rollout": rollout, "update": update, "loss": loss}
 
     def samples_of_one_episode(self) -> Sequence[Sample]:
         return self.digest(self.rollouts.play_one()).samples

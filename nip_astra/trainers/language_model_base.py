@@ -1,8 +1,6 @@
-"""The loop of all trainers that learn a language model: collect, step through what was collected.
+"""The loop of all trainers that learn a language model.
 
-A family says what an iteration gathers (`collect`) and what is measured (`measure`,
-`evaluate_dev`); a trainer gives the loss of a batch (`loss`). Batches, accumulation, schedule, dev
-evaluation, early stopping, checkpoints and saving are done here.
+A family defines `collect`, `measure` and `evaluate_dev`, a trainer the `loss` of a batch.
 
 Shape suffixes: `B` sample, `T` token.
 """

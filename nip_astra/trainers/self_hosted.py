@@ -142,7 +142,8 @@ class SelfHostedTrainer(ServiceTrainer):
     @cached_property
     def kl(self) -> AdaptiveKl:
         """The weight of the divergence from the reference, fixed or adapted."""
-        return self.parameters.policy_loss.kl.controller()
+        options: PolicyLossParameters = self.parameters.policy_loss
+        return options.kl.controller()
 
     def trainer_state(self) -> dict[str, Any]:
         return super().trainer_state() | ({"kl": self.kl.state()} if self.kl.target else {})
@@ -226,9 +227,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         if self.config.algorithm.get("use_kl_in_reward", False):
             raise ConfigurationError(
-                "algorithm.use_kl_in_reward has no effect here. Leave it out, and override "
-                "_prepare_batch: subtract the penalty from values['token_level_scores'], then call "
-                "super()._prepare_batch(batch)."
+                "algorithm.use_kl_in_reward has no effect. Override _prepare_batch: subtract the "
+                "penalty from values['token_level_scores'], then call the base method."
             )
         batch = batch.strip(pad_token_id=self._pad_token_id)
         if "token_level_scores" not in batch.values:
@@ -274,8 +274,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         mask_BT = mask_BT[:, -of_tokens.shape[1] :]
         if not of_tokens[mask_BT].isfinite().all():
             raise ConfigurationError(
-                f"values[{name!r}] of {type(self).__name__} holds NaN or infinity where tokens are "
-                "learnt. Give finite numbers."
+                f"values[{name!r}] of {type(self).__name__} holds NaN or infinity at trained "
+                "tokens."
             )
         # A trajectory without a reward stays without.
         return torch.where(rewards_B.isnan(), rewards_B, masked_sum(of_tokens, mask_BT, dim=1))

@@ -435,8 +435,8 @@ class ServiceTrainer(LanguageModelTrainer):
         if found.samples:
             return ""
         return (
-            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories is learnt "
-            "from. Their advantages are 0, or they have no reward."
+            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories teaches "
+            "anything: advantages are 0, or rewards are missing."
         )
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -447,9 +447,8 @@ class ServiceTrainer(LanguageModelTrainer):
             self._warn(text)
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(
-                "the policy is as it was: in no iteration was there a trajectory to learn from, "
-                "since no advantage was other than 0. Compare runs of one problem (group_id) with "
-                "each other, and raise group_size until some of them are right and some are wrong."
+                "nothing was learned: all advantages were 0. Compare runs of one problem "
+                "(group_id) and raise group_size until some of them are right and some are wrong."
             )
         self.store_results(
             {
@@ -515,9 +514,8 @@ class ServiceTrainer(LanguageModelTrainer):
         chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
         if chosen is None:
             raise ConfigurationError(
-                f"the trainer {name!r} needs a teacher. Set {name}.distillation.teacher to a model "
-                "with the student's tokenizer, for instance {_type: huggingface, model: "
-                "runs/RUN/model}."
+                f"{name} has no teacher. Set {name}.distillation.teacher to a model with the "
+                "student's tokenizer, for instance {_type: huggingface, model: runs/RUN/model}."
             )
         loaded = load_language_model(
             chosen,

@@ -51,8 +51,8 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
             place = f" at {model.place}" if model.place else ""
             raise NothingMeasuredError(
                 f"all {use.num_requests} requests to the {name}, {use.model!r}{place}, failed "
-                f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service and "
-                "its address, then go on with nip-astra resume RUN or the same command."
+                f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service, "
+                "then run nip-astra resume RUN."
             )
 
 

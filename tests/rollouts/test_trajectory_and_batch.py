@@ -36,7 +36,7 @@ def test_attribute_item_and_get_agree_for_fields_and_extras() -> None:
     assert one.get("nothing", 7) == 7
     assert "other" in one
     assert "nothing" not in one
-    with pytest.raises(KeyError, match="'nothing' was read of a trajectory"):
+    with pytest.raises(KeyError, match="a trajectory has no field 'nothing'"):
         one["nothing"]
     with pytest.raises(AttributeError, match="get\\('nothing', default\\)"):
         _ = one.nothing
@@ -93,7 +93,7 @@ def test_values_and_metadata_find_what_the_other_holds() -> None:
     assert "advantages" not in set(batch.values.keys())
     assert len(batch.metadata["advantages"]) == 0
     del batch.metadata["advantages"]
-    with pytest.raises(KeyError, match="'advantages' was read of a batch"):
+    with pytest.raises(KeyError, match="a batch has no field 'advantages'"):
         batch.values["advantages"]
 
 
@@ -115,7 +115,7 @@ def test_padding_is_removed_by_mask_and_never_by_id() -> None:
     assert left.values["loss_mask"].shape == (2, 5)
     both = wide.strip()
     assert both.values["input_ids"].tolist() == [[5, 6, 2], [7, 8, 2]]
-    with pytest.raises(DataError, match="padding of the fields 'nothing' was to be removed"):
+    with pytest.raises(DataError, match="no fields of tokens: 'nothing'"):
         wide.strip(fields=["nothing"])
 
 

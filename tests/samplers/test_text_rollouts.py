@@ -96,7 +96,7 @@ def test_after_all_retries_an_agent_says_nothing(
     assert end.outcome is not None
     assert end.outcome.is_out_of_rounds
     assert len(model.requests) == 6
-    assert "prover gave no answer that can be used in 3 attempts" in caplog.text
+    assert "no valid answer of prover in 3 attempts" in caplog.text
     assert "since it holds no decision, in the last turn" in caplog.text
 
 

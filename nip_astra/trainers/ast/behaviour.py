@@ -217,9 +217,8 @@ def check_staleness(
         )
     if behaviour is not None and behaviour.is_reshaped:
         raise ConfigurationError(
-            f"{section}.max_staleness cannot correct tempered or truncated sampling: the "
-            "probabilities under older weights are unknown. Set it to 0, or the attacker's "
-            "temperature to 1, top_k to null and top_p to 1."
+            f"{section}.max_staleness cannot correct tempered or truncated sampling. Set it to 0, "
+            "or the attacker's temperature to 1, top_k to null and top_p to 1."
         )
     if not has_actors:
         logger.warning(

@@ -49,9 +49,8 @@ def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
     warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:
         warnings.append(
-            "the attacker is as it was: no iteration gave a sample to learn from. Raise the "
-            "scenario's tree_width or training.num_episodes_per_experience, or lower the margins "
-            "by which the trainer chooses samples."
+            "nothing was learned: no iteration had a training sample. Raise the scenario's "
+            "tree_width or training.num_episodes_per_experience, or lower the trainer's margins."
         )
     if after.is_collapsed:
         warnings.append(

@@ -1,9 +1,4 @@
-"""What turns the scores of a training rollout into what its nodes are worth.
-
-First the reward terms of the scenario are added (novelty and the like, which depend on what was
-found before and therefore belong to training alone), then credit flows back from what follows a
-node.
-"""
+"""Reward terms, which are added in training alone, and credit, which flows to earlier turns."""
 
 from __future__ import annotations
 

@@ -44,9 +44,8 @@ class RolloutParameters(AsyncRolloutParameters):
         backend = self.train_service.backend
         if self.max_staleness and backend != "local":
             raise ValueError(
-                f"max_staleness {self.max_staleness} needs a copy of the weights in this process, "
-                f"but the backend {backend} holds them elsewhere; set it to 0, or "
-                "train_service.backend to local"
+                f"max_staleness {self.max_staleness} needs weights in this process, not in the "
+                f"backend {backend}; set it to 0, or train_service.backend to local"
             )
         return self
 
