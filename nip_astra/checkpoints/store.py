@@ -130,13 +130,7 @@ class CheckpointStore:
         return path
 
     def verify(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's manifest after checking every file against it.
-
-        Raises
-        ------
-        CheckpointError
-            If a file is missing or changed; names the newest valid checkpoint.
-        """
+        """A checkpoint's manifest after checking every file against it."""
         manifest, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(f"checkpoint {path}: {fault}. {self._advice(path)}")

@@ -139,8 +139,9 @@ class StageDumps:
 
     def write(self, iteration: int, stage: str, values: Mapping[str, Any]) -> None:
         """Write a stage: nested tensors, numbers, text, lists and dicts."""
-        if not self.is_due(iteration) or self.folder is None:
+        if not self.is_due(iteration):
             return
+        assert self.folder is not None
         if iteration != self._iteration:
             self._iteration, self._count = iteration, 0
         place = self.folder / f"iteration_{iteration + 1:06d}"

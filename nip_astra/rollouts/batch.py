@@ -189,21 +189,9 @@ class Batch:
     ) -> Batch:
         """The batch without columns that are padding in all rows, by `attention_mask`.
 
-        Parameters
-        ----------
-        left, right : bool
-            On which sides.
-        fields : Sequence[str], optional
-            Fields that must exist per token; all other fields of tokens are cut too.
-        anchor_field : str
-            Field of token ids.
-        pad_token_id : int, optional
-            Token id for the remaining padding of the anchor field; unchanged by default.
-
-        Raises
-        ------
-        DataError
-            If a named field is missing, or has no entry per token.
+        `fields` and the `anchor_field` of token ids must exist per token; all other fields of
+        tokens are cut too. The remaining padding of the anchor field becomes `pad_token_id`, if
+        given.
         """
         per_token = self._token_fields()
         asked = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]

@@ -27,11 +27,6 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
 
     A sequence `x` becomes `x` `[B, T]`, padded with 0 on the right (`context`: on the left), and
     `x_mask` `[B, T]` bool.
-
-    Raises
-    ------
-    DataError
-        When samples are no dictionaries of such tensors, or have other names than the first.
     """
     _check(samples)
     batch: dict[str, Tensor] = {}

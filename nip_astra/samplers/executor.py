@@ -334,14 +334,8 @@ class AsyncRollouts(Generic[Rollout]):
     """Buffer of rollouts that are sampled up to `max_staleness` iterations before they are used.
 
     The rollout of iteration i is sampled by the weights of iteration i - `max_staleness` (at first
-    the initial ones), so results depend neither on timing nor on the number of actors.
-
-    Parameters
-    ----------
-    begin : Callable
-        Starts the rollouts of some iterations; returns a function for each that waits for it.
-    to_plain, from_plain : Callable
-        A rollout as plain values and tensors, and back for an iteration.
+    the initial ones), so results depend neither on timing nor on the number of actors. `begin`
+    starts the rollouts of some iterations and returns a function for each that waits for it.
     """
 
     def __init__(

@@ -231,15 +231,9 @@ def play_task(
 ) -> TaskRollout:
     """Run several episodes of each problem and rate them in this process.
 
-    Parameters
-    ----------
-    num_parts : int
-        Parts into which the problems are split if this process holds the agent's model.
-    team : Team, optional
-        Processes with an equal agent and task; their handler `RUN_PARTS` is `run_requested` of
-        `requested_part`.
-    sample : Draw, optional
-        Replaces the agent's own model; then all episodes are sampled together in this process.
+    If this process holds the agent's model, the problems are split into `num_parts`. The processes
+    of a `team` have an equal agent and task, and `run_requested` of `requested_part` as
+    `RUN_PARTS`. `sample` replaces the agent's own model; then all episodes are sampled together.
     """
     if sample is not None:
         return rated(task, play_episodes(agent, new_episodes(task, problems, plan), plan, sample))

@@ -210,12 +210,8 @@ class TreeSampler:
 
         Parameters
         ----------
-        prompts : Sequence[str]
-            Turns of the target's side before the first probe.
-        tree_width : int
-            Probes at every point of a conversation.
-        tree_depth : int
-            Probes on a path from the opening to a leaf.
+        tree_width, tree_depth : int
+            Probes at every point of a conversation, and on a path from the opening to a leaf.
         key : tuple
             Names the randomness, for instance `(seed, "train", iteration)`.
         first_episode : int

@@ -202,12 +202,9 @@ class AstTrainer(LanguageModelTrainer):
     # ---- several processes
 
     def handlers(self) -> dict[str, Handler]:
-        """Besides those of the base: running parts of a rollout."""
-
-        def run(request: Any) -> Any:
-            return run_requested(self.sampler.requested_part, request)
-
-        return super().handlers() | {RUN_PARTS: run}
+        return super().handlers() | {
+            RUN_PARTS: lambda request: run_requested(self.sampler.requested_part, request)
+        }
 
     # ---- from episodes to samples
 
@@ -302,7 +299,7 @@ class AstTrainer(LanguageModelTrainer):
         return wait
 
     def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
-        # Data set columns of a prompt are no plain values.
+        # Columns of a prompt are no plain values.
         tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 

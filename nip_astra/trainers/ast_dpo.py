@@ -56,8 +56,7 @@ class WeakSupervisionParameters(SubParameters):
 class PairParameters(AsyncRolloutParameters):
     """Strength of the preference and choice of pairs.
 
-    Played ahead, pairs are of probes that an older attacker said. Their losses hold for pairs of
-    whoever said them, so nothing is corrected.
+    Asynchronous rollouts need no correction: the losses hold for pairs of any attacker.
     """
 
     beta: float = Field(default=0.1, gt=0)

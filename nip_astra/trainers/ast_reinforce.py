@@ -38,12 +38,10 @@ class AstReinforceTrainer(AstTrainer):
     estimated. Perez et al. take a learnt value as the baseline of `A`; here it is the mean of the
     others: of the siblings, or of the iteration.
 
-    On average the gradient is that of a probe's mean credit and of its divergence, given what was
-    said before, where there are one epoch and one step an iteration (training.minibatch_size times
-    gradient_accumulation_steps at least the nodes of an iteration), a baseline that does not depend
-    on the probe (`none` or `siblings`; among the others of an iteration are its own descendants),
-    `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off: with it nothing is
-    unbiased, since the deviation depends on the probe. The preset trades that for less variance.
+    The gradient is unbiased with one epoch and one step per iteration, a baseline that does not
+    depend on the probe (`none` or `siblings`; the iteration includes its descendants),
+    `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off. The preset trades that
+    for less variance.
     """
 
     class Parameters(CorrectedStalenessParameters):

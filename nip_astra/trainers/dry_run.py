@@ -3,12 +3,11 @@
 Every estimate uses these names; a family adds counts of its own.
 
 - `num_iterations`; `num_parameters`, weights that learn.
-- `seconds_per_episode`: playing one tree, one problem with all its rollouts, or an iteration in one
-  environment of a protocol. `seconds_per_minibatch`: learning from one minibatch.
-- `loss` of that minibatch; None if the episode gave nothing to learn from.
-- `predicted_peak_gib`: the most memory that the run needs.
-- `estimated_training_hours`: an upper bound, since episodes that are played together share forward
-  passes. For text protocols these are the hours of sampling; fine-tuning jobs come on top.
+- `seconds_per_episode`: one tree, one problem with all its runs, or an iteration in one environment
+  of a protocol. `seconds_per_minibatch`, and `loss` of it (None without samples).
+- `predicted_peak_gib`: peak memory.
+- `estimated_training_hours`: an upper bound, since episodes share forward passes; for text
+  protocols the hours of sampling, without fine-tuning jobs.
 - `placement`: the same run on other numbers of devices (`nip_astra.distributed.placement`).
 """
 

@@ -135,16 +135,10 @@ class LanguageModelState(RunState):
 
 @dataclass(frozen=True)
 class Experience:
-    """What an iteration collected.
+    """What an iteration collected; without samples it takes no step.
 
-    Attributes
-    ----------
-    samples : list of Sample
-        Training samples; an iteration without any takes no step.
-    metrics : dict[str, float]
-        Logged; `tokens/generated` gives the speed in the progress bar.
-    seconds : Mapping[str, float]
-        Duration of each part of collecting.
+    `tokens/generated` of the metrics gives the speed in the progress bar; `seconds` are durations
+    of parts of collecting.
     """
 
     samples: list[Sample]
@@ -307,16 +301,8 @@ class LanguageModelTrainer(TensorDictTrainer):
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
         """The policy's log-probabilities of continuations of `context`, all by one call.
 
-        Parameters
-        ----------
-        batch : TensorDict
-            Holds `context` and, for each name, tokens and `<name>_mask`.
-
-        Returns
-        -------
-        tuple[Tensor, ...]
-            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding, with
-            gradient.
+        `batch` has for each name tokens and `<name>_mask`. Returns a `[B, T]` tensor per name, all
+        as wide as the longest, nats, 0 on padding, with gradient.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -333,10 +319,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         return logprobs.chunk(len(names))
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
-        """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.
+        """The trained tokens of the whole optimizer step, times the batch's share of its samples.
 
-        A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
-        the batches by their samples, however the step is split into batches.
+        A sum over tokens divided by it, averaged by samples, is a mean over the step's tokens.
         """
         return num_tokens_in_step(batch, self.trained_tokens)
 
@@ -657,12 +642,8 @@ def batches_of(
 ) -> Iterator[BatchT]:
     """The samples in batches, in random order; one batch may be smaller.
 
-    Parameters
-    ----------
-    order : str
-        "shuffled", or "by_episode": samples of an episode are adjacent, in their given order.
-    key : tuple of int
-        Seed, iteration and epoch, which decide the order.
+    With order "by_episode" samples of an episode are adjacent, in their given order. `key` is seed,
+    iteration and epoch.
     """
     seed, iteration, epoch = key
     generator = derived_generator(seed, "shuffle", iteration, epoch)

@@ -177,9 +177,9 @@ class SelfHostedTrainer(ServiceTrainer):
         return score_batch(batch, self.service.compute_logprobs)
 
     def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
-        """Score the samples again and measure how much sampler and trainer differ.
+        """Score the samples again and measure the mismatch of sampler and trainer.
 
-        Samples of older weights are corrected for that: by default truncated, see `correction`.
+        Samples of older weights are corrected for it: by default truncated, see `correction`.
         """
         if "logprobs" not in batch.values:
             raise ConfigurationError(

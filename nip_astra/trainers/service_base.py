@@ -225,12 +225,13 @@ class ServiceTrainer(LanguageModelTrainer):
             self.tracker.log_table("train", RECORD_COLUMNS, rows, step=iteration + 1)
         log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
-        self.dump("trajectories", Batch.from_trajectories(trajectories))
+        if self._dumps.is_due(self.state.iteration):
+            self.dump("trajectories", Batch.from_trajectories(trajectories))
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         self.dump("samples", {"samples": samples})
-        asked = service_metrics(self.scenario_instance.services)
-        return Experience(samples, metrics | asked | self._noted | more)
+        services = service_metrics(self.scenario_instance.services)
+        return Experience(samples, metrics | services | self._noted | more)
 
     def _rollout_of(self, iteration: int) -> CollectedRollout:
         """The rollout that an iteration learns from, sampled now or before."""
@@ -243,12 +244,6 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Run problems, and further ones in place of uninformative ones."""
-        with self._sampler.counting() as spent:
-            played = self._play_rounds(iteration)
-        played.metrics["tokens/generated"] = float(spent.generated)
-        return played
-
-    def _play_rounds(self, iteration: int) -> CollectedRollout:
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
@@ -264,12 +259,15 @@ class ServiceTrainer(LanguageModelTrainer):
             and getattr(options, "baseline", "mean") != "none"
             and getattr(options, "advantage", "group") == "group"
         )
+        generated = 0
         for _ in range(rounds + 1):
             missing = wanted - num_live
-            problems = [
-                self.problem(first + number) for number in range(num_played, num_played + missing)
-            ]
-            rollout = self._play("train", problems, ("rollout", iteration), self._sampling_agent)
+            start = first + num_played
+            problems = [self.problem(number) for number in range(start, start + missing)]
+            key = ("rollout", iteration)
+            with self._sampler.counting() as spent:
+                rollout = self._play("train", problems, key, self._sampling_agent)
+            generated += spent.generated
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             if margin:
@@ -278,20 +276,20 @@ class ServiceTrainer(LanguageModelTrainer):
             live, others = informative_groups(
                 rollout.trajectories,
                 needs_spread=needs_spread,
-                use_run_ids=getattr(self.parameters, "use_run_ids", True),
+                use_run_ids=getattr(options, "use_run_ids", True),
             )
             num_live += len({one.group_id for one in live})
             kept += live
             dead += others
             if num_live >= wanted:
                 break
-        # Without resampling every problem stays; with it those that tell nothing are left out.
-        told = kept if rounds else [*kept, *dead]
         metrics = {
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
+            "tokens/generated": float(generated),
         }
-        return CollectedRollout(told, metrics, records)
+        # Without resampling every problem stays.
+        return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
         """Take DAPO's penalty on long answers off rewards."""
@@ -310,9 +308,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return samples_of(batch)
 
     def problem(self, number: int) -> int:
-        """Which problem is played as the given one of the run; all of a data set in random order
-        before any is played again.
-        """
+        """The problem at a place of the run: the data set in random order, again and again."""
         count = self.task.num_problems("train")
         if count is None:
             return number
@@ -497,7 +493,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
         """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
-        if self._dumps.folder is not None and self._dumps.is_due(self.state.iteration):
+        if self._dumps.is_due(self.state.iteration):
             plain = values.to_plain() if isinstance(values, Batch) else values
             self._dumps.write(self.state.iteration, stage, plain)
 

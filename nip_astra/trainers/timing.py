@@ -26,15 +26,9 @@ Components = dict[str, Callable[[], object]]
 def time_components(
     trainer: Trainer, names: Sequence[str], *, num_repeats: int
 ) -> dict[str, list[float]]:
-    """Run parts of a trainer's iteration `num_repeats` times after one that is not timed.
+    """Seconds of `num_repeats` runs of parts of an iteration, by name; all parts without `names`.
 
-    The trainer learns meanwhile and must not be used afterwards. `names` may be empty for all
-    parts.
-
-    Returns
-    -------
-    dict[str, list[float]]
-        Seconds of each repetition, by part, in the order of `names`.
+    One more run is not timed. The trainer learns meanwhile and must not be used afterwards.
     """
     with ExitStack() as stack:
         if isinstance(trainer, TensorDictTrainer):

@@ -64,19 +64,10 @@ class BehaviourParameters(SubParameters):
 
 
 class Behaviour:
-    """Takes probabilities of probes as `BehaviourParameters` say.
+    """Takes probabilities of probes as `BehaviourParameters` say, or raw ones without them.
 
-    Parameters
-    ----------
-    parameters : BehaviourParameters, optional
-        None for trainers without the section: raw log-probabilities without weights.
-    section : str
-        Dotted path of the parameters, for messages.
-
-    Raises
-    ------
-    ConfigurationError
-        If the distribution sampled from is needed, but sampling is greedy.
+    Raises ConfigurationError if the distribution sampled from is needed, but sampling is greedy.
+    `section` is the dotted path of the parameters.
     """
 
     def __init__(

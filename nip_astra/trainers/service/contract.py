@@ -31,9 +31,7 @@ class TrainerConfig:
     algorithm : DictConfig
         Custom values: `config.algorithm.my_param`, `config.algorithm.get("x", 0.5)`.
     train_service : DictConfig
-        Where the policy learns.
     total_train_steps : int
-        Iterations of training.
     values : dict
         All values as given.
     parts : tuple or None
@@ -116,13 +114,7 @@ def check_takes(hook: Callable[..., Any], *given: str) -> None:
 
 
 def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict[str, float]]:
-    """The result of `_prepare_batch` of a class, if it is valid.
-
-    Raises
-    ------
-    ConfigurationError
-        Lists all faults.
-    """
+    """The result of `_prepare_batch` of a class; raises ConfigurationError with all faults."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Batch)):
         raise _error(trainer, "_prepare_batch", [f"it returned {_kind(given)}, not (Batch, dict)"])
     batch, metrics = given
@@ -146,13 +138,7 @@ def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict
 def check_trajectories(
     given: Any, *, trainer: str, needs_advantage: bool, metrics: Any
 ) -> list[Trajectory]:
-    """The result of `_prepare_trajectories` of a class, if it is valid.
-
-    Raises
-    ------
-    ConfigurationError
-        Lists all faults, each with the number of trajectories.
-    """
+    """The result of `_prepare_trajectories`; raises ConfigurationError with all faults."""
     name = "_prepare_trajectories"
     if not isinstance(given, list) or not all(isinstance(one, Trajectory) for one in given):
         raise _error(trainer, name, [f"it returned {_kind(given)}, not list[Trajectory]"])

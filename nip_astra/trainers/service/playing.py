@@ -79,13 +79,7 @@ def check_who_plays(
     scenario_instance: ScenarioInstance,
     settings: ExperimentSettings | None,
 ) -> None:
-    """Refuse to divide the rollouts of a service or engine, and warn of idle actors.
-
-    Raises
-    ------
-    ConfigurationError
-        If `num_rollout_parts` or `num_actors` cannot have an effect.
-    """
+    """Refuse to divide the rollouts of a service or engine, and warn of idle actors."""
     agent = scenario_instance.agents.get("policy")
     options = getattr(hyper_params, scenario_instance.kind, None)
     num_parts = int(getattr(options, "num_rollout_parts", 1))
