@@ -89,7 +89,7 @@ def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     [
         ("ast_dpo", ("training.max_grad_norm=0.05",)),
         # Three batches a step, of one row: two are dealt out, of one another process reads a row.
-        (
+        pytest.param(
             "ast_dpo",
             (
                 "ast_chat.attacker.language_model.lora={rank: 2}",
@@ -98,6 +98,7 @@ def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
                 "training.minibatch_size=1",
                 "training.gradient_accumulation_steps=3",
             ),
+            marks=pytest.mark.slow,
         ),
         # With a value head, which every process holds whole.
         pytest.param("ast_ppo", (), marks=pytest.mark.slow),

@@ -87,7 +87,9 @@ def test_rewards_rise(name: str) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-@pytest.mark.parametrize("name", ["self_hosted_opd", "remote_api_opd"])
+@pytest.mark.parametrize(
+    "name", ["self_hosted_opd", pytest.param("remote_api_opd", marks=pytest.mark.slow)]
+)
 def test_a_student_comes_nearer_to_its_teacher(name: str) -> None:
     trainer = trainer_of(name, *LEARN)
     gaps = []

@@ -42,16 +42,10 @@ def metrics_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-SLOWER = ("ast_reinforce", "ast_ppo", "ast_sft")
-
-
 @pytest.mark.parametrize(
     ("trainer", "most"),
     [
-        *(
-            pytest.param(one, 1, marks=pytest.mark.slow if one in SLOWER else ())
-            for one in TRAINERS
-        ),
+        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in TRAINERS),
         ("ast_grpo", 3),
     ],
 )
