@@ -124,49 +124,49 @@ class ProcessTeam(Team):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._tensors = tensors
         self._handlers: Mapping[str, Handler] = {}
-        self._may_ask = False
+        self._can_request = False
 
     @property
     def can_request(self) -> bool:
-        return self._may_ask
+        return self._can_request
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
         if not self.is_leader:
             self._serve(handlers)
             return None
-        self._handlers, self._may_ask = handlers, True
+        self._handlers, self._can_request = handlers, True
         try:
             result = work()
         except BaseException as error:
             stopped = error.signal_name if isinstance(error, StopRequested) else None
             if not isinstance(error, LostProcessError):
                 with suppress(LostProcessError):
-                    self._tell({"stopped": stopped} if stopped else {"failed": str(error)})
+                    self._send({"stopped": stopped} if stopped else {"failed": str(error)})
             raise
         finally:
-            self._may_ask = False
-        self._tell({"done": True})
+            self._can_request = False
+        self._send({"done": True})
         return result
 
     def _serve(self, handlers: Mapping[str, Handler]) -> None:
         """Answer the leader's requests until its work is done."""
         while True:
-            said = self._tell(None)
-            if "done" in said:
+            message = self._send(None)
+            if "done" in message:
                 return
-            if "stopped" in said:
-                raise StopRequested(said["stopped"])
-            if "failed" in said:
-                raise LostProcessError(f"the leading process has failed: {said['failed']}")
-            self._gather(handlers[said["do"]](said["with"][self.rank]))
+            if "stopped" in message:
+                raise StopRequested(message["stopped"])
+            if "failed" in message:
+                raise LostProcessError(f"the leading process has failed: {message['failed']}")
+            self._gather(handlers[message["do"]](message["with"][self.rank]))
 
     def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        self._tell({"do": name, "with": list(arguments)})
+        self._send({"do": name, "with": list(arguments)})
         return self._gather(self._handlers[name](arguments[0]))
 
     def broadcast(self, value: T) -> T:
-        told: T = self._tell(value)
-        return told
+        sent: T = self._send(value)
+        return sent
 
     def all_gather(self, value: T) -> list[T]:
         packed = _as_tensor(pack_state(value))
@@ -203,7 +203,7 @@ class ProcessTeam(Team):
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return None if tensor.device.type == "cpu" else self._tensors
 
-    def _tell(self, value: Any) -> Any:
+    def _send(self, value: Any) -> Any:
         """Send the leader's value to all others."""
         packed = _as_tensor(pack_state(value)) if self.is_leader else None
         size = torch.tensor([0 if packed is None else len(packed)])

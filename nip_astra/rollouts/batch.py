@@ -43,7 +43,7 @@ DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
 """Fields of NexRL, derived unless stored: prompts are the first token, responses the rest."""
 
 TOKEN_FIELD = "attention_mask"
-"""The field whose width is that of the batch, and whose mask says what is padding."""
+"""The field that gives the width of a batch and its padding."""
 
 
 class Batch:
@@ -194,8 +194,8 @@ class Batch:
         given.
         """
         per_token = self._token_fields()
-        asked = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
-        wrong = [name for name in asked if name not in (*per_token, *DERIVED)]
+        names = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
+        wrong = [name for name in names if name not in (*per_token, *DERIVED)]
         if wrong:
             raise DataError(
                 f"no fields of tokens: {', '.join(map(repr, wrong))}. Available: "

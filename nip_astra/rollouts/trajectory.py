@@ -198,7 +198,7 @@ class Trajectory:
             )
         return torch.zeros(len(self)).masked_scatter(self.loss_mask, own)
 
-    # ---- what it says of itself
+    # ---- sizes
 
     def __len__(self) -> int:
         return len(self.tokens)

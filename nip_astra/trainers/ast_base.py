@@ -34,6 +34,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
@@ -115,6 +116,7 @@ class AstTrainer(LanguageModelTrainer):
         *(f"dev/{name}" for name in DEV_FIGURES),
     )
     compares_with_sampler: ClassVar[bool] = False
+    kl: AdaptiveKl | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -163,6 +165,13 @@ class AstTrainer(LanguageModelTrainer):
         parameters = getattr(self.parameters, "credit", None)
         return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
 
+    def trainer_state(self) -> dict[str, Any]:
+        return {} if self.kl is None else dict(self.kl.state())
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        if self.kl is not None:
+            self.kl.load_state(state)
+
     # ---- tools of the hooks
 
     @torch.no_grad()
@@ -189,7 +198,7 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def _behaviour(self) -> Behaviour | None:
-        """What probabilities are learnt from; warns where they are off-policy."""
+        """The `behaviour` of the parameters; warns where gradients are off-policy."""
         parameters = getattr(self.parameters, "behaviour", None)
         if parameters is None and not self.compares_with_sampler:
             return None

@@ -403,7 +403,7 @@ class AstIpoTrainer(AstPreferenceTrainer):
     Loss: `(h - 1 / (2 beta))^2`, mean over pairs, with
     `h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)` (arXiv:2310.12036, eq. 17).
     Log-probabilities are summed over a probe's tokens as in the paper, or averaged with
-    `length_normalised`; the margin asked for, `1 / (2 beta)`, is in nats of whichever it is. Other
+    `length_normalised`; the margin, `1 / (2 beta)`, is in the same nats. Other
     than DPO's, the loss does not push pairs apart without end, so it keeps a bound on how far the
     attacker goes even where one probe always wins.
     """
@@ -438,7 +438,7 @@ class AstSimpoTrainer(AstPreferenceTrainer):
         takes the sum, which needs a smaller beta."""
         margin: Annotated[float, where("loss", "simpo")] = Field(default=1.0, ge=0)
         """What the chosen probe's scaled log-probability has to exceed the other's by. Larger goes
-        on pushing pairs apart that are told apart already."""
+        on pushing pairs apart that differ already."""
 
         @model_validator(mode="after")
         def _has_means_for_odds(self) -> AstSimpoTrainer.Parameters:

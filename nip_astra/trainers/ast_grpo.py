@@ -88,7 +88,7 @@ class AstGrpoTrainer(AstTrainer):
         credit: CreditParameters = CreditParameters()
         """What siblings are compared by."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut; the losses
+        """Which log-probabilities are learned from where sampling is tempered or cut; the losses
         with one ratio a probe (gspo, rloo) take importance weights of sequences alone."""
 
         def chosen_loss(self) -> PolicyLoss:
@@ -144,12 +144,6 @@ class AstGrpoTrainer(AstTrainer):
             "reduction": self.reduction,
         }
         logger.info("objective: %s", self.results["objective"])
-
-    def trainer_state(self) -> dict[str, Any]:
-        return dict(self.kl.state())
-
-    def load_trainer_state(self, state: dict[str, Any]) -> None:
-        self.kl.load_state(state)
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         groups_PG = tree.sibling_groups()

@@ -207,7 +207,7 @@ class AstPpoTrainer(AstTrainer):
         """Clipping, advantages, value head and what holds the attacker near the reference."""
 
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut."""
+        """Which log-probabilities are learned from where sampling is tempered or cut."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -220,12 +220,6 @@ class AstPpoTrainer(AstTrainer):
     @property
     def modules_lr_factor(self) -> float:
         return float(self.parameters.value_lr_factor)
-
-    def trainer_state(self) -> dict[str, Any]:
-        return dict(self.kl.state())
-
-    def load_trainer_state(self, state: dict[str, Any]) -> None:
-        self.kl.load_state(state)
 
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:

@@ -35,7 +35,7 @@ class AstReinforceTrainer(AstTrainer):
 
     Loss: `(1 - kl_mix) * -A log pi(probe) + kl_mix * KL(pi || ref)(probe) - entropy_weight * H`,
     sums over a probe's tokens, mean over probes; `kl_estimator` says how the divergence is
-    estimated. Perez et al. take a learnt value as the baseline of `A`; here it is the mean of the
+    estimated. Perez et al. take a learned value as the baseline of `A`; here it is the mean of the
     others: of the siblings, or of the iteration.
 
     The gradient is unbiased with one epoch and one step per iteration, a baseline that does not
@@ -69,7 +69,7 @@ class AstReinforceTrainer(AstTrainer):
         credit: CreditParameters = CreditParameters()
         """What a probe is worth."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut."""
+        """Which log-probabilities are learned from where sampling is tempered or cut."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         options = self.parameters

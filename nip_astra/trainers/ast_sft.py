@@ -24,7 +24,7 @@ from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 
 FINDS_ITS_OWN = where("probes", None)
-"""Condition of what says which probes are the best so far."""
+"""Condition of the parameters that define the best probes so far."""
 
 
 @register_trainer(TrainerType.AST_SFT)
@@ -38,7 +38,7 @@ class AstSftTrainer(AstTrainer):
     """
 
     class Parameters(AsyncRolloutParameters):
-        """What is imitated; played ahead, whoever said it."""
+        """Which probes are imitated; asynchronous rollouts need no correction."""
 
         probes: str | None = None
         """File of probes, in the formats of prompt files; null for the best so far."""

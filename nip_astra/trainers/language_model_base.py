@@ -192,7 +192,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     divides_weights: ClassVar[bool] = True
     learns_layer_by_layer: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
-    """The column of a batch whose tokens are learnt; its mask says which they are."""
+    """The column of trained tokens in a batch, which has a mask of them."""
     policy_role: ClassVar[str] = "policy"
     """What the policy is called in checkpoints."""
     _has_warned_of_nothing = False
@@ -349,9 +349,9 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        asked = self.scenario_instance.num_parameters, self.settings.num_threads
+        sizes = self.scenario_instance.num_parameters, self.settings.num_threads
         # Of several processes of a run none forks more: they share the cores, and connections.
-        count = choose_num_processes(*asked) if self.team.size == 1 else 1
+        count = choose_num_processes(*sizes) if self.team.size == 1 else 1
         with super()._threads(), using_processes(count):
             self.results["num_processes"] = get_num_processes()
             yield
@@ -384,7 +384,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         start = self.num_measure_parts() if is_done else 0
         parts = self._parts(iteration_context, start)
         if is_done:
-            # The bar is told what is done.
+            # The bar counts what is done.
             list(parts)
         else:
             before = self.measure("before", self._checked(parts))
@@ -452,12 +452,12 @@ class LanguageModelTrainer(TensorDictTrainer):
             with torch.no_grad():
                 found = check_experience(self.collect(iteration), owner=type(self).__name__)
         except BudgetExhaustedError:
-            # What was learnt so far is paid for.
+            # The steps so far are paid for.
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)
         if why and not self._has_warned_of_nothing:
-            self._warn(f"nothing was learnt in iteration {iteration + 1}: {why}")
+            self._warn(f"nothing was learned in iteration {iteration + 1}: {why}")
             self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
@@ -490,10 +490,10 @@ class LanguageModelTrainer(TensorDictTrainer):
                     "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
                 }
             )
-            asked = self.settings.stop_flag() if self.settings.stop_flag else None
-            if asked := self.team.broadcast(asked):
+            signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
+            if signal_name := self.team.broadcast(signal_name):
                 self.run_on_leader(self._save_checkpoint)
-                raise StopRequested(asked)
+                raise StopRequested(signal_name)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
         """The batches of each optimizer step; the last group of an epoch may be smaller."""

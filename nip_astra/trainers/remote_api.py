@@ -37,7 +37,7 @@ from nip_astra.trainers.service_base import ServiceTrainer
 
 
 class RemoteLossParameters(LossParameters):
-    """The loss, a sum over all tokens that are learnt, as of Tinker."""
+    """The loss, a sum over all trained tokens, as in Tinker."""
 
     loss: PolicyLossName = "importance_sampling"
     """Loss of each token, see `rl_objectives.policy_losses`; cross_entropy reads no advantages."""
@@ -90,14 +90,14 @@ class RemoteApiTrainer(ServiceTrainer):
             )
             self._is_checked = True
         if needs_advantage:
-            learnt = [one for one in prepared if bool(torch.as_tensor(one.advantage).any())]
+            learned = [one for one in prepared if bool(torch.as_tensor(one.advantage).any())]
         else:
-            learnt = prepared
-            for one in learnt:
+            learned = prepared
+            for one in learned:
                 one.advantage = 1.0
-        metrics["rollout/dropped_share"] = 1 - len(learnt) / max(len(prepared), 1)
-        batch = Batch.from_trajectories(learnt)
-        if learnt and self._async is not None:
+        metrics["rollout/dropped_share"] = 1 - len(learned) / max(len(prepared), 1)
+        batch = Batch.from_trajectories(learned)
+        if learned and self._async is not None:
             scored_BT = score_batch(batch, self.service.compute_logprobs)
             values = batch.values
             metrics |= mismatch_metrics(values["logprobs"], scored_BT, values["loss_mask"])
@@ -151,7 +151,7 @@ class RemoteApiGrpoTrainer(RemoteApiTrainer):
 
 @register_trainer(TrainerType.REMOTE_API_OPD)
 class RemoteApiOpdTrainer(RemoteApiTrainer):
-    """Say what the teacher would say, on what the student itself says.
+    """Imitate the teacher on the student's own samples.
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; see `self_hosted_opd`.
@@ -188,7 +188,7 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
 
 
 class CrossEntropyParameters(RemoteLossParameters):
-    """The loss, a sum over all tokens that are learnt, as of Tinker."""
+    """The loss, a sum over all trained tokens, as in Tinker."""
 
     loss: PolicyLossName = "cross_entropy"
     """Loss of each token, see `rl_objectives.policy_losses`."""
@@ -241,8 +241,8 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         encode = agent.conversation_format.encode
         turns = [Turn(m.role == "assistant", encode(m.text)) for m in opening_of(environment)]
         (context,) = agent.contexts([turns])
-        said = agent.say(environment.solution)
-        spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]
+        solution = agent.say(environment.solution)
+        spans = [TokenSpan(context), TokenSpan(solution, [0.0] * len(solution))]
         trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)
         trajectory.logprobs = None  # nothing was sampled
         return trajectory

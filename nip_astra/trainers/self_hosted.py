@@ -211,7 +211,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     deviation, each token of a trajectory has the advantage `A = (r - mu) / (std + 1e-6)` (GRPO,
     arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.advantages`). The loss is
     `max(-ratio A, -clip(ratio) A) + kl.weight KL(pi || ref)` in the defaults of `policy_loss`, a
-    mean over the tokens that the policy said.
+    mean over the tokens of the policy.
 
     Hooks: `_reward_fn`, the rewards of tokens, and `_compute_advantage`, which learns from their
     sum. A subclass may also set `values["token_level_scores"]`, or `token_level_rewards`, which
@@ -236,7 +236,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return self._compute_advantage(batch), {}
 
     def _reward_fn(self, batch: Batch) -> Tensor:
-        """The reward of each trajectory at the last token that the policy said, `[B, T]`."""
+        """The reward of each trajectory at the last token of the policy, `[B, T]`."""
         mask_BT = batch.values["loss_mask"]
         place_T = torch.arange(mask_BT.shape[1])
         last_B = torch.where(mask_BT, place_T, -1).amax(dim=1)
@@ -255,7 +255,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return batch
 
     def _rewards_of_rows(self, batch: Batch) -> Tensor:
-        """The reward of each trajectory, `[B]`: the sum over the tokens that the policy said.
+        """The reward of each trajectory, `[B]`: the sum over the tokens of the policy.
 
         Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
         """
@@ -283,11 +283,11 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
 
 @register_trainer(TrainerType.SELF_HOSTED_OPD)
 class SelfHostedOpdTrainer(SelfHostedTrainer):
-    """Say what the teacher would say, on what the student itself says.
+    """Imitate the teacher on the student's own samples.
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
-    (`rl_objectives.distillation`). Rewards are not learnt from; they are logged.
+    (`rl_objectives.distillation`). Rewards are only logged.
     """
 
     learns_from_rewards: ClassVar[bool] = False

@@ -171,7 +171,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     @abstractmethod
     def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        """What is learnt from trajectories, and what to log of it; hook of a family."""
+        """Training samples from trajectories, and metrics; hook of a family."""
 
     def build_policy(self) -> LanguageModel:
         model = self.scenario_instance.agents["policy"].language_model
@@ -377,10 +377,10 @@ class ServiceTrainer(LanguageModelTrainer):
             self._build_test_context(stack)
             yield
 
-    def held_out(self, split: Split, asked: int) -> list[int]:
+    def held_out(self, split: Split, limit: int) -> list[int]:
         """The first problems of a split, at most all it has."""
         count = self.task.num_problems(split)
-        return list(range(asked if count is None else min(asked, count)))
+        return list(range(limit if count is None else min(limit, count)))
 
     def play_held_out(self, split: Split, problems: Sequence[int], num_runs: int) -> TaskRollout:
         """Play problems, with the same randomness whenever they are played."""

@@ -13,7 +13,7 @@ MAX_FAILED_SHARE = 0.2
 
 
 def services_used(services: Mapping[str, RetryingChatModel]) -> dict[str, Any]:
-    """What chat models took, under `services`; nothing where none was asked."""
+    """The use of chat models, under `services`; empty without any."""
     if not services:
         return {}
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
@@ -27,7 +27,7 @@ def total_cost(services: Mapping[str, RetryingChatModel]) -> float | None:
 
 
 def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[str]:
-    """Say where so many requests failed that the figures tell more of the service than of it."""
+    """Warnings about services with many failed requests."""
     found = []
     for name, model in services.items():
         use = model.use
@@ -58,8 +58,8 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
 
 def last_failure(services: Mapping[str, RetryingChatModel]) -> str:
     """Why requests failed lately, by model; empty if none did."""
-    told = [f"{name}: {model.last_failure}" for name, model in services.items()]
-    return "; ".join(text for text in told if not text.endswith(": "))
+    failures = [f"{name}: {model.last_failure}" for name, model in services.items()]
+    return "; ".join(text for text in failures if not text.endswith(": "))
 
 
 def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, float]:
@@ -97,8 +97,8 @@ def told_costs(
 ) -> dict[str, str]:
     """Counts and, where prices are known, money, for the progress bar."""
     cost = total_cost(services)
-    told = {name: str(count) for name, count in counts.items()}
-    return told if cost is None else told | {"cost": f"{cost:.4g}"}
+    shown = {name: str(count) for name, count in counts.items()}
+    return shown if cost is None else shown | {"cost": f"{cost:.4g}"}
 
 
 def cost_metrics(

@@ -40,7 +40,7 @@ IS_STALE = where_above("max_staleness", 0)
 
 
 class BehaviourParameters(SubParameters):
-    """What is learnt where sampling reshapes the attacker's distribution.
+    """What is learned where sampling reshapes the attacker's distribution.
 
     At temperature 1 without `top_k` and `top_p` there is one distribution alone, and none of this
     changes anything.
@@ -53,10 +53,10 @@ class BehaviourParameters(SubParameters):
     importance_weights: Annotated[
         Literal["none", "token", "sequence"], where("logprobs", "raw")
     ] = "none"
-    """What each token's gradient is multiplied by so that raw log-probabilities may be learnt from:
-    none, which leaves them off-policy; token: how much likelier the token is at temperature 1 than
-    where it was sampled; sequence: how much likelier the whole probe is, which alone is exact where
-    nothing is truncated or cut, at the price of much variance."""
+    """Factor of each token's gradient, so that raw log-probabilities may be learned from: none
+    (off-policy); token: how much likelier the token is at temperature 1 than as sampled; sequence:
+    how much likelier the whole probe is, which alone is exact without truncation or cuts, but has
+    much variance."""
     max_importance_weight: Annotated[float, where("importance_weights", "token", "sequence")] = (
         Field(default=2.0, gt=0)
     )

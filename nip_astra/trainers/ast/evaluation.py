@@ -111,8 +111,8 @@ class AstEvaluation:
 
     def num_random_search_parts(self) -> int:
         """The number of batches of a random search, 0 where there is none."""
-        asked = self.options.use_random_search
-        if not (bool(self.instance.planted_failures) if asked is None else asked):
+        is_used = self.options.use_random_search
+        if not (bool(self.instance.planted_failures) if is_used is None else is_used):
             return 0
         width, depth = self.scenario.tree_width, self.scenario.tree_depth
         num_nodes = sum(width**level for level in range(1, depth + 1))
@@ -125,7 +125,7 @@ class AstEvaluation:
         depth = self.scenario.tree_depth
         found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
-            # What is ordinary need not be asked how ordinary it is.
+            # The reference need not score its own probes.
             self.sampler.with_attacker(self.instance.agents["reference"], asks_reference=False),
             self.instance.datasets["train"],
             num_episodes=math.ceil(num_queries / depth),

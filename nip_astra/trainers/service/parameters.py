@@ -21,7 +21,7 @@ from nip_astra.scenario_base.agents import LanguageModelParameters
 
 class RolloutParameters(AsyncRolloutParameters):
     """What every trainer on trajectories reads beside `training`, whose
-    num_episodes_per_experience says how many problems an iteration has.
+    num_episodes_per_experience is the number of problems of an iteration.
     """
 
     group_size: int = Field(default=8, ge=1, le=10_000)
@@ -70,7 +70,7 @@ class PolicyLossParameters(LossParameters):
     kl: KlParameters = KlParameters()
     """Price of the divergence from the untrained policy."""
     rescore: bool = False
-    """Whether trajectories are scored again before they are learnt from, for old log-probabilities
+    """Whether trajectories are scored again before they are learned from, for old log-probabilities
     that are exact where sampler and trainer compute differently. It takes another pass."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
     """How the ratio between trainer and sampler weighs the loss of a token: up to max_mismatch
