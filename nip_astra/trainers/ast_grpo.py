@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
-from nip_astra.rl_objectives.kl import KlParameters, kl_estimate
+from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters, kl_estimate
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
@@ -62,6 +62,7 @@ class AstGrpoTrainer(AstTrainer):
     """
 
     compares_with_sampler = True
+    kl: AdaptiveKl
 
     class Parameters(LossParameters, AdvantageParameters, CorrectedStalenessParameters):
         """Which policy loss and advantage, and the KL penalty."""

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import tree_gae, whiten
-from nip_astra.rl_objectives.kl import KlKind, KlParameters, kl_estimate
+from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind, KlParameters, kl_estimate
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
 from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
@@ -202,6 +202,7 @@ class AstPpoTrainer(AstTrainer):
     """
 
     compares_with_sampler = True
+    kl: AdaptiveKl
 
     class Parameters(PpoParameters):
         """Clipping, advantages, value head and what holds the attacker near the reference."""
