@@ -38,12 +38,12 @@ def test_attribute_item_and_get_agree_for_fields_and_extras() -> None:
     assert "nothing" not in one
     with pytest.raises(KeyError, match="a trajectory has no field 'nothing'"):
         one["nothing"]
-    with pytest.raises(AttributeError, match="get\\('nothing', default\\)"):
+    with pytest.raises(AttributeError, match="'nothing'"):
         _ = one.nothing
 
 
 def test_masks_of_another_length_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match="made of 3 tokens, but loss_mask has 2, logprobs has 1"):
+    with pytest.raises(DataError, match="has 3 tokens, but loss_mask has 2, logprobs has 1"):
         Trajectory([1, 2, 3], [0, 1], logprobs=[0.0])
 
 
@@ -147,7 +147,7 @@ def test_split_and_concatenated_is_the_same_batch() -> None:
     assert again.rows == batch.rows
     with pytest.raises(DataError, match="text are not in all of them"):
         Batch.concatenate([batch, Batch.from_trajectories(some())])
-    with pytest.raises(DataError, match="there are none"):
+    with pytest.raises(DataError, match="no batches"):
         Batch.concatenate([])
 
 

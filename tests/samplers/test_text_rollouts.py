@@ -97,7 +97,7 @@ def test_after_all_retries_an_agent_says_nothing(
     assert end.outcome.is_out_of_rounds
     assert len(model.requests) == 6
     assert "no valid answer of prover in 3 attempts" in caplog.text
-    assert "since it holds no decision, in the last turn" in caplog.text
+    assert "it holds no decision, in the last turn" in caplog.text
 
 
 def test_only_the_samples_that_fail_are_asked_for_again(adp: TextGame) -> None:
