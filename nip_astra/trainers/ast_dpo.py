@@ -42,6 +42,9 @@ from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 
+_BASELINE = "kto_baseline"
+"""Column of a batch: the mean log-ratio of the probes of its optimizer step, equal in all rows."""
+
 
 class WeakSupervisionParameters(SubParameters):
     """Given probes that win against the attacker's own (ASTPrompter, arXiv:2407.09447)."""
@@ -302,10 +305,6 @@ class AstPreferenceTrainer(AstTrainer):
 
 def _of_width(mask_BT: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(mask_BT, (0, width - mask_BT.shape[1]))
-
-
-_BASELINE = "kto_baseline"
-"""Column of a batch: the mean log-ratio of the probes of its optimizer step, equal in all rows."""
 
 
 @register_trainer(TrainerType.AST_DPO)
