@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tinker")
@@ -27,6 +28,13 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services import tinker_training
 from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.serve.bodies import Body
+from nip_astra.serve.training.tinker.bodies import (
+    SampleBody,
+    SaveBody,
+    SaveForSamplerBody,
+    TtlBody,
+)
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
 from tests.trainers.test_service_trainers import trainer_of
@@ -109,6 +117,20 @@ def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
         iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
     with pytest.raises(ServiceModelError, match="nowhere"):
         trainer_at(server, "tinker", "remote_api_grpo.train_service.model=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        # Preparing so many samples would hold the event loop, and so late a date cannot be written.
+        (SampleBody, "num_samples", 30_000_000),
+        *((one, "ttl_seconds", 10**15) for one in (SaveBody, SaveForSamplerBody, TtlBody)),
+    ],
+)
+def test_a_number_without_a_use_is_refused_by_name(kind: type[Body], name: str, value: int) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({name: value})
+    assert (name,) in [fault["loc"] for fault in caught.value.errors()]
 
 
 def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server: Server) -> None:
