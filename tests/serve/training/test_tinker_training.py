@@ -29,6 +29,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.services import tinker_training
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.serve.bodies import Body
+from nip_astra.serve.training.tinker import host
 from nip_astra.serve.training.tinker.bodies import (
     SampleBody,
     SaveBody,
@@ -188,6 +189,27 @@ def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.Monke
         third.service.close()
         assert time.monotonic() - started < 1.0
         server.start()
+
+
+def test_a_client_that_is_silent_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[host.Session] = []
+    open_session = host.TinkerHost.open_session
+
+    def opened(*args: Any) -> host.Session:
+        sessions.append(open_session(*args))
+        return sessions[-1]
+
+    monkeypatch.setattr(host.TinkerHost, "open_session", opened)
+    with training_server(["tinker"], max_training_models=1) as server:
+        silent = trainer_at(server, "tinker")
+        with pytest.raises(ServiceBusyError):
+            trainer_at(server, "tinker")
+        for session in sessions:
+            session.seen_at -= 2 * host.SECONDS_SILENT
+        other = trainer_at(server, "tinker")
+        with pytest.raises(ServiceError):
+            iterate(silent, 1)
+        assert len(iterate(other, 1)) == 1
 
 
 @pytest.mark.slow
