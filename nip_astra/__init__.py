@@ -182,11 +182,11 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.protocol.datapoint_views import Choice as Choice
     from nip_astra.scenario_base.protocol.datapoint_views import DatapointView as DatapointView
     from nip_astra.scenario_base.protocol.datapoint_views import Picture as Picture
-    from nip_astra.scenario_base.protocol.message_space import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody as AgentBody
     from nip_astra.scenario_base.protocol.tensordict_agents import (
         AgentPolicyHead as AgentPolicyHead,
     )
+    from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentValueHead as AgentValueHead
     from nip_astra.scenario_base.protocol.tensordict_agents import Observation as Observation
     from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput as PolicyOutput
@@ -214,7 +214,7 @@ if TYPE_CHECKING:
     from nip_astra.scenario_instance import TaskInstance as TaskInstance
     from nip_astra.scenarios.code_validation import CodeValidationScenario
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-    from nip_astra.scenarios.graphs.agent_parameters import (
+    from nip_astra.scenarios.graphs.agents import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
     )
     from nip_astra.scenarios.graphs.generation import GraphPairParameters as GraphPairParameters
@@ -310,7 +310,7 @@ _HOMES = {
     "AgentBody": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentParameters": "nip_astra.parameters.agents",
     "AgentPolicyHead": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "AgentShape": "nip_astra.scenario_base.protocol.message_space",
+    "AgentShape": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
@@ -357,7 +357,7 @@ _HOMES = {
     "FinishReason": "nip_astra.language_models.services.chat",
     "Gae": "nip_astra.trainers.rl_tensordict_base",
     "GeneratedTask": "nip_astra.scenario_base.tasks.base",
-    "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agent_parameters",
+    "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agents",
     "GraphIsomorphismParameters": (
         "nip_astra.scenarios.graph_isomorphism:GraphIsomorphismScenario.Parameters"
     ),

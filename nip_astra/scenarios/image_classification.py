@@ -12,10 +12,10 @@ from tensordict import TensorDict, TensorDictBase
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.scenario_base.protocol.message_space import AgentShape
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
     SoloAgentHead,
 )

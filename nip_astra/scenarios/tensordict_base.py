@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -22,24 +23,23 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, explicit_values
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
-from nip_astra.scenario_base.protocol.central_critic import (
-    CENTRAL_CRITIC,
-    LabelledValueHead,
-    seeing_all,
-)
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.head_shapes import check_agents
-from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace, shape_of_agent
 from nip_astra.scenario_base.protocol.tensordict_agents import (
+    CENTRAL_CRITIC,
     Agent,
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
+    LabelledValueHead,
+    MessageSpace,
     Observation,
     RandomPolicyHead,
     SoloAgentHead,
     initialise_orthogonally,
+    shape_of_agent,
 )
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.scenarios.registry import Scenario
@@ -298,7 +298,9 @@ class TensorDictScenario(Scenario):
         body = cls.build_body(parameters, agent, shape, dataset)
         value_body = value_head = None
         if has_rl_heads:
-            seen = seeing_all(shape) if has_central_critic else shape
+            seen = shape
+            if has_central_critic:
+                seen = replace(shape, visible_channels=tuple(range(shape.num_channels)))
             value_body = body if shares_body else cls.build_body(parameters, agent, seen, dataset)
             build_value_head = partial(cls.build_value_head, parameters, agent, seen)
             value_head = (

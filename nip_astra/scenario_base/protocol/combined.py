@@ -26,8 +26,13 @@ from nip_astra.scenario_base.protocol.agent_actions import (
     normalised,
     num_uniforms,
 )
-from nip_astra.scenario_base.protocol.message_space import MASKED, MessageSpace
-from nip_astra.scenario_base.protocol.tensordict_agents import Agent, Observation, PolicyOutput
+from nip_astra.scenario_base.protocol.tensordict_agents import (
+    MASKED,
+    Agent,
+    MessageSpace,
+    Observation,
+    PolicyOutput,
+)
 
 
 @dataclass(frozen=True)

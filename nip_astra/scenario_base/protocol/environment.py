@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler, ProtocolStep
 from nip_astra.scenario_base.protocol.combined import JointMoves
-from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 NUM_EPISODE_SEEDS = 2**16

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from nip_astra.errors import AgentShapeError
-from nip_astra.scenario_base.protocol.central_critic import LabelledValueHead
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     Agent,
     AgentBody,
     AgentPolicyHead,
+    LabelledValueHead,
     Observation,
     PolicyOutput,
     Representation,

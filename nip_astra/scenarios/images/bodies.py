@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nip_astra.scenario_base.protocol.message_space import AgentShape
-from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody, Observation
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody, AgentShape, Observation
 from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
 from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
 from nip_astra.utils.activations import ACTIVATIONS

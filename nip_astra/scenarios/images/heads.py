@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenario_base.protocol.message_space import AgentShape
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
     ImpossibleSymbols,
     Observation,

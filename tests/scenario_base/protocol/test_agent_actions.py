@@ -14,8 +14,7 @@ from nip_astra.scenario_base.protocol.agent_actions import (
     normalised,
     num_uniforms,
 )
-from nip_astra.scenario_base.protocol.message_space import MASKED
-from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, PolicyOutput
 
 
 def output_of(num_frames: int, *, has_linear: bool = False) -> PolicyOutput:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from nip_astra.scenarios.graphs.derivatives import (
+from nip_astra.scenarios.graphs.formulas import (
+    MASKED_KEY,
     Attention,
     TanhGin,
     TanhResidual,
@@ -17,7 +18,6 @@ from nip_astra.scenarios.graphs.derivatives import (
     gin_formula,
     residual_formula,
 )
-from nip_astra.scenarios.graphs.pairs import MASKED_KEY
 
 Layer = Callable[..., Tensor]
 WIDTH, HIDDEN, HEADS = 3, 4, 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayer
-from nip_astra.scenarios.graphs.pairs import MASKED_KEY, Pairs
+from nip_astra.scenarios.graphs.agents import AttentionLayer, GinLayer
+from nip_astra.scenarios.graphs.formulas import MASKED_KEY, Pairs
 from tests.scenarios.graph_isomorphism.frames import as_torch_layer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.scenario_base.protocol.message_space import MASKED, AgentShape
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, AgentShape
 from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
 from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
 from tests.scenarios.image_classification.frames import make_frames, make_grid, make_shape
