@@ -219,10 +219,10 @@ if TYPE_CHECKING:
     )
     from nip_astra.scenarios.graphs.generation import GraphPairParameters as GraphPairParameters
     from nip_astra.scenarios.image_classification import ImageClassificationScenario
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.agents import (
         ImageClassificationAgentParameters as ImageClassificationAgentParameters,
     )
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.data import (
         ImageDatasetParameters as ImageDatasetParameters,
     )
     from nip_astra.scenarios.images.pretrained.base import PretrainedModel as PretrainedModel
@@ -363,11 +363,11 @@ _HOMES = {
     ),
     "GraphPairParameters": "nip_astra.scenarios.graphs.generation",
     "HyperParameters": "nip_astra.parameters.hyper_parameters",
-    "ImageClassificationAgentParameters": "nip_astra.scenarios.images.parameters",
+    "ImageClassificationAgentParameters": "nip_astra.scenarios.images.agents",
     "ImageClassificationParameters": (
         "nip_astra.scenarios.image_classification:ImageClassificationScenario.Parameters"
     ),
-    "ImageDatasetParameters": "nip_astra.scenarios.images.parameters",
+    "ImageDatasetParameters": "nip_astra.scenarios.images.data",
     "InteractionProtocolType": "nip_astra.parameters.types",
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",

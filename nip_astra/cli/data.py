@@ -77,7 +77,7 @@ def download(
     debug: Debug = False,
 ) -> None:
     """Fetch images from the Hugging Face hub before a run asks for them."""
-    from nip_astra.scenarios.images.hub import download_images
+    from nip_astra.scenarios.images.data import download_images
 
     for name in names:
         folder = None if output is None else _new_file(str(Path(output) / name))

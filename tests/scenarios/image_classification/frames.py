@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, MessageSpace
-from nip_astra.scenarios.images.bodies import ImageBody, ImageGrid
-from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
+from nip_astra.scenarios.images.agents import (
+    ImageBody,
+    ImageClassificationAgentParameters,
+    ImageGrid,
+)
 
 NUM_ROUNDS = 3
 
