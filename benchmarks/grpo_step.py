@@ -37,7 +37,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.arithmetic import problem_of
+from nip_astra.scenario_base.tasks.library import problem_of
 from nip_astra.trainers.service.samples import score_batch
 from nip_astra.utils.seeding import derived_generator
 

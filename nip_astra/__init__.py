@@ -120,13 +120,13 @@ if TYPE_CHECKING:
     from nip_astra.protocols.library import DebateProtocolParameters as DebateProtocolParameters
     from nip_astra.protocols.library import MnipProtocolParameters as MnipProtocolParameters
     from nip_astra.protocols.library import NipProtocolParameters as NipProtocolParameters
-    from nip_astra.protocols.moves import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
     from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
     from nip_astra.protocols.protocol_base import REJECT as REJECT
     from nip_astra.protocols.protocol_base import (
         DeterministicSingleVerifierProtocolHandler as DeterministicSingleVerifierProtocolHandler,
     )
+    from nip_astra.protocols.protocol_base import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import Moves as Moves
     from nip_astra.protocols.protocol_base import ProtocolHandler as ProtocolHandler
     from nip_astra.protocols.protocol_base import RoundResult as RoundResult
@@ -199,15 +199,15 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
     from nip_astra.scenario_base.tasks.base import register_task as register_task
-    from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
-    from nip_astra.scenario_base.text.analysers.base import Subject as Subject
-    from nip_astra.scenario_base.text.analysers.base import (
-        register_rollout_analyser as register_rollout_analyser,
-    )
-    from nip_astra.scenario_base.text.analysers.judging import (
+    from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
     )
-    from nip_astra.scenario_base.text.parameters import TextAgentParameters
+    from nip_astra.scenario_base.text.analysers import RolloutAnalyser as RolloutAnalyser
+    from nip_astra.scenario_base.text.analysers import Subject as Subject
+    from nip_astra.scenario_base.text.analysers import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
+    from nip_astra.scenario_base.text.models import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
@@ -314,7 +314,7 @@ _HOMES = {
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
+    "AnalysisParameters": "nip_astra.scenario_base.text.analysers",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
@@ -330,7 +330,7 @@ _HOMES = {
     "ChatRequest": "nip_astra.language_models.services.chat",
     "ChatUsage": "nip_astra.language_models.services.chat",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
-    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.models:TextAgentParameters",
     "CodeValidationParameters": (
         "nip_astra.scenarios.code_validation:CodeValidationScenario.Parameters"
     ),
@@ -380,7 +380,7 @@ _HOMES = {
     "Message": "nip_astra.scorers.base",
     "MessageRegressionParameters": "nip_astra.parameters.message_regression",
     "MessageRegressor": "nip_astra.message_regressors.base",
-    "MessageRounds": "nip_astra.protocols.moves",
+    "MessageRounds": "nip_astra.protocols.protocol_base",
     "MissingPartError": "nip_astra.errors",
     "MnipProtocolParameters": "nip_astra.protocols.library",
     "Moves": "nip_astra.protocols.protocol_base",
@@ -398,7 +398,7 @@ _HOMES = {
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
     "ProtocolInstance": "nip_astra.scenario_instance",
-    "PureTextAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "PureTextAgentParameters": "nip_astra.scenario_base.text.models:TextAgentParameters",
     "PureTextEiParameters": "nip_astra.trainers.pure_text_ei:PureTextEiTrainer.Parameters",
     "PureTextMaltParameters": "nip_astra.trainers.pure_text_malt:PureTextMaltTrainer.Parameters",
     "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
@@ -418,7 +418,7 @@ _HOMES = {
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
-    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers.base",
+    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers",
     "RolloutTree": "nip_astra.rollouts.tree",
     "RoundResult": "nip_astra.protocols.protocol_base",
     "RunDirectory": "nip_astra.tracking.run_directory",
@@ -438,7 +438,7 @@ _HOMES = {
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
     "SubParameters": "nip_astra.parameters.parameters_base",
-    "Subject": "nip_astra.scenario_base.text.analysers.base",
+    "Subject": "nip_astra.scenario_base.text.analysers",
     "Task": "nip_astra.scenario_base.tasks.base",
     "TaskPlan": "nip_astra.samplers.tasks",
     "TaskInstance": "nip_astra.scenario_instance",
@@ -524,7 +524,7 @@ _HOMES = {
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.base",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.base",
-    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.base",
+    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.base",

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 class ScenarioInstance:
     """What a scenario built from its parameters; each family has its own parts in a subclass.
 
-    Attributes
-    ----------
-    kind : str
-        The scenario's kind, for instance "ast_chat".
-    agents : Mapping
-        By role: `ConversationAgent`s that speak through a language model, or `Agent`s with
-        networks of their own.
-    scenario_dir : Path, optional
-        Folder of the scenario, which `scenario://` references name.
-    layers : str
-        By what layers are computed, which decides last digits: "torch", or what is compiled.
-    services : Mapping[str, RetryingChatModel]
-        Chat models that are asked, by who they are: "target", "judge".
-
     Raises
     ------
     MissingPartError
@@ -49,10 +35,16 @@ class ScenarioInstance:
     """
 
     kind: str
+    """The scenario's kind, for instance "ast_chat"."""
     agents: Mapping[str, Any] = field(default_factory=dict)
+    """By role: `ConversationAgent`s that speak through a language model, or `Agent`s with networks
+    of their own."""
     scenario_dir: Path | None = None
+    """Folder of the scenario, which `scenario://` references name."""
     layers: str = "torch"
+    """By what layers are computed, which decides last digits: "torch", or what is compiled."""
     services: Mapping[str, RetryingChatModel] = field(default_factory=dict)
+    """Chat models that are asked, by who they are: "target", "judge"."""
 
     @property
     def num_parameters(self) -> int:
@@ -73,64 +65,42 @@ class ScenarioInstance:
 
 @dataclass(kw_only=True)
 class ConversationInstance(ScenarioInstance):
-    """An attacker, its reference and a target that converse.
-
-    Attributes
-    ----------
-    datasets : Mapping[str, Sequence[str]]
-        Opening prompts by split: train, dev, test.
-    sampler : TreeSampler
-        Plays the agents against each other.
-    planted_failures : Sequence[PlantedFailure]
-        Ground truth, where the scenario has one.
-    reward_terms : Mapping[str, RewardTerm]
-        What is added to the rewards of training rollouts, by name.
-    """
+    """An attacker, its reference and a target that converse."""
 
     datasets: Mapping[str, Sequence[str]]
+    """Opening prompts by split: train, dev, test."""
     sampler: TreeSampler
+    """Plays the agents against each other."""
     planted_failures: Sequence[PlantedFailure] = ()
+    """Ground truth, where the scenario has one."""
     reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    """What is added to the rewards of training rollouts, by name."""
 
 
 @dataclass(kw_only=True)
 class TaskInstance(ScenarioInstance):
-    """A policy that answers problems in messages.
-
-    Attributes
-    ----------
-    task : Task
-        The problems, each with its environment.
-    """
+    """A policy that answers problems in messages."""
 
     task: Task
+    """The problems, each with its environment."""
 
 
 @dataclass(kw_only=True)
 class ProtocolInstance(ScenarioInstance):
-    """Agents with networks that play an interaction protocol.
-
-    Attributes
-    ----------
-    protocol_handler : ProtocolHandler
-        The interaction protocol.
-    train_dataset, test_dataset : TensorDict
-        Datapoints that conversations are about.
-    train_environment, test_environment : ProtocolEnvironment
-        In which the protocol is played about them.
-    combined_agents : CombinedAgents
-        All agents as one actor.
-    describe_datapoint : callable
-        Gives plain values that a report shows of one row of a dataset.
-    """
+    """Agents with networks that play an interaction protocol."""
 
     protocol_handler: ProtocolHandler
+    """The interaction protocol."""
     train_dataset: TensorDict
     test_dataset: TensorDict
+    """Datapoints that conversations are about."""
     train_environment: ProtocolEnvironment
     test_environment: ProtocolEnvironment
+    """In which the protocol is played about them."""
     combined_agents: CombinedAgents
+    """All agents as one actor."""
     describe_datapoint: Callable[[TensorDictBase], dict[str, Any]]
+    """Gives plain values that a report shows of one row of a dataset."""
 
     @property
     def num_parameters(self) -> int:

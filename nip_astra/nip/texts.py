@@ -37,7 +37,7 @@ from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import read_prompt, rollouts_of
 from nip_astra.samplers.text_rollouts import TextMove, TextNode, TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode
-from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup as OurGroup
+from nip_astra.scenario_base.text.models import PureTextSharedModelGroup as OurGroup
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import plain_numbers

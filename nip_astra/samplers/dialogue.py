@@ -19,9 +19,14 @@ from nip_astra.language_models.base import Generation, GenerationSession, pad_ri
 from nip_astra.language_models.scoring import require_finite
 from nip_astra.rl_objectives.rewards import mean_nll
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply
+from nip_astra.scenario_base.chat_agent import (
+    NOT_ASKED,
+    ChatAgent,
+    ChatReply,
+    TextAttacker,
+    TextConversation,
+)
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.text_attackers import TextAttacker, TextConversation
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 

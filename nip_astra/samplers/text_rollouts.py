@@ -23,8 +23,13 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
 )
 from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
-from nip_astra.scenario_base.text.game import RoundOutcome, TextEpisode, TextGame, TurnOptions
-from nip_astra.scenario_base.text.parsing import ParsedAnswer
+from nip_astra.scenario_base.text.game import (
+    ParsedAnswer,
+    RoundOutcome,
+    TextEpisode,
+    TextGame,
+    TurnOptions,
+)
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,8 @@ from nip_astra.samplers.dialogue import (
 )
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
+from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, TextAttacker
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart
 

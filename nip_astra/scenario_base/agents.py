@@ -38,7 +38,7 @@ from nip_astra.scenario_base.conversation.tokens import (
     PlainFormat,
     Turn,
 )
-from nip_astra.scenario_base.text.model_groups import (
+from nip_astra.scenario_base.text.models import (
     PureTextSharedModelGroup as PureTextSharedModelGroup,
 )
 from nip_astra.utils.devices import resolve_device
@@ -96,13 +96,7 @@ class TargetParameters(ConversationAgentParameters):
     """Sampling temperature; 0 is greedy, and null leaves it to the service of a chat model."""
 
     def check_model(self) -> Self:
-        """Refuse two models and none.
-
-        Raises
-        ------
-        ValueError
-            As validators of pydantic do.
-        """
+        """Refuse two models and none."""
         if (self.language_model is None) is (self.chat_model is None):
             raise ValueError(
                 "must have either a language_model or a chat_model; set the other one to null"
@@ -116,31 +110,19 @@ class TargetParameters(ConversationAgentParameters):
 
 @dataclass
 class ConversationAgent:
-    """A speaker in a conversation.
-
-    Attributes
-    ----------
-    role : str
-        "attacker", "target" or "reference".
-    num_truncated_contexts : int
-        Contexts so far that lost their oldest turns to fit the model's window.
-    """
+    """A speaker in a conversation."""
 
     role: str
+    """attacker, target, reference or policy."""
     language_model: TokenModel
     conversation_format: ConversationFormat
     sampling: SamplingOptions
     num_truncated_contexts: int = 0
+    """Contexts so far that lost their oldest turns to fit the model's window."""
 
     @property
     def token_sampler(self) -> TokenSampler:
-        """The model, as one that speaks.
-
-        Raises
-        ------
-        ModelAbilityError
-            When it cannot.
-        """
+        """The model, as one that speaks."""
         return as_sampler(self.language_model, role=self.role)
 
     def token_scorer(self, *, to: str) -> TokenScorer:
@@ -150,11 +132,6 @@ class ConversationAgent:
         ----------
         to : str
             What for, for the message.
-
-        Raises
-        ------
-        ModelAbilityError
-            When it cannot.
         """
         return as_scorer(self.language_model, role=self.role, to=to)
 

@@ -73,13 +73,7 @@ class CodeValidationScenario(PureTextScenario):
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
-    """Problems with their solutions.
-
-    Raises
-    ------
-    DataError
-        When the file cannot be read, or a problem lacks what it should have.
-    """
+    """Problems with their solutions."""
     problems: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -19,17 +19,15 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
-from nip_astra.scenario_base.text.analysers.base import Cast
-from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters
-from nip_astra.scenario_base.text.game import TextGame
-from nip_astra.scenario_base.text.model_groups import (
+from nip_astra.scenario_base.text.analysers import AnalysisParameters, Cast
+from nip_astra.scenario_base.text.game import PROMPTS_DIR, TextGame, load_prompts
+from nip_astra.scenario_base.text.models import (
     PureTextSharedModelGroup,
     TextAgent,
+    TextAgentParameters,
     group_agents,
+    open_text_models,
 )
-from nip_astra.scenario_base.text.models import open_text_models
-from nip_astra.scenario_base.text.parameters import TextAgentParameters
-from nip_astra.scenario_base.text.templates import PROMPTS_DIR, load_prompts
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.utils.background_loop import BackgroundLoop
@@ -40,51 +38,34 @@ PURE_TEXT = "pure_text"
 
 
 class TextDatasets(NamedTuple):
-    """Datapoints to train and to test on.
-
-    Attributes
-    ----------
-    train, test : NestedArrayDict
-        Batch size [N], with `y` [N], 0 or 1, and columns [N] that prompts may use.
-    """
+    """Datapoints to train and to test on."""
 
     train: NestedArrayDict
     test: NestedArrayDict
+    """Batch size [N], with `y` [N], 0 or 1, and columns [N] that prompts may use."""
 
 
 @dataclass(kw_only=True)
 class PureTextScenarioInstance(ScenarioInstance):
-    """What a scenario in words built from its parameters.
-
-    Attributes
-    ----------
-    protocol_handler : ProtocolHandler
-        The interaction protocol that the agents play.
-    game : TextGame
-        The rules, with the prompts.
-    train_data, test_data : NestedArrayDict
-        Datapoints.
-    shared_model_groups : Mapping of PureTextSharedModelGroup
-        By name; each agent is in one.
-    loop : BackgroundLoop
-        In which services are spoken to.
-    groupings : tuple of str
-        Columns of the data by which accuracy is told apart.
-    analysis : AnalysisParameters or None
-        What a judge is asked about rollouts.
-    hidden_columns : tuple of str
-        Columns of the data that nobody is told.
-    """
+    """What a scenario in words built from its parameters."""
 
     protocol_handler: ProtocolHandler
+    """The interaction protocol that the agents play."""
     game: TextGame
+    """The rules, with the prompts."""
     train_data: NestedArrayDict
     test_data: NestedArrayDict
+    """Datapoints."""
     shared_model_groups: Mapping[str, PureTextSharedModelGroup]
+    """By name; each agent is in one."""
     loop: BackgroundLoop
+    """In which services are spoken to."""
     groupings: tuple[str, ...] = ()
+    """Columns of the data by which accuracy is told apart."""
     analysis: AnalysisParameters | None = None
+    """What a judge is asked about rollouts."""
     hidden_columns: tuple[str, ...] = ()
+    """Columns of the data that nobody is told."""
 
     @property
     def cast(self) -> Cast:

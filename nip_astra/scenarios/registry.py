@@ -39,13 +39,7 @@ class Scenario(ABC):
 
     @classmethod
     def check_trainer_type(cls, trainer_type: str) -> None:
-        """Refuse an unsupported `trainer_type`.
-
-        Raises
-        ------
-        UnknownNameError
-            Lists the supported ones.
-        """
+        """Refuse an unsupported `trainer_type`."""
         if trainer_type not in cls.trainer_types:
             raise UnknownNameError(
                 "trainer type",

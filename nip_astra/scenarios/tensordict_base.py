@@ -48,16 +48,11 @@ from nip_astra.utils.seeding import derive_seed
 
 
 class Datasets(NamedTuple):
-    """Datapoints to train and to test on.
-
-    Attributes
-    ----------
-    train, test : TensorDict
-        Batch size [N], with `y` [N, 1] long, 0 or 1, and what agents see of a datapoint.
-    """
+    """Datapoints to train and to test on."""
 
     train: TensorDict
     test: TensorDict
+    """Batch size [N], with `y` [N, 1] long, 0 or 1, and what agents see of a datapoint."""
 
 
 class TensorDictScenario(Scenario):

@@ -50,19 +50,14 @@ class Discovery:
     """Which planted failures a search has found, and when.
 
     A planted failure is found when a probe meets it and the target fails on that probe.
-
-    Attributes
-    ----------
-    num_queries : int
-        Target queries seen so far.
-    first_query : dict[str, int | None]
-        For each planted failure the number of queries at its first find, counted from 1.
     """
 
     planted: Sequence[PlantedFailure]
     failure_threshold: float
     num_queries: int = 0
+    """Target queries seen so far."""
     first_query: dict[str, int | None] = field(default_factory=dict)
+    """For each planted failure the number of queries at its first find, counted from 1."""
 
     def __post_init__(self) -> None:
         for plant in self.planted:

@@ -73,13 +73,7 @@ class ConversationFormat(ABC):
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
-        """The longest context of at most `num_tokens`, dropping the oldest whole turns.
-
-        Raises
-        ------
-        ContextLengthError
-            When the last turn alone is too long.
-        """
+        """The longest context of at most `num_tokens`, dropping the oldest whole turns."""
         for start in range(len(turns)):
             ids = self.context(turns[start:])
             if len(ids) <= num_tokens:
@@ -182,11 +176,6 @@ class PlainFormat(ConversationFormat):
     separator : str
         Stands between turns, or nothing where it is empty. Where it is one token, saying it ends a
         turn.
-
-    Raises
-    ------
-    ModelLoadError
-        When nothing can stand before a turn.
     """
 
     def __init__(self, tokenizer: Any, *, separator: str = "\n") -> None:

@@ -17,44 +17,30 @@ WIDTH, HEIGHT = 300, 236
 
 @dataclass(frozen=True)
 class Choice:
-    """A place of the picture that an agent named.
-
-    Attributes
-    ----------
-    place : int
-        Node of the graph, or latent pixel by row and column.
-    part : int
-        Which graph; 0 for an image.
-    color : int
-        The agent's.
-    rounds : str
-        In which it was named, for instance "1, 3".
-    """
+    """A place of the picture that an agent named."""
 
     part: int
+    """Which graph; 0 for an image."""
     place: int
+    """Node of the graph, or latent pixel by row and column."""
     agent: str
     color: int
+    """The agent's."""
     rounds: str
+    """In which it was named, for instance "1, 3"."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A ring around a node, with the rounds beside it.
-
-    Attributes
-    ----------
-    x, y : float
-        Where the rounds stand.
-    anchor : str
-        Which end of them stands there: "start", "middle" or "end".
-    """
+    """A ring around a node, with the rounds beside it."""
 
     choice: Choice
     size: float
     x: float
     y: float
+    """Where the rounds stand."""
     anchor: str
+    """Which end of them stands there: "start", "middle" or "end"."""
 
 
 @dataclass
@@ -103,19 +89,13 @@ class Frame:
 
 @dataclass
 class DrawnImage:
-    """An image with its grid of latent pixels, ready to draw.
-
-    Attributes
-    ----------
-    colors : list of (color, path)
-        Areas of one colour each; a path is in pixels.
-    scale : float
-        Width of a pixel.
-    """
+    """An image with its grid of latent pixels, ready to draw."""
 
     summary: str
     colors: list[tuple[str, str]]
+    """Areas of one colour each; a path is in pixels."""
     scale: float
+    """Width of a pixel."""
     lines: list[tuple[float, float, float, float]]
     frames: list[Frame]
     width: int

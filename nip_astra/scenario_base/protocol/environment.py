@@ -27,21 +27,14 @@ NUM_EPISODE_SEEDS = 2**16
 
 @dataclass(frozen=True)
 class Transition:
-    """Result of a round.
-
-    Attributes
-    ----------
-    observation : dict[str, Tensor]
-        The next frame; for an ended episode, the unused frame after its end.
-    step : ProtocolStep
-        Rewards and termination.
-    is_done_E : Tensor
-        bool; whether the episode ended.
-    """
+    """Result of a round."""
 
     observation: dict[str, Tensor]
+    """The next frame; for an ended episode, the unused frame after its end."""
     step: ProtocolStep
+    """Rewards and termination."""
     is_done_E: Tensor
+    """bool; whether the episode ended."""
 
 
 class DataCycler:

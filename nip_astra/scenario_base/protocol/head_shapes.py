@@ -34,11 +34,6 @@ def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) 
     """Ask every agent about a few first frames, and refuse answers of a wrong shape.
 
     Agents, environment and generators are as before.
-
-    Raises
-    ------
-    AgentShapeError
-        Naming the agent, its part, and the shape that was expected and found.
     """
     rows = torch.arange(NUM_FRAMES) % len(environment.dataset)
     frames = environment.first_frames(rows.to(environment.device))

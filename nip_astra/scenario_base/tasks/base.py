@@ -25,21 +25,14 @@ Split = Literal["train", "dev", "test"]
 
 
 class Reaction(NamedTuple):
-    """Response of an environment to a message of the policy.
-
-    Attributes
-    ----------
-    messages : Sequence[Message]
-        Messages of the environment or a tool; empty at the end of the episode.
-    reward : float or None
-        Reward of the episode, at its end; None if a scorer decides it.
-    is_over : bool
-        Whether the episode has ended.
-    """
+    """Response of an environment to a message of the policy."""
 
     messages: Sequence[Message] = ()
+    """Messages of the environment or a tool; empty at the end of the episode."""
     reward: float | None = None
+    """Reward of the episode, at its end; None if a scorer decides it."""
     is_over: bool = True
+    """Whether the episode has ended."""
 
 
 class Environment(ABC):
@@ -71,19 +64,13 @@ class TaskParameters(PolymorphicParameters):
 
 @dataclass
 class Episode:
-    """Messages and reward of an episode, for records and scorers.
-
-    Attributes
-    ----------
-    messages : list of Message
-        All turns in order; those of the policy have the role "assistant".
-    reward : float or None
-        None without a verdict.
-    """
+    """Messages and reward of an episode, for records and scorers."""
 
     environment: Environment
     messages: list[Message] = field(default_factory=list)
+    """All turns in order; those of the policy have the role "assistant"."""
     reward: float | None = None
+    """None without a verdict."""
 
 
 class Task(ABC):
@@ -114,13 +101,7 @@ class Task(ABC):
         return None
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Hook: set the rewards of episodes that ended without one.
-
-        Raises
-        ------
-        DataError
-            If a reward is missing and the task has no scorer.
-        """
+        """Hook: set the rewards of episodes that ended without one."""
         if any(episode.reward is None for episode in episodes):
             raise DataError(
                 f"an episode of the task {type(self).__name__} ended without a reward. Return one "
@@ -132,13 +113,7 @@ class Task(ABC):
 
 
 def environment_of(task: Task, split: Split, index: int) -> Environment:
-    """A task's environment of a problem.
-
-    Raises
-    ------
-    TaskError
-        If the task fails, or returns another type.
-    """
+    """A task's environment of a problem."""
     environment = _called(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
         raise _wrong(task, "environment", environment, "an Environment with reset and step")
@@ -146,24 +121,12 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
 
 
 def opening_of(environment: Environment) -> list[Message]:
-    """First messages of an environment.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or does not return messages.
-    """
+    """First messages of an environment."""
     return _messages(environment, "reset", _called(environment, "reset", environment.reset))
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:
-    """Response of an environment to a message; the reward is a finite float, or None.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or does not return a reaction.
-    """
+    """Response of an environment to a message; the reward is a finite float, or None."""
     reaction = _called(environment, "step", lambda: environment.step(message))
     if not isinstance(reaction, Reaction):
         raise _wrong(environment, "step", reaction, "a Reaction")
@@ -174,13 +137,7 @@ def reaction_of(environment: Environment, message: str) -> Reaction:
 
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
-    """Rate episodes by a task; rewards are finite floats, or None.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or a reward is invalid.
-    """
+    """Rate episodes by a task; rewards are finite floats, or None."""
     _called(task, "rate", lambda: task.rate(episodes))
     for episode in episodes:
         episode.reward = _reward(task, "rate", episode.reward)
@@ -268,7 +225,13 @@ def pick(generator: torch.Generator, low: int, high: int) -> int:
 
 
 TASKS: ComponentRegistry[type[Task]] = ComponentRegistry(
-    "task", package="nip_astra.scenario_base.tasks", members=TaskType
+    "task",
+    package="nip_astra.scenario_base.tasks",
+    members=TaskType,
+    modules=dict.fromkeys(
+        (TaskType.ARITHMETIC, TaskType.COUNTDOWN, TaskType.GUESS_NUMBER, TaskType.PIG_LATIN),
+        "library",
+    ),
 )
 
 

@@ -153,13 +153,7 @@ class VerifiersTask(Task):
         return VerifiersEnvironment(tasks[index % len(tasks)])
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Score all episodes concurrently.
-
-        Raises
-        ------
-        DataError
-            If a reward of the taskset fails.
-        """
+        """Score all episodes concurrently."""
 
         async def score_all() -> list[float]:
             environments = [episode.environment for episode in episodes]
@@ -185,15 +179,7 @@ def _plain(messages: Any) -> list[tuple[str, str]]:
 
 
 def _find_taskset(name: str) -> Any:
-    """The taskset's class.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without verifiers.
-    ConfigurationError
-        If there is no such taskset.
-    """
+    """The taskset's class."""
     try:
         from verifiers import v1
     except ImportError as error:

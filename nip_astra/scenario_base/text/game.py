@@ -1,7 +1,17 @@
-"""A protocol in words: what each agent is asked in its turn, and what a round leads to.
+"""Interaction protocols between chat models: prompts, answers and rounds.
 
-Turns, visibility, ends and rewards are those of the protocol's declaration, which tensor games read
-as well; here a message is a text.
+Turns, visibility, ends and rewards are those of the protocol's declaration; a message is a text.
+
+A decision is written `Decision: accept` or `Decision: reject`, anywhere, in any case. An agent that
+may send in several channels heads each message with `To <channel>:`.
+
+The prompt of an agent is the first of these files in the scenario's folder `prompts/`:
+
+    <agent>.<protocol>.jinja   <agent>.jinja   <role>.<protocol>.jinja   <role>.jinja
+
+The role is prover or verifier. A template has up to three blocks: `system`, the system message;
+`opening`, the first user message; and `turn`, the end of the prompt in each of the agent's turns.
+At least one of `opening` and `turn` is required.
 
 Shape suffixes: `E` episode, `A` agent, `C` channel.
 """
@@ -9,115 +19,245 @@ Shape suffixes: `E` episode, `A` agent, `C` channel.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.chat import ChatMessage
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves, ProtocolHandler
-from nip_astra.scenario_base.text.parsing import (
-    DECISION_WORDS,
-    ParsedAnswer,
-    channel_title,
-    parse_answer,
-    parse_messages,
-)
-from nip_astra.scenario_base.text.templates import PromptTemplate
 from nip_astra.utils.seeding import derive_seed
+
+DECISION_WORDS = {REJECT: "reject", ACCEPT: "accept"}
+"""How decisions are written."""
+_DECISION = re.compile(r"\bdecision\W{0,4}\s*:\W*(accept|reject)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """What an answer means to the protocol."""
+
+    messages: dict[str, str] = field(default_factory=dict)
+    """Text by channel; empty where the agent decides."""
+    decision: int = CONTINUE
+    """0 reject, 1 accept, 2 none."""
+    fault: str = ""
+    """Why the answer cannot be used; empty where it can."""
+
+
+def decision_text(decision: int) -> str:
+    """A decision in the words that `parse_answer` reads."""
+    return f"Decision: {DECISION_WORDS[decision]}"
+
+
+def channel_title(channel: str) -> str:
+    """What a channel is called where agents read and write."""
+    return channel.removesuffix("_channel").replace("_", " ")
+
+
+def parse_answer(
+    text: str, channels: Sequence[str], *, may_decide: bool, must_decide: bool = False
+) -> ParsedAnswer:
+    """What an answer means.
+
+    Parameters
+    ----------
+    channels : sequence of str
+        Those in which the agent may send; with more than one, each message needs its heading.
+    may_decide, must_decide : bool
+        Whether a decision counts, and whether nothing else will do.
+    """
+    words = {match.lower() for match in _DECISION.findall(text)}
+    if len(words) > 1:
+        return ParsedAnswer(fault="it decides both ways")
+    if words:
+        if not may_decide:
+            return ParsedAnswer(fault="it decides where it cannot")
+        decided = words.pop()
+        return ParsedAnswer(decision=ACCEPT if decided == DECISION_WORDS[ACCEPT] else REJECT)
+    if must_decide:
+        return ParsedAnswer(fault="it holds no decision, in the last turn")
+    return parse_messages(text, channels)
+
+
+def parse_messages(text: str, channels: Sequence[str]) -> ParsedAnswer:
+    """What the answer of an agent means that does not decide: a decision in it is a quotation."""
+    if not text.strip():
+        return ParsedAnswer(fault="it is empty")
+    if len(channels) == 1:
+        return ParsedAnswer({channels[0]: text.strip()})
+    messages = _split(text, channels)
+    return ParsedAnswer(messages, fault="" if messages else "it names no channel to send in")
+
+
+def _split(text: str, channels: Sequence[str]) -> dict[str, str]:
+    """The text below each heading; what stands above the first is for nobody."""
+    by_title = {channel_title(channel).lower(): channel for channel in channels}
+    longest_first = sorted(by_title, key=len, reverse=True)
+    titles = "|".join(re.escape(title).replace(r"\ ", r"[ _]") for title in longest_first)
+    heading = re.compile(rf"(?<!\w)to ({titles})[ \t*]*:", re.IGNORECASE)
+    found = list(heading.finditer(text))
+    messages: dict[str, str] = {}
+    ends = [match.start() for match in found[1:]] + [len(text)]
+    for number, match in enumerate(found):
+        said = text[match.end() : ends[number]].strip(" \t\n*#")
+        channel = by_title[match[1].lower().replace("_", " ")]
+        if said:
+            messages[channel] = f"{messages[channel]}\n{said}" if channel in messages else said
+    return messages
+
+
+PROMPTS_DIR = "prompts"
+SUFFIX = ".jinja"
+BLOCKS = ("system", "opening", "turn")
+"""Parts of a template."""
+
+
+class PromptTemplate:
+    """What one agent is told.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    """
+
+    def __init__(self, path: Path, template: Template) -> None:
+        self.path = path
+        self._template = template
+
+    def render(self, block: str, values: Mapping[str, Any]) -> str:
+        """A block with its variables filled in; empty where the template has no such block."""
+        if block not in self._template.blocks:
+            return ""
+        try:
+            context = self._template.new_context(dict(values))
+            return "".join(self._template.blocks[block](context)).strip()
+        except TemplateError as error:
+            raise DataError(
+                f"the block {block!r} of the prompt {self.path} was to be filled in, but: {error}. "
+                f"It may use: {', '.join(sorted(values))}."
+            ) from error
+
+
+def file_names(agent: str, role: str, protocol: str) -> list[str]:
+    """The files that an agent's prompt may stand in, the first that is there counts."""
+    names = dict.fromkeys([f"{agent}.{protocol}", agent, f"{role}.{protocol}", role])
+    return [f"{name}{SUFFIX}" for name in names]
+
+
+def load_prompts(
+    folder: Path, agents: Mapping[str, str], protocol: str
+) -> dict[str, PromptTemplate]:
+    """The prompt of each agent.
+
+    Parameters
+    ----------
+    folder : Path
+        The scenario's `prompts`.
+    agents : Mapping of str
+        Role, prover or verifier, by agent.
+    """
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    found: dict[str, PromptTemplate] = {}
+    faults = []
+    for agent, role in agents.items():
+        names = file_names(agent, role, protocol)
+        name = next((name for name in names if (folder / name).is_file()), None)
+        if name is None:
+            faults.append(f"{agent} has no prompt; write one of {', '.join(names)}")
+            continue
+        try:
+            template = environment.get_template(name)
+        except TemplateError as error:
+            faults.append(f"{name} is no template: {error}; mend it")
+            continue
+        faults += [f"{name} {fault}" for fault in _faults_of(template)]
+        found[agent] = PromptTemplate(folder / name, template)
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise ConfigurationError(f"prompts were to be read from {folder}, but:\n{lines}")
+    return found
+
+
+def _faults_of(template: Template) -> Iterator[str]:
+    unknown = sorted(set(template.blocks) - set(BLOCKS))
+    if unknown:
+        yield f"has the block {unknown[0]!r}; known blocks: {', '.join(BLOCKS)}"
+    if not {"opening", "turn"} & set(template.blocks):
+        yield "has neither the block 'opening' nor 'turn', so its agent is asked nothing; add one"
+
 
 GO_ON = "It is your turn."
 """What an agent reads where its prompt and the others say nothing since its own last message."""
 
 
 class ChannelMessage(NamedTuple):
-    """A message of one round.
-
-    Attributes
-    ----------
-    text : str
-        What was sent, without its heading.
-    """
+    """A message of one round."""
 
     agent: str
     channel: str
     text: str
+    """What was sent, without its heading."""
 
 
 @dataclass(frozen=True)
 class TextEpisode:
-    """How far an episode has come.
-
-    Attributes
-    ----------
-    datapoint_id : int
-        Row of the data.
-    datapoint : Mapping
-        What it holds, as plain values.
-    seed : int
-        Of the episode; the order of play may depend on it.
-    round : int
-        Rounds played.
-    said : tuple of tuple of ChannelMessage
-        Messages by round.
-    answers : tuple of dict of str
-        Answers as they were given, by round and agent.
-    has_decided : tuple of bool
-        By agent; what the protocol's step before gave.
-    is_done : bool
-        Whether the episode has ended.
-    """
+    """How far an episode has come."""
 
     datapoint_id: int
+    """Row of the data."""
     datapoint: Mapping[str, Any]
+    """What it holds, as plain values."""
     seed: int
+    """Of the episode; the order of play may depend on it."""
     has_decided: tuple[bool, ...]
+    """By agent; what the protocol's step before gave."""
     round: int = 0
+    """Rounds played."""
     said: tuple[tuple[ChannelMessage, ...], ...] = ()
+    """Messages by round."""
     answers: tuple[Mapping[str, str], ...] = ()
+    """Answers as they were given, by round and agent."""
     is_done: bool = False
+    """Whether the episode has ended."""
 
 
 class TurnOptions(NamedTuple):
-    """What an agent may do in a round.
-
-    Attributes
-    ----------
-    channels : tuple of str
-        Where it may send.
-    may_decide : bool
-        Whether its decision counts.
-    is_last : bool
-        Whether it has no further turn.
-    """
+    """What an agent may do in a round."""
 
     agent: str
     channels: tuple[str, ...]
+    """Where it may send."""
     may_decide: bool
+    """Whether its decision counts."""
     is_last: bool
+    """Whether it has no further turn."""
 
 
 class RoundOutcome(NamedTuple):
-    """What a round came to.
-
-    Attributes
-    ----------
-    episode : TextEpisode
-        After the round.
-    rewards : tuple of float
-        By agent.
-    decision : int
-        That counted; 2 where none did.
-    is_out_of_rounds : bool
-        Whether the episode ended without a decision.
-    """
+    """What a round came to."""
 
     episode: TextEpisode
+    """After the round."""
     rewards: tuple[float, ...]
+    """By agent."""
     decision: int
+    """That counted; 2 where none did."""
     is_out_of_rounds: bool
+    """Whether the episode ended without a decision."""
 
 
 class TextGame:
@@ -136,11 +276,6 @@ class TextGame:
     has_random_stance : bool
         Whether a lone prover argues for a side that its datapoint decides by chance, and is
         rewarded for that decision.
-
-    Raises
-    ------
-    ConfigurationError
-        When the protocol cannot be played in words.
     """
 
     def __init__(

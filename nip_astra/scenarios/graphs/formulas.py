@@ -316,18 +316,13 @@ class Pairs(NamedTuple):
 
     Nodes of one graph do not attend to one another, but to those of the other graph and to both
     graphs; the graphs attend to all.
-
-    Attributes
-    ----------
-    graphs_B2D, nodes_BSD : Tensor
-        Tokens of the graphs and of their nodes.
-    is_node_B2n : Tensor
-        bool; False at padding, which comes last.
     """
 
     graphs_B2D: Tensor
     nodes_BSD: Tensor
+    """Tokens of the graphs and of their nodes."""
     is_node_B2n: Tensor
+    """bool; False at padding, which comes last."""
 
 
 class PairReading:
@@ -448,30 +443,21 @@ def tanh_reading(pairs: Pairs, weights: LayerWeights, *, is_formula: bool = Fals
 
 
 class Network(NamedTuple):
-    """Inputs of a graph network, and its weights except those of its layers.
-
-    Attributes
-    ----------
-    said_BPS, last_BLS : Tensor
-        Messages about each node, by place: all so far, and those of the last round.
-    adjacency_B2nn : Tensor
-        1 for an edge, without loops.
-    is_node_B2n : Tensor
-        bool; False at padding, which comes last.
-    input_DP : Tensor
-        Weights of `said_BPS`; one further column is added to every node.
-    node_ED, bias_E, message_EL : Tensor
-        Weights of tokens: of nodes after all layers, the bias, and of `last_BLS`.
-    """
+    """Inputs of a graph network, and its weights except those of its layers."""
 
     said_BPS: Tensor
     adjacency_B2nn: Tensor
+    """1 for an edge, without loops."""
     is_node_B2n: Tensor
+    """bool; False at padding, which comes last."""
     last_BLS: Tensor
+    """Messages about each node, by place: all so far, and those of the last round."""
     input_DP: Tensor
+    """Weights of `said_BPS`; one further column is added to every node."""
     node_ED: Tensor
     bias_E: Tensor
     message_EL: Tensor
+    """Weights of tokens: of nodes after all layers, the bias, and of `last_BLS`."""
 
     def unsaid(self, node_ED: Tensor) -> Network:
         """The network without messages, for tokens that are added to others."""

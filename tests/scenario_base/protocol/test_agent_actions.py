@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nip_astra.scenario_base.protocol.agent_actions import (
+from nip_astra.scenario_base.protocol.combined import (
     AgentMoves,
     draw,
     evaluate_moves,

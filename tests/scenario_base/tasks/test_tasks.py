@@ -11,9 +11,13 @@ import torch
 
 from nip_astra.errors import DataError, ParameterError
 from nip_astra.scenario_base.tasks.base import TASKS, Environment, Episode, Split, Task, build_task
-from nip_astra.scenario_base.tasks.countdown import CountdownEnvironment, value_of
-from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
-from nip_astra.scenario_base.tasks.pig_latin import PigLatinEnvironment, pig_latin
+from nip_astra.scenario_base.tasks.library import (
+    CountdownEnvironment,
+    GuessNumberEnvironment,
+    PigLatinEnvironment,
+    pig_latin,
+    value_of,
+)
 from nip_astra.scorers.base import Message
 from tests.command_line import CommandLine, refused
 

@@ -13,8 +13,7 @@ from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves
 from nip_astra.samplers.text_rollouts import TextNode
 from nip_astra.scenario_base.protocol.combined import JointMoves
-from nip_astra.scenario_base.text.game import GO_ON, TextGame, random_stance
-from nip_astra.scenario_base.text.templates import load_prompts
+from nip_astra.scenario_base.text.game import GO_ON, TextGame, load_prompts, random_stance
 from tests.protocol_games import build_game
 from tests.text_games import PROMPTS, FakeChatModel, build_text_game, play
 

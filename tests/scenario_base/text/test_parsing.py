@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT
-from nip_astra.scenario_base.text.parsing import (
+from nip_astra.scenario_base.text.game import (
     channel_title,
     decision_text,
     parse_answer,

@@ -255,7 +255,7 @@ def test_a_model_that_gives_no_view_of_each_image_is_refused(wrong: str) -> None
             return {"flat": images_NKHW.flatten(1), "short": images_NKHW[1:]}.get(wrong, views)
 
     train = images(4, 1, 2, 2)
-    with pytest.raises(DataError, match="'broken' .* for 4 images"):
+    with pytest.raises(DataError, match=r"'broken' .* for 4 images"):
         embed_all(Broken.Parameters(), train, train, scenario_dir=None)
 
 

@@ -72,7 +72,8 @@ class PcaModel(PretrainedModel):
         )
         patches_NQX = self._patches(images_NKHW).double()
         result_NQF = (patches_NQX - self.mean_X) @ self.components_XF * self.scale_F
-        return result_NQF.float().transpose(1, 2).reshape(len(images_NKHW), -1, height, width)
+        result: Tensor = result_NQF.float().transpose(1, 2)
+        return result.reshape(len(images_NKHW), -1, height, width)
 
     def _patches(self, images_NKHW: Tensor) -> Tensor:
         patches = functional.unfold(images_NKHW, kernel_size=self.patch, stride=self.patch)
