@@ -51,50 +51,39 @@ class TextAgentParameters(SubParameters):
     """An agent that speaks through a chat model."""
 
     model: ChatModelParameters  # type: ignore[valid-type]
-    """The model that it starts with."""
+    """The first model."""
     load_from_run: str | None = None
-    """Run directory, or wandb://entity/project/run_id, whose trained model of the agent of the same
-    name this one starts with; `model` says how it is held. Null starts with `model` as it is."""
+    """Run directory, or wandb://entity/project/run_id, whose trained model of the agent with this
+    name replaces the weights of `model`; null keeps them."""
     checkpoint_version: Annotated[str, where_given("load_from_run")] = "latest"
-    """Which of that run's models: latest, or the name of one of its checkpoints, for instance
-    step_00000015; on W&B a version or alias of its model, for instance v3."""
+    """That run's model: latest, or a checkpoint such as step_00000015; on W&B a version or alias
+    such as v3."""
     shared_model_group: PlainText | None = None
-    """Agents with equal names here share one model and its jobs; null leaves the agent to itself.
-    They must agree in model, load_from_run, checkpoint_version, freeze_agent and
-    fine_tune_from_scratch."""
+    """Name of a group of agents that share one model and its jobs; null for none. They must agree
+    in model, load_from_run, checkpoint_version, freeze_agent and fine_tune_from_scratch."""
     freeze_agent: bool = False
-    """Whether the agent's model stays as it is."""
+    """Whether the agent's model is not trained."""
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False
-    """Whether each job starts from the model of the beginning, instead of from the last job's."""
+    """Whether each job starts from the first model, instead of from the last job's."""
     human_name: PlainText | None = None
-    """What others call it; null takes its name in the protocol."""
+    """Its name in messages; null for its name in the protocol."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of sampling. Larger varies answers more; at 0 siblings of a tree are equal."""
+    """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Answers are drawn from the smallest set of likely tokens that holds this mass."""
+    """Sample from the smallest set of most likely tokens with this probability mass."""
     max_tokens: int = Field(default=256, ge=1)
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     max_response_words: int = Field(default=150, ge=1)
-    """Words that its prompt asks it to stay within."""
+    """Maximum number of words that its prompt asks for."""
     num_invalid_generation_retries: int = Field(default=20, ge=0)
-    """Further answers that are asked for in place of one that cannot be used. After them, the
-    agent says nothing in this round."""
+    """Further requests after an invalid answer. If all fail, the agent sends nothing in this
+    round."""
 
 
 JOBS = "jobs"
 """Folder of a run directory in which models of this process are trained."""
 GROUPS = "groups.json"
 """File beside the trained models of a run: the state of each group."""
-
-
-@dataclass(frozen=True)
-class TextModels:
-    """A family of models: one to begin with, and those that jobs make of it."""
-
-    open_model: Callable[[str | None], ChatModel]
-    """Opens the model of a name; that of the beginning for None."""
-    service: FineTuningService | None
-    """Trains them; None where nothing does."""
 
 
 def open_text_models(
@@ -106,22 +95,20 @@ def open_text_models(
     load_from_run: str | None = None,
     checkpoint_version: str = LATEST,
     agent: str = "",
-) -> TextModels:
-    """What opens the models of a group of agents, and what trains them.
+) -> tuple[Callable[[str | None], ChatModel], FineTuningService | None]:
+    """Opens a group's models by name, the first one for None; and the service that trains them.
 
-    A model in this process is trained in this process, and its jobs are kept in the run directory.
-    A model behind OpenAI's protocol is trained by jobs of the same service.
+    A model in this process is trained in this process, with its jobs in the run directory; a model
+    behind OpenAI's protocol by jobs of the same service.
 
     Parameters
     ----------
     parameters : ChatModel.Parameters
-        The model that the group begins with.
+        The group's first model.
     label : str
-        Who it is in the run, for messages and counts.
+        Its name in messages and counts.
     load_from_run : str, optional
-        A run whose trained model of `agent` is the first one, held as `parameters` say.
-    checkpoint_version : str
-        Which of its models.
+        A run whose trained model of `agent` replaces the first model's weights.
     """
     service: FineTuningService | None = None
 
@@ -134,7 +121,7 @@ def open_text_models(
         else:
             chosen = renamed(parameters, name if service is None else service.place_of(name))
         opened = open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
-        # What a run records of a model holds where the run is moved.
+        # The recorded name stays valid if the run is moved.
         opened.name = name or opened.name
         return opened
 
@@ -149,9 +136,8 @@ def open_text_models(
     elif parameters.type_name == ChatModelType.OPENAI:
         if parameters.service == "local":
             raise ConfigurationError(
-                f"{label} was to be a chat model with service: local, which has no jobs that "
-                "outlive it to train agents by. Take _type: local, which trains in this process, "
-                "or start nip-astra serve and give its base_url."
+                f"the chat model of {label} has service: local, which cannot train agents. Use "
+                "_type: local, or start nip-astra serve and set its base_url."
             )
         service = OpenAIFineTuning(
             FineTuningParameters(
@@ -161,7 +147,7 @@ def open_text_models(
                 limits=parameters.limits,
             )
         )
-    return TextModels(open_model, service)
+    return open_model, service
 
 
 def renamed(parameters: Any, name: str) -> Any:
@@ -173,41 +159,37 @@ def renamed(parameters: Any, name: str) -> Any:
     if "model" in type(parameters).model_fields:
         return parameters.model_copy(update={"model": name})
     raise ConfigurationError(
-        f"the trained model {name!r} was to take the place of one of the backend "
-        f"{parameters.type_name!r}, but its parameters have no field 'model'. Set "
-        "freeze_agent=true for its agents, or give the backend's Parameters such a field."
+        f"the chat model backend {parameters.type_name!r} has no parameter 'model', so it cannot "
+        f"load the trained model {name!r}. Add it, or set freeze_agent=true for its agents."
     )
 
 
 def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
         return settings.run_directory.path.resolve() / JOBS
-    # A trainer that is built by hand, or a dry run, keeps nothing.
+    # A dry run, or a trainer without a run directory, keeps nothing.
     return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-")) / JOBS
 
 
 def folder_of_group(name: str) -> str:
-    """Name of a group's folder among the trained models of a run."""
+    """A group's folder among the trained models of a run."""
     return quote(name, safe="").replace(".", "%2E")
 
 
 def models_of_run(run: Path, version: str = LATEST) -> dict[str, Any]:
-    """The models that a run has trained, by group, as `set_state` takes them.
+    """States for `set_state` of the groups that a run has trained.
 
-    Models in the run directory are found there also where it was moved, or holds no more than its
-    folder `model`.
+    Paths of models are updated if the run was moved, or has only its folder `model`.
 
     Parameters
     ----------
     version : str
-        The name of a checkpoint, whose models they are then; "latest" is the end of the run, or
-        else its newest checkpoint.
+        A checkpoint, or "latest": the end of the run, or else its newest checkpoint.
     """
     groups = _groups_of(RunDirectory(run), version)
     if not groups:
         raise ConfigurationError(
-            f"the models of {run} were to be taken up, but it names none. Give a run of a trainer "
-            "of chat models."
+            f"the run {run} has no trained chat models. Give a run of a pure-text trainer."
         )
     return {
         name: state | {"model": _found(run, name, state["model"])} for name, state in groups.items()
@@ -228,7 +210,7 @@ def _groups_of(directory: RunDirectory, version: str) -> dict[str, Any]:
 
 
 def _found(run: Path, group: str, model: str | None) -> str | None:
-    """Where a model is now."""
+    """The present path of a model."""
     parts = Path(model or "").parts
     if JOBS not in parts:
         return model
@@ -239,11 +221,11 @@ def _found(run: Path, group: str, model: str | None) -> str | None:
 
 
 def _trained_model(run: str, version: str, agent: str, settings: ExperimentSettings) -> str:
-    """The model of an agent of another run."""
+    """The model of an agent in another run."""
     if run.startswith(wandb_runs.SCHEME):
         name = quote(f"{run}@{version}", safe="")
         jobs = _jobs_dir(settings)
-        # Without a run directory `jobs` is a temporary folder, whose parent is everyone's.
+        # Without a run directory, `jobs` is in the shared temporary folder.
         folder = (jobs if settings.run_directory is None else jobs.parent) / "loaded" / name
         if not folder.exists():
             unfinished = folder.with_name(f".new-{folder.name}")
@@ -259,8 +241,8 @@ def _trained_model(run: str, version: str, agent: str, settings: ExperimentSetti
     if not found or found[0]["model"] is None:
         trained = sorted(name for name, one in states.items() if one["model"] is not None)
         raise CheckpointError(
-            f"the run {run} has no trained model of the agent {agent!r}; it has trained the groups "
-            f"{', '.join(trained) or '(none)'}. Name another run, or set load_from_run to null."
+            f"the run {run} has no trained model of the agent {agent!r}, only of the groups "
+            f"{', '.join(trained) or '(none)'}. Choose another run, or set load_from_run to null."
         )
     return str(found[0]["model"])
 
@@ -273,21 +255,7 @@ _SHARED = (
 
 
 class TextAgent:
-    """An agent of a protocol that speaks through its group's model.
-
-    Attributes
-    ----------
-    name : str
-        In the protocol.
-    number : int
-        Its place in the protocol.
-    is_verifier : bool
-        Whether it decides.
-    parameters : TextAgentParameters
-        How it speaks.
-    group : PureTextSharedModelGroup
-        Whose model it speaks through.
-    """
+    """An agent of a protocol that is its group's chat model; `number` is its index."""
 
     def __init__(
         self, name: str, number: int, *, is_verifier: bool, parameters: TextAgentParameters
@@ -298,42 +266,42 @@ class TextAgent:
 
     @property
     def model(self) -> ChatModel:
-        """The model that speaks for it at present."""
+        """Its present model."""
         return self.group.model
 
     @property
     def temperature(self) -> float:
-        """Of sampling."""
+        """Sampling temperature."""
         return self.parameters.temperature
 
     @property
     def top_p(self) -> float:
-        """Of sampling."""
+        """Nucleus sampling mass."""
         return self.parameters.top_p
 
     @property
     def max_tokens(self) -> int:
-        """Longest answer."""
+        """Maximum length of an answer, in tokens."""
         return self.parameters.max_tokens
 
     @property
     def num_invalid_generation_retries(self) -> int:
-        """Further answers in place of one that cannot be used."""
+        """Further requests after an invalid answer."""
         return self.parameters.num_invalid_generation_retries
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """How jobs of a run are named and trained."""
+    """Names and options of a run's jobs."""
 
     run_key: str = "run"
-    """Names the run at its services, so that a resumed run finds its jobs."""
+    """Name of the run at its services, by which a resumed run finds its jobs."""
     seed: int = 0
-    """Of the experiment."""
+    """Seed of the experiment."""
     min_examples: int = 1
-    """Fewest examples of a job."""
+    """Minimum number of examples of a job."""
     options: FineTuningOptions = field(default_factory=FineTuningOptions)
-    """What jobs have in common."""
+    """Options of all jobs."""
 
 
 class PureTextSharedModelGroup:
@@ -341,32 +309,25 @@ class PureTextSharedModelGroup:
 
     Parameters
     ----------
-    name : str
-        Of the group.
     agents : sequence of TextAgent
         Its members; they agree in model, `load_from_run`, `checkpoint_version`, `freeze_agent`
         and `fine_tune_from_scratch`.
     open_model : callable
-        Opens the model of a name; that of the beginning for None.
+        Opens a model by name; the first one for None.
     service : FineTuningService or None
-        Trains it; None where nothing does.
+        Trains the model, if anything does.
     loop : BackgroundLoop
-        In which services are spoken to.
+        Runs requests to services.
 
     Attributes
     ----------
     plan : JobPlan
-        How jobs are named and trained; a trainer sets it.
+        Names and options of jobs; set by a trainer.
     job_ids : list of str
-        Jobs submitted so far, by their names at the service; empty text for one that was left out.
+        Submitted jobs by their names at the service; "" for an omitted one.
     is_waiting : bool
-        Whether jobs are submitted again for other groups while this one waits for its own, so that
-        it submits none; until it switches to its next model.
-
-    Raises
-    ------
-    ConfigurationError
-        When members do not agree.
+        Whether it waits for its own job while jobs of other groups are submitted again; it then
+        submits none until it switches to its next model.
     """
 
     def __init__(
@@ -394,24 +355,24 @@ class PureTextSharedModelGroup:
 
     @property
     def parameters(self) -> TextAgentParameters:
-        """Those in which the members agree, and the first one's others."""
+        """Parameters of the first member."""
         return self.agents[0].parameters
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its model stays as it is."""
+        """Whether its model is not trained."""
         return self.parameters.freeze_agent
 
     @property
     def model(self) -> ChatModel:
-        """The model that speaks for its members at present; the only one that is kept open."""
+        """The present model, the only one that is kept open."""
         if self._model is None:
             self._model = self._open_model(self._model_name)
         return self._model
 
     @property
     def model_name(self) -> str:
-        """Name, at its service, of the model that speaks at present."""
+        """Name of the present model at its service."""
         return self.model.name if self._model_name is None else self._model_name
 
     def create_supervised_fine_tune_job(
@@ -419,19 +380,17 @@ class PureTextSharedModelGroup:
         rollouts_per_agent: Mapping[str, NestedArrayDict],
         guess_replaced_rollouts: Mapping[str, NestedArrayDict] = {},
     ) -> FineTuningJob | None:
-        """Train the model to answer as its members did in these rollouts.
+        """Train the model on the answers of its members in rollouts, by agent.
 
         Parameters
         ----------
-        rollouts_per_agent : Mapping of NestedArrayDict
-            By agent; rollouts of agents of other groups are left alone.
         guess_replaced_rollouts : Mapping of NestedArrayDict
-            Further ones, by agent, in which its last answer becomes the right decision.
+            Further rollouts, by agent, whose last answer is replaced by the correct decision.
 
         Returns
         -------
         FineTuningJob or None
-            None where the group is frozen, or there are too few examples to train on.
+            None if the group is frozen or has too few examples.
         """
         examples: list[SupervisedExample] = []
         for agent in self.agents:
@@ -445,28 +404,23 @@ class PureTextSharedModelGroup:
     def create_dpo_fine_tune_job(
         self, pairs: Sequence[PreferenceExample], *, beta: float | None = None
     ) -> FineTuningJob | None:
-        """Train the model to prefer answers to others.
-
-        Parameters
-        ----------
-        beta : float, optional
-            Of DPO; None leaves it to the service.
+        """Train the model on preference pairs; `beta` None uses the service's default.
 
         Returns
         -------
         FineTuningJob or None
-            None where the group is frozen, or there are too few pairs to train on.
+            None if the group is frozen or has too few pairs.
         """
         return self._submit(list(pairs), "dpo", beta)
 
     def get_fine_tune_job_status(self) -> JobStatus | None:
-        """How far the job is that was submitted last; None where there is none to wait for."""
+        """Status of the pending job, if any; a failed one raises `ServiceError`."""
         if self._pending is None:
             return None
         return self._look().status
 
     def switch_to_next_model(self) -> None:
-        """Let members speak through the model that the last job has trained."""
+        """Use the model of the last job."""
         self.is_waiting = False
         if self._pending is None:
             return
@@ -474,16 +428,16 @@ class PureTextSharedModelGroup:
         job = self._look()
         if job.model is None:
             raise ServiceError(
-                f"the group {self.name!r} was to go on with the model of the job {job.job_id}, but "
-                f"that is {job.status}. Wait until get_fine_tune_job_status says it has succeeded."
+                f"the job {job.job_id} of the group {self.name!r} is {job.status}. Wait until "
+                "get_fine_tune_job_status returns SUCCEEDED."
             )
         self._switch_to(self.service.take_up(job.model))
         self._pending = None
 
     def drop_dead_job(self) -> bool:
-        """Forget the pending job if it ended without a model, and say whether that was so.
+        """Forget the pending job if it ended without a model; returns whether it did.
 
-        The next job is submitted under the next key and trains with the seed of the dropped one.
+        The next job has the next key and the seed of the dropped one.
         """
         if self._pending is None or not _is_dead(self._ask_for_job(self._pending)):
             return False
@@ -492,7 +446,7 @@ class PureTextSharedModelGroup:
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """Model and jobs, as plain values."""
+        """Model and jobs as plain values."""
         return {
             "model": self._model_name,
             "pending": self._pending,
@@ -502,17 +456,17 @@ class PureTextSharedModelGroup:
         }
 
     def save_model(self, folder: Path) -> None:
-        """Copy the trained model into a folder; one that was not trained here is not copied."""
+        """Copy the model into a folder if it was trained in this process."""
         if self.service is None or self._model_name is None:
             return
         place = Path(self.service.place_of(self._model_name))
-        # The name of a model at a service may be that of some folder here.
+        # The name of a remote model may equal that of a local folder.
         if place.is_absolute() and place.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(place, folder)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `get_state` gave."""
+        """Restore the result of `get_state`."""
         model = state["model"]
         if model is not None and self.service is not None:
             model = self.service.take_up(model)
@@ -521,7 +475,7 @@ class PureTextSharedModelGroup:
         self._num_dead = state.get("num_dead_jobs", 0)
 
     def models(self) -> list[ChatModel]:
-        """The model that is open, if one is."""
+        """The open model, if any."""
         return [] if self._model is None else [self._model]
 
     async def close(self) -> None:
@@ -545,8 +499,8 @@ class PureTextSharedModelGroup:
             return None
         if self.service is None:
             raise ConfigurationError(
-                f"the group {self.name!r} was to be trained by a job, but its models have no "
-                "service that trains. Set freeze_agent=true for its agents, or give a service."
+                f"the models of the group {self.name!r} have no training service. Set "
+                "freeze_agent=true for its agents, or choose another chat model."
             )
         if self.is_waiting:
             is_none = self._pending is None
@@ -557,7 +511,7 @@ class PureTextSharedModelGroup:
             return None
         from_scratch = self.parameters.fine_tune_from_scratch
         base = self._base_name() if from_scratch else self.model_name
-        # A job in place of one that died trains as that one would have.
+        # A job that replaces a dead one has its seed.
         place = number - self._num_dead
         seed = derive_seed(self.plan.seed, "fine-tune job", self.name, place) % 2**31
         common = vars(self.plan.options)
@@ -585,38 +539,36 @@ class PureTextSharedModelGroup:
         assert self._pending is not None
         job = self._ask_for_job(self._pending)
         if _is_dead(job):
-            reason = job.error or "the service gives no reason and no model"
+            reason = job.error or "no reason given"
             raise ServiceError(
                 f"the job {job.job_id} of the group {self.name!r} is {job.status}: {reason}. "
-                "Resume the run when the service can train: the job is submitted again, and no "
-                "rollout is lost."
+                "Resume the run when the service can train; the job is submitted again."
             )
         return job
 
 
 def _is_dead(job: FineTuningJob) -> bool:
-    """Whether a job has ended without a model to go on with."""
+    """Whether a job ended without a model."""
     return job.status.is_over and (job.status != JobStatus.SUCCEEDED or job.model is None)
 
 
 def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
     faults = [
-        f"{what} of {one.name} is {getattr(one.parameters, what)!r}, and that of "
-        f"{agents[0].name} {getattr(agents[0].parameters, what)!r}"
-        for one in agents[1:]
+        f"{what} of {agent.name} is {getattr(agent.parameters, what)!r}, of {agents[0].name} "
+        f"{getattr(agents[0].parameters, what)!r}"
+        for agent in agents[1:]
         for what in _SHARED
-        if getattr(one.parameters, what) != getattr(agents[0].parameters, what)
+        if getattr(agent.parameters, what) != getattr(agents[0].parameters, what)
     ]
     if faults:
         raise ConfigurationError(
-            f"the agents {', '.join(one.name for one in agents)} were to share the model of the "
-            f"group {name!r}, but {'; '.join(faults)}. Make them equal, or give the agents "
-            "different shared_model_group."
+            f"the agents {', '.join(agent.name for agent in agents)} of the group {name!r} cannot "
+            f"share a model: {'; '.join(faults)}. Make them equal, or use other groups."
         )
 
 
 def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
-    """The agents by the name of their group; one without a group has its own name for it."""
+    """The agents by group; an agent without a group forms one with its own name."""
     groups: dict[str, list[TextAgent]] = {}
     for agent in agents:
         groups.setdefault(agent.parameters.shared_model_group or agent.name, []).append(agent)
@@ -626,17 +578,12 @@ def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
 def _supervised_examples(
     rollouts: NestedArrayDict, agent: int, *, replace_guess: bool = False
 ) -> Iterator[SupervisedExample]:
-    """An example for each turn of an agent with a valid answer; it holds the sampled texts.
+    """Sampled prompt and answer for each turn of an agent with a valid answer.
 
-    Parameters
-    ----------
-    agent : int
-        Its place in the protocol.
-    replace_guess : bool
-        Whether its last answer of each rollout is replaced by the right decision.
+    `replace_guess` replaces the last answer of each rollout by the correct decision.
     """
     turns = list(active_turns(rollouts, agent))
-    # In order of rollout and round, so that the last one of a rollout stays.
+    # Turns are in order of rollout and round.
     last_round = {turn.rollout: turn.round for turn in turns}
     for turn in turns:
         is_replaced = replace_guess and last_round[turn.rollout] == turn.round

@@ -391,7 +391,7 @@ def test_the_order_of_channels_changes_with_seed_and_round(tmp_path: Path) -> No
 def test_what_cannot_be_played_in_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"zero_knowledge=false"):
         build_text_game("nip", tmp_path, protocol_common={"zero_knowledge": True})
-    with pytest.raises(ConfigurationError, match="the provers are prover0, prover1"):
+    with pytest.raises(ConfigurationError, match="provers are prover0, prover1"):
         build_text_game("debate", tmp_path, has_random_stance=True)
 
 
@@ -400,10 +400,10 @@ def test_a_prompt_that_is_missing_or_broken_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_prompts(tmp_path, {"prover": "prover", "verifier": "verifier"}, "nip")
     text = str(caught.value)
-    assert "prover.jinja has the block 'openin'; known blocks: system, opening, turn" in text
+    assert "prover.jinja has the block 'openin'; known: system, opening, turn" in text
     assert "verifier has no prompt; write one of verifier.nip.jinja, verifier.jinja" in text
     (tmp_path / "prover.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigurationError, match=r"prover\.jinja is no template"):
+    with pytest.raises(ConfigurationError, match=r"prover\.jinja is not a valid template"):
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
 
 
