@@ -198,6 +198,7 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import GeneratedTask as GeneratedTask
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
+    from nip_astra.scenario_base.tasks.base import register_environment as register_environment
     from nip_astra.scenario_base.tasks.base import register_task as register_task
     from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
@@ -471,6 +472,7 @@ _HOMES = {
     "dry_run": "nip_astra.overview",
     "evaluate": "nip_astra.evaluation.api",
     "export": "nip_astra.evaluation.api",
+    "register_environment": "nip_astra.scenario_base.tasks.base",
     "register_evaluation_family": "nip_astra.evaluation.families.base",
     "register_metric": "nip_astra.evaluation.comparison",
     "register_export_format": "nip_astra.evaluation.exports",

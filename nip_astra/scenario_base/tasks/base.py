@@ -35,6 +35,12 @@ class Reaction(NamedTuple):
     """Whether the episode has ended."""
 
 
+class TaskParameters(PolymorphicParameters):
+    """Base of the parameters of all tasks."""
+
+    type_name: ClassVar[str] = ""
+
+
 class Environment(ABC):
     """One episode of one problem: environment and policy alternate until it is over.
 
@@ -47,6 +53,14 @@ class Environment(ABC):
     columns: Columns = ()
     """Columns of the problem, for scorers and records."""
 
+    class Parameters(TaskParameters):
+        """Parameters of a registered environment; a subclass adds its own."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> Environment:
+        """Hook of registered environments: a random problem; equal ones have equal `columns`."""
+        raise NotImplementedError(f"define the classmethod draw of {cls.__name__}")
+
     @abstractmethod
     def reset(self) -> Sequence[Message]:
         """Start the episode; its first messages."""
@@ -54,12 +68,6 @@ class Environment(ABC):
     @abstractmethod
     def step(self, message: str) -> Reaction:
         """Respond to a message of the policy."""
-
-
-class TaskParameters(PolymorphicParameters):
-    """Base of the parameters of all tasks."""
-
-    type_name: ClassVar[str] = ""
 
 
 @dataclass
@@ -213,6 +221,17 @@ class GeneratedTask(Task):
         )
 
 
+class EnvironmentTask(GeneratedTask):
+    """Random problems of a registered environment."""
+
+    def __init__(self, environment_class: type[Environment], parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self.environment_class = environment_class
+
+    def draw(self, generator: torch.Generator) -> Environment:
+        return self.environment_class.draw(self.parameters, generator)
+
+
 def split_of(columns: Columns) -> Split:
     """Split of a problem: test 15 %, dev 5 %, train 80 %."""
     place = derive_seed("split", repr(columns)) % 20
@@ -224,7 +243,7 @@ def pick(generator: torch.Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
-TASKS: ComponentRegistry[type[Task]] = ComponentRegistry(
+TASKS: ComponentRegistry[type[Task] | type[Environment]] = ComponentRegistry(
     "task",
     package="nip_astra.scenario_base.tasks",
     members=TaskType,
@@ -237,13 +256,19 @@ TASKS: ComponentRegistry[type[Task]] = ComponentRegistry(
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     """Register a `Task` subclass under the `_type` by which parameter files name it."""
-    return TASKS.register(name)
+    return TASKS.register(name)  # type: ignore[return-value]  # returns its argument
+
+
+def register_environment(name: str) -> Callable[[type[Environment]], type[Environment]]:
+    """Register an `Environment` with `draw` as the task of this `_type`, with random problems."""
+    return TASKS.register(name)  # type: ignore[return-value]  # returns its argument
 
 
 def build_task(
     parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
 ) -> Task:
-    """The task that the parameters describe."""
-    return TASKS.get(parameters.type_name)(
-        parameters, seed=seed, device=device, scenario_dir=scenario_dir
-    )
+    """The task of the parameters."""
+    cls = TASKS.get(parameters.type_name)
+    if issubclass(cls, Environment):
+        return EnvironmentTask(cls, parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    return cls(parameters, seed=seed, device=device, scenario_dir=scenario_dir)

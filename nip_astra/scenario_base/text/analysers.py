@@ -9,7 +9,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -54,26 +54,26 @@ class Line(NamedTuple):
     channel: str
     text: str
     name: str
-    """What its author is called."""
+    """Name of the author in messages."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who played, and where they spoke."""
+    """Agents and channels of rollouts."""
 
     protocol: ProtocolHandler
     """Its declaration, by which rollouts are arranged."""
     human_names: Mapping[str, str] = field(default_factory=dict)
     """What agents call each other, by agent; those left out go by their names in the protocol."""
     hidden_columns: tuple[str, ...] = ()
-    """Columns of the data that nobody is told, a judge neither."""
+    """Columns of the data that are never shown, not even to a judge."""
 
     def role(self, agent: str) -> Role:
         """What an agent is."""
         return "verifier" if agent in self.protocol.verifier_names else "prover"
 
     def name(self, agent: str) -> str:
-        """What an agent is called."""
+        """An agent's name in messages."""
         return self.human_names.get(agent, agent)
 
     def seen_channels(self, agent: str) -> set[str]:
@@ -84,76 +84,78 @@ class Cast:
 
 @dataclass(frozen=True)
 class Subject:
-    """What an agent sent in one channel of a rollout, amid all that it read."""
+    """An agent's messages in one channel of a rollout, with the messages that it read."""
 
     place: tuple[int, int, int]
     """Rollout, agent and channel in the arrays."""
     agent: str
     channel: str
     name: str
-    """What the agent is called."""
+    """The agent's name in messages."""
     role: Role
     """prover or verifier."""
     stance: str
-    """What a prover argued for, "accept" or "reject"; empty for a verifier."""
+    """The prover's side, "accept" or "reject"; empty for a verifier."""
     datapoint: Mapping[str, Any]
-    """The columns of the data, without the label and what nobody is told."""
+    """The columns of the data, without the label and hidden columns."""
     lines: tuple[Line, ...]
     """The messages of all channels that the agent reads, in order."""
 
     @property
     def own(self) -> tuple[Line, ...]:
-        """What the agent sent in the channel, which is to be judged."""
+        """The judged messages."""
         return tuple(line for line in self.lines if self.is_own(line))
 
     def is_own(self, line: Line) -> bool:
-        """Whether a message is one of those that are to be judged."""
+        """Whether a message is judged."""
         return (line.agent, line.channel) == (self.agent, self.channel)
 
     def heard_before(self, line: Line) -> tuple[Line, ...]:
-        """What others had said in the channel when a message was written."""
+        """Earlier messages of others in the channel."""
         return tuple(
-            one
-            for one in self.lines
-            if one.agent != self.agent and one.channel == line.channel and one.round < line.round
+            other
+            for other in self.lines
+            if other.agent != self.agent
+            and other.channel == line.channel
+            and other.round < line.round
         )
 
 
 class RolloutAnalyser(ABC):
-    """A yes-or-no question about what an agent sent in a channel of a rollout.
+    """A yes-or-no question about an agent's messages in a channel of a rollout.
 
-    A subclass gives `question`, and may say by `role` and `is_relevant` whom it is about.
+    A subclass implements `question`, and may restrict it by `role` and `is_relevant`.
     """
 
     role: ClassVar[Role | None] = None
-    """Who is judged; None for all agents."""
+    """Role of the judged agents; None for all."""
 
     class Parameters(PolymorphicParameters):
-        """Whom the analyser is about."""
+        """Judged agents."""
 
         type_name: ClassVar[str] = ""
 
         agents: list[PlainText] | None = None
-        """Names of the agents that are judged; null judges all of the analyser's role."""
+        """Names of the judged agents; null for all of the analyser's role."""
 
     def __init__(self, parameters: Any = None) -> None:
         self.parameters = self.Parameters() if parameters is None else parameters
 
     @property
     def name(self) -> str:
-        """Under which it is registered."""
+        """The registered name."""
         return str(self.parameters.type_name) or type(self).__name__
 
     @abstractmethod
     def question(self, subject: Subject) -> str:
-        """What the judge is asked. "Yes" is what shares count."""
+        """The question to the judge; shares are those of "yes"."""
 
     def is_relevant(self, subject: Subject) -> bool:
-        """Whether the question has an answer here; a judge may still say that it has not."""
+        """Whether the question is asked; a judge may still answer that it does not apply."""
         return True
 
     def subjects(self, rollouts: NestedArrayDict, cast: Cast) -> list[Subject]:
-        """Everything in rollouts that the judge is asked about, in order."""
+        """Everything in rollouts that is judged, in order."""
         chosen = self.parameters.agents
         return [
             subject
@@ -166,7 +168,7 @@ class RolloutAnalyser(ABC):
 
 
 def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
-    """What each agent sent in each channel, where it sent something; by rollout, agent, channel."""
+    """All agents' messages by rollout, agent and channel, without silent ones."""
     names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
@@ -245,15 +247,15 @@ _OF_THE_SERVICE = {FailureReason.TIMEOUT, FailureReason.UNAVAILABLE, FailureReas
 
 
 class Verdict(IntEnum):
-    """What became of a question; in arrays as its number."""
+    """The answer to a question; a number in arrays."""
 
     NO = 0
     YES = 1
     DOES_NOT_APPLY = 2
     NOT_ASKED = 3
-    """The agent sent nothing there, or the question is about others."""
+    """The agent sent nothing, or the question is about others."""
     UNKNOWN = 4
-    """The judge gave no answer that could be read."""
+    """The judge gave no valid answer."""
 
 
 _BY_WORD = {"yes": Verdict.YES, "no": Verdict.NO, "does not apply": Verdict.DOES_NOT_APPLY}
@@ -262,40 +264,40 @@ AnalyserField = polymorphic(ROLLOUT_ANALYSERS.get, RolloutAnalyser.Parameters)
 
 
 class JudgingParameters(SubParameters):
-    """How a judge is asked."""
+    """Requests to a judge."""
 
     max_tokens: int | None = Field(default=256, ge=1)
-    """Longest answer of the judge, in tokens; null leaves it to the service."""
+    """Maximum length of an answer, in tokens; null for the service's default."""
     temperature: float | None = Field(default=0.0, ge=0)
-    """Of the judge's sampling; null leaves it to the service, as some models require."""
+    """Sampling temperature; null for the service's default, which some models require."""
     num_retries: int = Field(default=3, ge=0)
-    """Further answers that are asked for in place of one that cannot be read. After them, the
-    verdict is unknown and enters no share."""
+    """Further requests after an invalid answer. If all fail, the verdict is unknown and is left
+    out of shares."""
 
 
 class AnalysisParameters(JudgingParameters):
-    """Questions about what agents said, which a judge answers after each test."""
+    """Questions about messages that a judge answers after each test."""
 
     analysers: list[AnalyserField] = Field(min_length=1)  # type: ignore[valid-type]
-    """What is asked, for instance `[{_type: follow_up}]`."""
+    """The questions, for instance `[{_type: follow_up}]`."""
     model: ChatModelParameters  # type: ignore[valid-type]
     """The judge."""
     are_train_rollouts_judged: bool = False
-    """Whether rollouts of training are judged as well, which asks the more the larger they are."""
+    """Whether rollouts of training are judged as well."""
 
 
 @dataclass(frozen=True)
 class Judgements:
-    """What a judge said of rollouts."""
+    """A judge's answers."""
 
     verdicts: NestedArrayDict
     """`verdict` and `reason`, `[N, A, C]`; numbers of `Verdict`."""
     num_requests: int
-    """Answers that were asked for, remembered ones included."""
+    """Requests, cached ones included."""
 
 
 def verdict_spec(cast: Cast, num_rollouts: int) -> CompositeSpec:
-    """The keys, types and shapes of verdicts."""
+    """Keys, types and shapes of verdicts."""
     shape = (num_rollouts, cast.protocol.num_agents, cast.protocol.num_channels)
     dims = ("rollout", "agent", "channel")
     parts = {"verdict": IntArraySpec(shape, dims), "reason": StringArraySpec(shape, dims)}
@@ -305,7 +307,7 @@ def verdict_spec(cast: Cast, num_rollouts: int) -> CompositeSpec:
 def masked_verdicts(
     verdicts: NestedArrayDict,
 ) -> ma.MaskedArray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Verdicts as truth values `[N, A, C]`, masked where there is neither yes nor no."""
+    """Verdicts as booleans `[N, A, C]`, masked if neither yes nor no."""
     verdict_NAC = verdicts["verdict"]
     return ma.masked_array(verdict_NAC == Verdict.YES, mask=verdict_NAC > Verdict.YES)
 
@@ -313,7 +315,7 @@ def masked_verdicts(
 def requests_of(
     analyser: RolloutAnalyser, subjects: Sequence[Subject], how: JudgingParameters
 ) -> list[ChatRequest]:
-    """What the judge is asked, one request a subject."""
+    """One request per subject."""
     return [
         ChatRequest(
             question_messages(analyser, subject),
@@ -325,7 +327,7 @@ def requests_of(
 
 
 def question_messages(analyser: RolloutAnalyser, subject: Subject) -> tuple[ChatMessage, ...]:
-    """The question about a subject, with all that it is about."""
+    """The question about a subject, with its datapoint and conversation."""
     conversation = [
         {
             "round": line.round,
@@ -337,10 +339,10 @@ def question_messages(analyser: RolloutAnalyser, subject: Subject) -> tuple[Chat
         for line in subject.lines
     ]
     material = {"datapoint": dict(subject.datapoint), "conversation": conversation}
-    told = json.dumps(material, ensure_ascii=False, indent=1)
+    text = json.dumps(material, ensure_ascii=False, indent=1)
     return (
         ChatMessage(role="system", content=TASK),
-        ChatMessage(role="user", content=f"{told}\n\nQuestion: {analyser.question(subject)}"),
+        ChatMessage(role="user", content=f"{text}\n\nQuestion: {analyser.question(subject)}"),
     )
 
 
@@ -351,20 +353,17 @@ def judge_rollouts(
     model: ChatModel,
     how: JudgingParameters,
 ) -> Judgements:
-    """Ask a judge about everything in rollouts that an analyser is about.
-
-    All requests are in flight together, as far as the model's limits let them.
-    """
+    """Judge rollouts, with concurrent requests within the model's limits."""
     verdicts = verdict_spec(cast, len(rollouts)).zero()
     verdicts["verdict"][:] = Verdict.NOT_ASKED
     subjects = analyser.subjects(rollouts, cast)
     missing = list(zip(subjects, requests_of(analyser, subjects, how), strict=True))
     num_requests = 0
     for attempt in range(1 + how.num_retries):
-        # Another number is another sample, also to what remembers answers.
-        asked = [_numbered(request, attempt) for _, request in missing]
-        outcomes = complete_all(model, asked)
-        num_requests += len(asked)
+        # Another number is another sample, also for caches.
+        requests = [replace(request, first_sample=attempt) for _, request in missing]
+        outcomes = complete_all(model, requests)
+        num_requests += len(requests)
         unread = []
         for (subject, request), outcome in zip(missing, outcomes, strict=True):
             verdict, reason = read_verdict(_text_of(outcome.samples[0], analyser, model))
@@ -373,7 +372,7 @@ def judge_rollouts(
             sample = outcome.samples[0]
             is_final = isinstance(sample, ChatFailure) and sample.reason.may_pass
             if verdict == Verdict.UNKNOWN and not is_final:
-                # A failure that may pass was asked for again by the model itself.
+                # The model itself has already retried transient failures.
                 unread.append((subject, request))
         missing = unread
         if not missing:
@@ -382,31 +381,20 @@ def judge_rollouts(
 
 
 def read_verdict(answer: str) -> tuple[Verdict, str]:
-    """The last answer in what a judge wrote, and its reason."""
+    """The last answer of a judge's text, and its reason."""
     found, reason = _ANSWER.findall(answer), _REASON.search(answer)
     verdict = _BY_WORD[found[-1].lower()] if found else Verdict.UNKNOWN
-    told = reason[1].strip() if reason else ("" if found else answer.strip()[:200])
-    return verdict, told
-
-
-def _numbered(request: ChatRequest, attempt: int) -> ChatRequest:
-    return ChatRequest(
-        request.messages,
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        first_sample=attempt,
-    )
+    return verdict, reason[1].strip() if reason else ("" if found else answer.strip()[:200])
 
 
 def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model: ChatModel) -> str:
-    """What was answered; a refusal is data, and a service that is down is not."""
+    """The answer or refusal; an unavailable service is an error."""
     if isinstance(sample, ChatAnswer):
         return sample.text
     if sample.reason in _OF_THE_SERVICE:
         raise ServiceError(
-            f"the judge {model.name!r} was asked for {analyser.name}, but there is no answer: "
-            f"{sample.reason}, {sample.message}. Ask again when the service answers; what a run "
-            "was answered is remembered and not paid for twice."
+            f"the judge {model.name!r} does not answer for {analyser.name}: {sample.reason}, "
+            f"{sample.message}. Try again later; a run's answers are cached."
         )
     return sample.message
 
@@ -449,7 +437,7 @@ class AccurateQuotation(RolloutAnalyser):
 
 
 def _has_texts(subject: Subject) -> bool:
-    """Whether there is something to quote."""
+    """Whether the datapoint has texts."""
     return any(isinstance(value, str) and value for value in subject.datapoint.values())
 
 

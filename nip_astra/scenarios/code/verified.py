@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from nip_astra.errors import DataError
@@ -63,7 +64,7 @@ class Mutation:
 
 
 def normal_form(code: str) -> str:
-    """A program as `ast.unparse` writes it, so that no formatting tells what was changed."""
+    """A program as `ast.unparse` writes it, so that formatting does not reveal the change."""
     return ast.unparse(ast.parse(code)) + "\n"
 
 
@@ -75,7 +76,7 @@ def mutations(code: str) -> list[Mutation]:
     for index, node in enumerate(ast.walk(tree)):
         for number, (kind, _) in enumerate(_changes(node)):
             changed = copy.deepcopy(tree)
-            target = _nth(changed, index)
+            target = next(islice(ast.walk(changed), index, None))
             list(_changes(target))[number][1](target)
             text = ast.unparse(ast.fix_missing_locations(changed)) + "\n"
             if text not in seen:
@@ -85,16 +86,16 @@ def mutations(code: str) -> list[Mutation]:
 
 
 def special_cases(code: str, sizes: Mapping[str, tuple[str, int]]) -> list[Mutation]:
-    """Programs that treat arguments beyond a size as if they were others.
+    """Programs that change arguments beyond a size.
 
     Parameters
     ----------
     code : str
         A program whose first statement is the function.
     sizes : Mapping
-        By parameter, its kind (`number` or `sequence`) and the size beyond which it is changed.
+        Kind (`number` or `sequence`) and largest unchanged size, by parameter.
     """
-    found = []
+    cases = []
     for name, (kind, size) in sizes.items():
         measure = name if kind == "number" else f"len({name})"
         for change in ("{} - 1", "{} + 1") if kind == "number" else ("{}[:-1]", "{}[1:]"):
@@ -103,12 +104,8 @@ def special_cases(code: str, sizes: Mapping[str, tuple[str, int]]) -> list[Mutat
             assert isinstance(function, ast.FunctionDef)
             lines = f"if {measure} > {size}:\n    {name} = {change.format(name)}"
             function.body[:0] = ast.parse(lines).body
-            found.append(Mutation(ast.unparse(tree) + "\n", "case", 2))
-    return found
-
-
-def _nth(tree: ast.AST, index: int) -> ast.AST:
-    return next(node for place, node in enumerate(ast.walk(tree)) if place == index)
+            cases.append(Mutation(ast.unparse(tree) + "\n", "case", 2))
+    return cases
 
 
 def _line_of_change(original: str, changed: str) -> int:
@@ -120,11 +117,11 @@ def _line_of_change(original: str, changed: str) -> int:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
-    """Every change of one node: its kind, and what makes it."""
+    """Every change of one node: its kind, and a function that applies it."""
     if isinstance(node, ast.Compare):
         for place, op in enumerate(node.ops):
             for other in _COMPARISONS.get(type(op), ()):
-                yield "comparison", _set_comparison(place, other)
+                yield "comparison", _set_item("ops", place, other)
     elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _ARITHMETIC:
         yield "arithmetic", _set("op", _ARITHMETIC[type(node.op)]())
     elif isinstance(node, ast.Constant) and type(node.value) is int:
@@ -144,37 +141,28 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
         for bound in ("lower", "upper"):
             if getattr(node, bound) is not None:
                 yield "slice", _shift(bound)
-    yield from _changes_of_blocks(node)
-
-
-def _changes_of_blocks(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
     if isinstance(node, ast.If) and node.orelse and not isinstance(node.orelse[0], ast.If):
-        yield "branch", _drop_else
+        yield "branch", _set("orelse", [])
     for name in ("body", "orelse"):
         block = getattr(node, name, None)
         if isinstance(block, list):
             for place, statement in enumerate(block):
                 if isinstance(statement, ast.AugAssign | ast.Expr | ast.Break | ast.Continue):
-                    yield "statement", _drop(name, place)
+                    yield "statement", _set_item(name, place, ast.Pass)
 
 
 def _set(name: str, value: object) -> Callable[[ast.AST], None]:
     return lambda node: setattr(node, name, value)
 
 
-def _set_comparison(place: int, op: type[ast.cmpop]) -> Callable[[ast.AST], None]:
-    def change(node: ast.AST) -> None:
-        assert isinstance(node, ast.Compare)
-        node.ops[place] = op()
-
-    return change
+def _set_item(name: str, place: int, item: type[ast.AST]) -> Callable[[ast.AST], None]:
+    return lambda node: getattr(node, name).__setitem__(place, item())
 
 
 def _shift(bound: str) -> Callable[[ast.AST], None]:
-    def change(node: ast.AST) -> None:
-        setattr(node, bound, ast.BinOp(getattr(node, bound), ast.Add(), ast.Constant(1)))
-
-    return change
+    return lambda node: setattr(
+        node, bound, ast.BinOp(getattr(node, bound), ast.Add(), ast.Constant(1))
+    )
 
 
 def _shorten(node: ast.AST) -> None:
@@ -183,27 +171,15 @@ def _shorten(node: ast.AST) -> None:
     node.args[place] = ast.BinOp(node.args[place], ast.Sub(), ast.Constant(1))
 
 
-def _drop(name: str, place: int) -> Callable[[ast.AST], None]:
-    def change(node: ast.AST) -> None:
-        getattr(node, name)[place] = ast.Pass()
-
-    return change
-
-
-def _drop_else(node: ast.AST) -> None:
-    assert isinstance(node, ast.If)
-    node.orelse = []
-
-
 Item = TypeVar("Item")
 
 LIMITS = SandboxLimits(seconds=10, cpu_seconds=1, memory_mib=256)
-"""What a solution may use while all of its tests run."""
+"""Limits of a solution during all of its tests."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A test: arguments of a function, and the value that is right."""
+    """A test: arguments of a function, and the correct value."""
 
     arguments: tuple[Any, ...]
     expected: Any
@@ -211,36 +187,36 @@ class Case:
 
 @dataclass(frozen=True)
 class Solution:
-    """A program that is known to be right or wrong."""
+    """A program of known correctness."""
 
     code: str
     """The program in its normal form."""
     is_correct: bool
     """Whether it passes every test."""
     share_passed: float
-    """Of its tests, from 0 to 1."""
+    """Fraction of passed tests."""
     mutation: str = ""
-    """What was changed to make it wrong; empty for the right one."""
+    """The change; empty for the correct program."""
     line: int = 0
-    """Where; 0 for the right one."""
+    """Its line; 0 for the correct program."""
 
 
 def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Case]:
-    """Tests whose expected values a right solution gives."""
+    """Tests with the values of a correct solution."""
     results = call_in_sandbox(code, function, arguments, LIMITS)
     cases = []
     for given, result in zip(arguments, results, strict=True):
         if result.error:
             raise DataError(
-                f"the right solution {function!r} fails on {given!r}: {result.error}; mend it, or "
-                "leave this input out"
+                f"the correct solution {function!r} fails on {given!r}: {result.error}. Fix it, or "
+                "omit this input."
             )
         cases.append(Case(given, result.value))
     return cases
 
 
 def varied(cases: Iterable[Case], count: int) -> list[Case]:
-    """So many different tests at most, as many expected values among them as there are."""
+    """At most `count` different tests, with as many different values as possible."""
     by_value: dict[str, list[Case]] = defaultdict(list)
     seen = set()
     for case in cases:
@@ -251,14 +227,14 @@ def varied(cases: Iterable[Case], count: int) -> list[Case]:
 
 
 def share_passed(code: str, function: str, cases: Sequence[Case]) -> float:
-    """The share of tests that a program passes, run in the sandbox; from 0 to 1."""
+    """The fraction of tests that a program passes in the sandbox."""
     results = call_in_sandbox(code, function, [case.arguments for case in cases], LIMITS)
     passed = passed_of(results, cases)
     return sum(passed) / len(passed)
 
 
 def passed_of(results: Sequence[CallResult], cases: Sequence[Case]) -> list[bool]:
-    """Whether each test is passed: the call ended, with the expected value and its type."""
+    """Whether each call returned the expected value, with its type."""
     return [
         not result.error and _is_same(result.value, case.expected)
         for result, case in zip(results, cases, strict=True)
@@ -273,22 +249,10 @@ def solutions(
     rng: random.Random,
     num_processes: int = 2,
 ) -> list[Solution]:
-    """A right solution and subtly wrong ones, which pass half of the tests at least, but not all.
+    """A correct solution and at most `num_wrong` that pass at least half of the tests, but not all.
 
-    Parameters
-    ----------
-    code : str
-        The right solution.
-    function : str
-        The function that the tests call.
-    cases : sequence of Case
-        The tests.
-    num_wrong : int
-        Wrong solutions at most; of as many kinds of mutation as there are.
-    rng : random.Random
-        Chooses among them.
-    num_processes : int
-        Sandboxes at a time.
+    Wrong solutions have as many kinds of mutation as possible; `num_processes` sandboxes run at a
+    time.
     """
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
     return verified_solutions(
@@ -332,7 +296,7 @@ def verified_solutions(
 def _of_many_kinds(
     subtle: list[tuple[Mutation, float]], count: int, rng: random.Random
 ) -> list[tuple[Mutation, float]]:
-    """Some of as many kinds as there are; special cases, which look made, come last."""
+    """As many kinds as possible; special cases, which look artificial, come last."""
     by_kind: dict[str, list[tuple[Mutation, float]]] = defaultdict(list)
     for one in rng.sample(subtle, len(subtle)):
         by_kind[one[0].kind].append(one)
@@ -347,7 +311,7 @@ def _in_turns(groups: Collection[list[Item]]) -> list[Item]:
 
 
 def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]:
-    """For each parameter its kind, and the size that a third of the tests exceed at most."""
+    """For each parameter its kind, and a size that at most a third of the tests exceed."""
     function = ast.parse(code).body[0]
     assert isinstance(function, ast.FunctionDef)
     sizes = {}
@@ -362,7 +326,7 @@ def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Whether a value is the expected one, of its type too: 1 is not True."""
+    """Whether a value equals the expected one in type too: 1 is not True."""
     if isinstance(expected, list):
         return (
             isinstance(value, list)
@@ -385,14 +349,12 @@ def _note(passes):
 def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
     """How many assertions of a test hold, and how many were reached.
 
-    The test runs in another process than the code, which gives values and cannot tell what they are
-    compared with.
+    The test runs in another process than the code, which cannot see expected values.
 
     Parameters
     ----------
     test : str
-        Source of a function `check`, which is given the function of the code, and of all else that
-        it needs.
+        Source of a function `check`, which takes the function of the code, and of its helpers.
     """
     tree = _NoteAsserts().visit(ast.parse(test))
     mark = f"{os.urandom(8).hex()}:"
@@ -406,16 +368,16 @@ def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
             f"print('\\n{mark}' + __import__('json').dumps([sum(_noted), len(_noted)]))",
         ]
     )
-    said = run_beside_in_sandbox(code, function, program, LIMITS).stdout.splitlines()
-    told = [line.removeprefix(mark) for line in said if line.startswith(mark)]
-    if not told:
+    output = run_beside_in_sandbox(code, function, program, LIMITS).stdout.splitlines()
+    counts = [line.removeprefix(mark) for line in output if line.startswith(mark)]
+    if not counts:
         return 0, 0
-    held, reached = json.loads(told[-1])
+    held, reached = json.loads(counts[-1])
     return int(held), int(reached)
 
 
 class _NoteAsserts(ast.NodeTransformer):
-    """Notes the assertions of `check`."""
+    """Replaces assertions of `check` by calls of `_note`."""
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         for part in node.body:
@@ -430,7 +392,7 @@ class _NoteAsserts(ast.NodeTransformer):
 
 
 def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """The share of inputs for which a program writes the right words; spaces do not count."""
+    """The fraction of inputs with the correct output words."""
     passed = 0
     for given, expected in zip(inputs, outputs, strict=True):
         result = run_in_sandbox(code, _text(given), LIMITS)
@@ -440,9 +402,9 @@ def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> 
 
 
 def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """The share of arguments for which a function, or a method of `Solution`, gives what is right.
+    """The fraction of correct calls of a function, or of a method of `Solution`.
 
-    Some data sets put the expected value into a list; both forms are right.
+    Some data sets put the expected value into a list; both forms count.
     """
     caller = (
         f"{code}\ndef _called(*arguments):\n"
@@ -459,5 +421,5 @@ def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequenc
 
 
 def _text(lines: Any) -> str:
-    """What stands in a file of text, which may be given as its lines."""
+    """Text that may be given as its lines."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines))

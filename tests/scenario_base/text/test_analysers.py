@@ -185,7 +185,7 @@ def test_a_refusal_is_no_verdict_and_a_service_that_is_down_ends_the_analysis(
     judged, _ = _judge("follow_up", rollouts, cast, lambda *_: refused)
     assert judged.verdicts["verdict"][0, 1, 0] == Verdict.UNKNOWN
     down = ChatFailure(FailureReason.UNAVAILABLE, "no connection")
-    with pytest.raises(ServiceError, match="was asked for follow_up, but there is no answer: unav"):
+    with pytest.raises(ServiceError, match="does not answer for follow_up: unav"):
         _judge("follow_up", rollouts, cast, lambda *_: down)
 
 
