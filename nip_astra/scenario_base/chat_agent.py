@@ -52,17 +52,10 @@ class ChatWork(Counted):
 
 
 class ChatAgent:
-    """A chat model in a role.
-
-    Attributes
-    ----------
-    role : str
-        "target", which opens conversations, or "attacker".
-    num_truncated_contexts : int
-        Always 0: the service rejects contexts that exceed the model's window.
-    """
+    """A chat model as target, which opens conversations, or as attacker."""
 
     num_truncated_contexts = 0
+    """Always 0: the service rejects contexts that exceed the model's window."""
 
     def __init__(
         self,
@@ -88,13 +81,7 @@ class ChatAgent:
             self._head.append({"role": "user", "content": preamble})
 
     def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
-        """Request for the next turn.
-
-        Parameters
-        ----------
-        turns : Sequence[str]
-            The conversation; target and attacker alternate, and the target opens.
-        """
+        """Request for the next turn of a conversation, in which target and attacker alternate."""
         is_target = self.role == "target"
         messages: list[ChatMessage] = [
             {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
@@ -196,13 +183,7 @@ class ChatAttackerParameters(SubParameters):
 
 
 class ChatAttacker(TextAttacker):
-    """A chat model prompted to attack.
-
-    Parameters
-    ----------
-    agent : ChatAgent
-        Acts as the assistant; the target's messages are the user's.
-    """
+    """A chat model prompted to attack; the target's messages are the user's."""
 
     def __init__(self, agent: ChatAgent) -> None:
         self.agent = agent

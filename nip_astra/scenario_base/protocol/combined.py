@@ -6,7 +6,7 @@ L linear symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,15 +52,9 @@ def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
 
 
 def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
-    """Sample moves by inverse transform sampling.
+    """Sample moves from log-probabilities by inverse transform sampling.
 
-    Parameters
-    ----------
-    logs : PolicyOutput
-        Log-probabilities from `normalised`.
-    uniforms_BU : Tensor
-        Uniform in [0, 1), the decision's first; [B, U] with U >= `num_uniforms` of the visible
-        channels.
+    Uniforms in [0, 1) begin with the decision's; U >= `num_uniforms` of the visible channels.
     """
     message = logs.message_logits_BVPS
     num_symbols = message.shape[1] * message.shape[2]
@@ -96,15 +90,7 @@ def normalised(output: PolicyOutput) -> PolicyOutput:
 def evaluate_moves(
     output: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> PolicyEvaluation:
-    """Log-probabilities and entropies of past moves.
-
-    Parameters
-    ----------
-    active_BV : Tensor
-        Bool, whether the agent could send in the channel.
-    can_decide_B : Tensor
-        Bool, whether its decision could count.
-    """
+    """Log-probabilities and entropies of past moves, where the agent could send and decide."""
     logs = normalised(output)
     entropies_BV = _entropies(logs.message_logits_BVPS)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
@@ -157,15 +143,6 @@ class JointMoves:
     """Normalised log-probabilities of decisions; 0 if there is none."""
     linear_BACP: Tensor | None = None
     """Linear symbols, if any."""
-
-
-class AgentLogProbabilities(NamedTuple):
-    """Normalised log-probabilities of one agent's alternatives, 0 if it has none."""
-
-    message_logits_BCPS: Tensor
-    """Of symbols, in all channels of the protocol."""
-    decision_logits_B3: Tensor
-    """Of decisions."""
 
 
 class CombinedAgents(nn.Module):
@@ -263,44 +240,32 @@ class CombinedAgents(nn.Module):
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
             self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
-        own = self._of_all_channels(agent, logs, active_BV)
-        moves.message_logits_BACPS[rows, number] = own.message_logits_BCPS
-        moves.decision_logits_BA3[rows, number] = own.decision_logits_B3
+        message_logits_BCPS, decision_logits_B3 = self._of_all_channels(agent, logs, active_BV)
+        moves.message_logits_BACPS[rows, number] = message_logits_BCPS
+        moves.decision_logits_BA3[rows, number] = decision_logits_B3
         if drawn.decision_B is not None:
             moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
 
-    def log_probabilities(
-        self, name: str, output: PolicyOutput, observation: Observation
-    ) -> AgentLogProbabilities:
-        """Log-probabilities of a policy's output over all channels, with grad."""
-        agent = self[name]
-        active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
-        return self._of_all_channels(agent, normalised(output), active_BV)
-
     def _of_all_channels(
         self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
-    ) -> AgentLogProbabilities:
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of symbols in all channels and of decisions, 0 if there are none."""
         message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
         if agent.shape.num_visible < agent.shape.num_channels:
             unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
             channels = torch.tensor(agent.shape.visible_channels, device=message.device)
             message = unseen.index_copy(1, channels, message)
         decision = logs.decision_logits_B3
-        return AgentLogProbabilities(
-            message, message.new_zeros(len(message), 3) if decision is None else decision
-        )
+        return message, message.new_zeros(len(message), 3) if decision is None else decision
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
-        """Differentiable reward of an agent's logits, [B] with grad, or None.
+        """Differentiable reward of an agent's current logits, [B] with grad, or None.
 
-        Parameters
-        ----------
-        output : PolicyOutput
-            The agent's current logits; those of others are from sampling.
-        frames : TensorDict
-            Frames of the sampler, [B].
+        The logits of other agents are those of the sampled frames.
         """
-        own, number = self.log_probabilities(name, output, frames), self.number(name)
+        agent, number = self[name], self.number(name)
+        active_BV = self._seen_by(agent, frames["active_mask"][:, number])
+        message, decision = self._of_all_channels(agent, normalised(output), active_BV)
         return self.protocol.logit_reward(
             name,
             frames["round"],
@@ -308,8 +273,8 @@ class CombinedAgents(nn.Module):
             frames["has_decided"],
             Moves(
                 frames["agents", "decision"],
-                _replaced(frames["agents", "message_logits"], own.message_logits_BCPS, number),
-                _replaced(frames["agents", "decision_logits"], own.decision_logits_B3, number),
+                _replaced(frames["agents", "message_logits"], message, number),
+                _replaced(frames["agents", "decision_logits"], decision, number),
             ),
         )
 
@@ -329,13 +294,7 @@ class CombinedAgents(nn.Module):
         return channels_BC[:, list(agent.shape.visible_channels)]
 
     def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
-        """An agent's moves, and masks of where it could send, [B, V], and decide, [B].
-
-        Parameters
-        ----------
-        frames : TensorDict
-            Sampled frames with `("agents", "message")` and so on.
-        """
+        """An agent's sampled moves, and masks of where it could send, [B, V], and decide, [B]."""
         agent, number = self[name], self.number(name)
         linear_BACP = frames.get(("agents", "linear_message"), None)
         moves = AgentMoves(
@@ -350,24 +309,22 @@ class CombinedAgents(nn.Module):
         """The logits of an agent's moves, with grad."""
         if self.division is None:
             return self[name].policy(frames)
-        agent, fields = self[name], _OutputFields()
-        tensors = self.division(
-            lambda rows: fields.tensors_of(agent.policy(FrameRows(frames, rows))),
-            len(frames["round"]),
-        )
-        return fields.output_of(tensors)
+        agent = self[name]
+        names: list[str] = []
+
+        def compute(rows: slice) -> list[Tensor]:
+            names[:], tensors = _present(agent.policy(FrameRows(frames, rows)))
+            return tensors
+
+        tensors = self.division(compute, len(frames["round"]))
+        return PolicyOutput(**dict(zip(names, tensors, strict=True)))
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
     ) -> PolicyEvaluation:
-        """Log-probabilities and entropies of an agent's moves under its policy, with grad.
+        """Log-probabilities and entropies of an agent's sampled moves under its policy, with grad.
 
-        Parameters
-        ----------
-        frames : TensorDict
-            Frames of the sampler, [B].
-        output : PolicyOutput, optional
-            The policy's output for these frames, if already computed.
+        `output` is the policy's output for these frames, if already computed.
         """
         moves, active_BV, can_decide_B = self.moves_of(name, frames)
         if output is None:
@@ -386,16 +343,18 @@ class CombinedAgents(nn.Module):
 
     def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
         """Both, with grad, from one forward pass of the shared body."""
-        agent, fields = self[name], _OutputFields()
+        agent = self[name]
+        names: list[str] = []
         if self.division is None:
             return agent.policy_and_value(frames)
 
         def compute(rows: slice) -> list[Tensor]:
             output, values_B = agent.policy_and_value(FrameRows(frames, rows))
-            return [*fields.tensors_of(output), values_B]
+            names[:], tensors = _present(output)
+            return [*tensors, values_B]
 
         *logits, values_B = self.division(compute, len(frames["round"]))
-        return fields.output_of(logits), values_B
+        return PolicyOutput(**dict(zip(names, logits, strict=True))), values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
         """Frames in which an agent may send or decide, bool [B]."""
@@ -404,19 +363,10 @@ class CombinedAgents(nn.Module):
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
-class _OutputFields:
-    """The fields of a policy's output, while it is passed on as a list of tensors."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def tensors_of(self, output: PolicyOutput) -> list[Tensor]:
-        parts = {n: part for n, part in output._asdict().items() if part is not None}
-        self._names = list(parts)
-        return list(parts.values())
-
-    def output_of(self, tensors: Sequence[Tensor]) -> PolicyOutput:
-        return PolicyOutput(**dict(zip(self._names, tensors, strict=True)))
+def _present(output: PolicyOutput) -> tuple[list[str], list[Tensor]]:
+    """Names and values of the fields that are not None."""
+    parts = {name: value for name, value in output._asdict().items() if value is not None}
+    return list(parts), list(parts.values())
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:

@@ -71,14 +71,8 @@ class ProtocolEnvironment(EnvBase):
     """A batch of synchronous environments as one TorchRL environment of batch size [E].
 
     `fresh` and `advance` implement the protocol on plain tensors; TorchRL's `reset` and `step` wrap
-    them for collectors. Episodes are always `terminated`, never truncated.
-
-    Parameters
-    ----------
-    dataset : TensorDict
-        Batch size [N], with `y` and the agents' observations.
-    key : tuple
-        Seed path of the data order and the episodes' seeds.
+    them for collectors. Episodes are always `terminated`, never truncated. `key` is the seed path
+    of the data order and the episodes' seeds.
     """
 
     batch_locked = True

@@ -184,8 +184,8 @@ def _find_taskset(name: str) -> Any:
         from verifiers import v1
     except ImportError as error:
         raise MissingDependencyError(
-            f"the taskset {name!r} needs verifiers, which cannot be imported ({error}). Run: pip "
-            "install 'nip-astra[verifiers]'"
+            f"the taskset {name!r} needs the package verifiers ({error}). Run: pip install "
+            "'nip-astra[verifiers]'"
         ) from error
     if name.endswith(".py"):
         module = module_of(load_plugin(name))

@@ -300,16 +300,8 @@ def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator)
 def switched(
     graphs: BoolArray, colours: IntArray, num_tries: int, random: np.random.Generator
 ) -> BoolArray:
-    """Walk from each graph by switches of edges whose ends have the same colours.
-
-    Parameters
-    ----------
-    graphs : ndarray
-        [N, n, n] bool.
-    colours : ndarray
-        [N, n]; they stay as they are.
-    num_tries : int
-        Pairs of edges that are drawn for each graph; switched where that is possible.
+    """A walk from each graph, [N, n, n], by `num_tries` attempts to switch edges whose ends have
+    the same colours, [N, n].
     """
     graphs = graphs.copy()
     edges, num_edges = _edges(graphs)
