@@ -132,23 +132,6 @@ def test_symbols_are_in_the_order_of_nodes() -> None:
     torch.testing.assert_close(logits[1, :, :, 4].flatten(), alone)
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_the_round_is_seen_where_parameters_say_so(is_seen: bool) -> None:
-    shape = agent_shape(3)
-    frames = graph_frames(3, SIZES, shape)
-    parameters = GraphIsomorphismAgentParameters(
-        include_round_in_decider=is_seen, include_round_in_value=is_seen
-    )
-    representation = graph_body(shape)(frames)
-    later = frames | {"round": frames["round"] + 1}
-    policy, value = GraphPolicyHead(parameters, shape), value_head(parameters, shape)
-    decisions = [policy(representation, one).decision_logits_B3 for one in (frames, later)]
-    values = [value(representation, one) for one in (frames, later)]
-    assert values[0].shape == (3,)
-    for first, second in (decisions, values):
-        assert torch.equal(first, second) is not is_seen
-
-
 def test_a_value_or_a_label_needs_no_nodes() -> None:
     shape = agent_shape(3)
     frames = graph_frames(3, SIZES, shape)
@@ -156,19 +139,3 @@ def test_a_value_or_a_label_needs_no_nodes() -> None:
     value_head(PARAMETERS, shape)(representation, frames)
     assert solo_head(PARAMETERS, shape)(representation, frames).shape == (3, 2)
     assert list(representation) == ["graphs"]
-
-
-@pytest.mark.parametrize("sees_round", [True, False])
-def test_decisions_may_start_as_what_is_told_alone(sees_round: bool) -> None:
-    shape = agent_shape(3)
-    parameters = GraphIsomorphismAgentParameters(include_round_in_decider=sees_round)
-    body, solo = graph_body(shape), solo_head(parameters, shape)
-    head = GraphPolicyHead(parameters, shape)
-    frames = graph_frames(3, SIZES, shape)
-    read = body(frames)
-    head.decide_as(solo)
-    decision_logits = head(read, frames).decision_logits_B3
-    assert decision_logits is not None
-    torch.testing.assert_close(decision_logits[:, :2], solo(read, frames))
-    assert (decision_logits[:, 2] == 0).all()
-    assert not torch.allclose(decision_logits[:, 0], decision_logits[:, 1])
