@@ -120,13 +120,13 @@ if TYPE_CHECKING:
     from nip_astra.protocols.library import DebateProtocolParameters as DebateProtocolParameters
     from nip_astra.protocols.library import MnipProtocolParameters as MnipProtocolParameters
     from nip_astra.protocols.library import NipProtocolParameters as NipProtocolParameters
-    from nip_astra.protocols.moves import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
     from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
     from nip_astra.protocols.protocol_base import REJECT as REJECT
     from nip_astra.protocols.protocol_base import (
         DeterministicSingleVerifierProtocolHandler as DeterministicSingleVerifierProtocolHandler,
     )
+    from nip_astra.protocols.protocol_base import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import Moves as Moves
     from nip_astra.protocols.protocol_base import ProtocolHandler as ProtocolHandler
     from nip_astra.protocols.protocol_base import RoundResult as RoundResult
@@ -182,11 +182,11 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.protocol.datapoint_views import Choice as Choice
     from nip_astra.scenario_base.protocol.datapoint_views import DatapointView as DatapointView
     from nip_astra.scenario_base.protocol.datapoint_views import Picture as Picture
-    from nip_astra.scenario_base.protocol.message_space import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody as AgentBody
     from nip_astra.scenario_base.protocol.tensordict_agents import (
         AgentPolicyHead as AgentPolicyHead,
     )
+    from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentValueHead as AgentValueHead
     from nip_astra.scenario_base.protocol.tensordict_agents import Observation as Observation
     from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput as PolicyOutput
@@ -198,31 +198,32 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import GeneratedTask as GeneratedTask
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
+    from nip_astra.scenario_base.tasks.base import register_environment as register_environment
     from nip_astra.scenario_base.tasks.base import register_task as register_task
-    from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
-    from nip_astra.scenario_base.text.analysers.base import Subject as Subject
-    from nip_astra.scenario_base.text.analysers.base import (
-        register_rollout_analyser as register_rollout_analyser,
-    )
-    from nip_astra.scenario_base.text.analysers.judging import (
+    from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
     )
-    from nip_astra.scenario_base.text.parameters import TextAgentParameters
+    from nip_astra.scenario_base.text.analysers import RolloutAnalyser as RolloutAnalyser
+    from nip_astra.scenario_base.text.analysers import Subject as Subject
+    from nip_astra.scenario_base.text.analysers import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
+    from nip_astra.scenario_base.text.models import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
     from nip_astra.scenario_instance import TaskInstance as TaskInstance
     from nip_astra.scenarios.code_validation import CodeValidationScenario
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-    from nip_astra.scenarios.graphs.agent_parameters import (
+    from nip_astra.scenarios.graphs.agents import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
     )
     from nip_astra.scenarios.graphs.generation import GraphPairParameters as GraphPairParameters
     from nip_astra.scenarios.image_classification import ImageClassificationScenario
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.agents import (
         ImageClassificationAgentParameters as ImageClassificationAgentParameters,
     )
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.data import (
         ImageDatasetParameters as ImageDatasetParameters,
     )
     from nip_astra.scenarios.images.pretrained.base import PretrainedModel as PretrainedModel
@@ -310,11 +311,11 @@ _HOMES = {
     "AgentBody": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentParameters": "nip_astra.parameters.agents",
     "AgentPolicyHead": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "AgentShape": "nip_astra.scenario_base.protocol.message_space",
+    "AgentShape": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
+    "AnalysisParameters": "nip_astra.scenario_base.text.analysers",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
@@ -330,7 +331,7 @@ _HOMES = {
     "ChatRequest": "nip_astra.language_models.services.chat",
     "ChatUsage": "nip_astra.language_models.services.chat",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
-    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.models:TextAgentParameters",
     "CodeValidationParameters": (
         "nip_astra.scenarios.code_validation:CodeValidationScenario.Parameters"
     ),
@@ -357,17 +358,17 @@ _HOMES = {
     "FinishReason": "nip_astra.language_models.services.chat",
     "Gae": "nip_astra.trainers.rl_tensordict_base",
     "GeneratedTask": "nip_astra.scenario_base.tasks.base",
-    "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agent_parameters",
+    "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agents",
     "GraphIsomorphismParameters": (
         "nip_astra.scenarios.graph_isomorphism:GraphIsomorphismScenario.Parameters"
     ),
     "GraphPairParameters": "nip_astra.scenarios.graphs.generation",
     "HyperParameters": "nip_astra.parameters.hyper_parameters",
-    "ImageClassificationAgentParameters": "nip_astra.scenarios.images.parameters",
+    "ImageClassificationAgentParameters": "nip_astra.scenarios.images.agents",
     "ImageClassificationParameters": (
         "nip_astra.scenarios.image_classification:ImageClassificationScenario.Parameters"
     ),
-    "ImageDatasetParameters": "nip_astra.scenarios.images.parameters",
+    "ImageDatasetParameters": "nip_astra.scenarios.images.data",
     "InteractionProtocolType": "nip_astra.parameters.types",
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
@@ -380,7 +381,7 @@ _HOMES = {
     "Message": "nip_astra.scorers.base",
     "MessageRegressionParameters": "nip_astra.parameters.message_regression",
     "MessageRegressor": "nip_astra.message_regressors.base",
-    "MessageRounds": "nip_astra.protocols.moves",
+    "MessageRounds": "nip_astra.protocols.protocol_base",
     "MissingPartError": "nip_astra.errors",
     "MnipProtocolParameters": "nip_astra.protocols.library",
     "Moves": "nip_astra.protocols.protocol_base",
@@ -398,7 +399,7 @@ _HOMES = {
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
     "ProtocolInstance": "nip_astra.scenario_instance",
-    "PureTextAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "PureTextAgentParameters": "nip_astra.scenario_base.text.models:TextAgentParameters",
     "PureTextEiParameters": "nip_astra.trainers.pure_text_ei:PureTextEiTrainer.Parameters",
     "PureTextMaltParameters": "nip_astra.trainers.pure_text_malt:PureTextMaltTrainer.Parameters",
     "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
@@ -418,7 +419,7 @@ _HOMES = {
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
-    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers.base",
+    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers",
     "RolloutTree": "nip_astra.rollouts.tree",
     "RoundResult": "nip_astra.protocols.protocol_base",
     "RunDirectory": "nip_astra.tracking.run_directory",
@@ -438,7 +439,7 @@ _HOMES = {
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
     "SubParameters": "nip_astra.parameters.parameters_base",
-    "Subject": "nip_astra.scenario_base.text.analysers.base",
+    "Subject": "nip_astra.scenario_base.text.analysers",
     "Task": "nip_astra.scenario_base.tasks.base",
     "TaskPlan": "nip_astra.samplers.tasks",
     "TaskInstance": "nip_astra.scenario_instance",
@@ -471,6 +472,7 @@ _HOMES = {
     "dry_run": "nip_astra.overview",
     "evaluate": "nip_astra.evaluation.api",
     "export": "nip_astra.evaluation.api",
+    "register_environment": "nip_astra.scenario_base.tasks.base",
     "register_evaluation_family": "nip_astra.evaluation.families.base",
     "register_metric": "nip_astra.evaluation.comparison",
     "register_export_format": "nip_astra.evaluation.exports",
@@ -524,7 +526,7 @@ _HOMES = {
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.base",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.base",
-    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.base",
+    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.base",

@@ -243,7 +243,7 @@ def _extras(_: Question) -> Findings:
 def _devices(_: Question) -> Findings:
     import torch
 
-    from nip_astra.scenarios.graphs.native.network import why_absent
+    from nip_astra.scenarios.graphs.native_layers import why_absent
 
     number = torch.get_num_threads()
     threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"

@@ -40,7 +40,7 @@ REGISTRY_MODULES = (
     "reward_terms.base",
     "rl_objectives.registry",
     "scenario_base.tasks.base",
-    "scenario_base.text.analysers.base",
+    "scenario_base.text.analysers",
     "scenarios.images.pretrained.base",
     "scenarios.registry",
     "scorers.base",

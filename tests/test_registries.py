@@ -31,7 +31,7 @@ from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
-from nip_astra.scenario_base.text.analysers.base import (
+from nip_astra.scenario_base.text.analysers import (
     ROLLOUT_ANALYSERS,
     RolloutAnalyser,
     register_rollout_analyser,

@@ -77,7 +77,7 @@ def test_a_parameter_of_what_is_not_there_is_told(
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ("\n\n", ["mine.txt", "holds none"]),
+        ("\n\n", ["mine.txt", "has no prompts"]),
         ("good day\nhello\nfine thanks\n", ["train and test", "2", "'good day'"]),
         (
             f"good mat\n{'hello ' * 100}\n",
@@ -148,7 +148,10 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
         ("ast_chat.scorer=3", "ast_chat.scorer: must be a group of parameters with a _type"),
         ("ast_chat.scorer.batch_size=0", "ast_chat.scorer.batch_size: must be "),
         ("ast_chat.prompts.train=null", "ast_chat.prompts.train: must be "),
-        ("ast_chat.planted_failures=[{name: x, probe: (}]", "planted_failures.0.probe: is no regu"),
+        (
+            "ast_chat.planted_failures=[{name: x, probe: (}]",
+            "planted_failures.0.probe: is not a regu",
+        ),
         (
             "ast_chat.planted_failures=[{name: x, probe: a}, {name: x, probe: b}]",
             "ast_chat.planted_failures: has duplicate names ['x']",

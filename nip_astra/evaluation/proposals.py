@@ -24,7 +24,7 @@ from nip_astra.language_models.base import (
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.scenario_base.chat_agent import TextAttacker
 
 
 class _TurnsInOrder(GenerationSession):

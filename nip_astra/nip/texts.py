@@ -42,7 +42,7 @@ from nip_astra.samplers.text_rollouts import (
     rollouts_of,
 )
 from nip_astra.scenario_base.text.game import TextEpisode
-from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup as OurGroup
+from nip_astra.scenario_base.text.models import PureTextSharedModelGroup as OurGroup
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import plain_numbers

@@ -18,9 +18,12 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.text.analysers.base import build_rollout_analysers
-from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, JudgingParameters
-from nip_astra.scenario_base.text.parameters import ChatModelParameters
+from nip_astra.scenario_base.text.analysers import (
+    AnalysisParameters,
+    JudgingParameters,
+    build_rollout_analysers,
+)
+from nip_astra.scenario_base.text.models import ChatModelParameters
 from nip_astra.scenarios.pure_text_base import PureTextScenario, cast_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory

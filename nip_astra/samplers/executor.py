@@ -23,8 +23,7 @@ from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import ChatWork
-from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.scenario_base.chat_agent import ChatWork, TextAttacker
 from nip_astra.utils.actors import are_actors_used, get_actors
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS, split_evenly

@@ -46,8 +46,13 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
-from nip_astra.scenario_base.text.game import RoundOutcome, TextEpisode, TextGame, TurnOptions
-from nip_astra.scenario_base.text.parsing import ParsedAnswer
+from nip_astra.scenario_base.text.game import (
+    ParsedAnswer,
+    RoundOutcome,
+    TextEpisode,
+    TextGame,
+    TurnOptions,
+)
 from nip_astra.utils.array_specs import (
     BoolArraySpec,
     CompositeSpec,

@@ -37,9 +37,14 @@ from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply
+from nip_astra.scenario_base.chat_agent import (
+    NOT_ASKED,
+    ChatAgent,
+    ChatReply,
+    TextAttacker,
+    TextConversation,
+)
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.text_attackers import TextAttacker, TextConversation
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 

@@ -32,8 +32,7 @@ from nip_astra.parameters.text import guess_replacement_proportion
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler, rollouts_of
 from nip_astra.scenario_base.text.game import TextEpisode
-from nip_astra.scenario_base.text.model_groups import JobPlan
-from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
+from nip_astra.scenario_base.text.models import GROUPS, JobPlan, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import plain_numbers

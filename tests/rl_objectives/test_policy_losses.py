@@ -24,7 +24,7 @@ from nip_astra.rl_objectives.policy_losses import (
 from nip_astra.rl_objectives.reductions import REDUCTIONS, bounded, reduce_loss
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
-from nip_astra.trainers import self_hosted_base
+from nip_astra.trainers import self_hosted
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.remote_api import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.parameters import PolicyLossParameters
@@ -418,7 +418,7 @@ def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
     columns = ("old_logprobs", "advantages", "trained_mask")
     batch = TensorDict(dict(zip(columns, given[1:], strict=True)), batch_size=[len(given[0])])
     options = PolicyLossParameters(loss=name)
-    mine = self_hosted_base.policy_loss(
+    mine = self_hosted.policy_loss(
         given[0], batch, options, normaliser=None, max_length=None
     ).loss
     assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]), given[0])

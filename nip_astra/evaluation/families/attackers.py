@@ -38,15 +38,15 @@ from nip_astra.scenario_base.agents import (
     build_target,
     load_language_model,
 )
-from nip_astra.scenario_base.chat_agent import ChatAgent
-from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
-from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.scenario_base.text_attackers import (
+from nip_astra.scenario_base.chat_agent import (
+    ChatAgent,
     ChatAttacker,
     ChatAttackerParameters,
     FixedProbes,
     TextAttacker,
 )
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import without_other_target
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, RunDirectory

@@ -385,7 +385,7 @@ def _prompts(attacker: Any, split: str) -> Sequence[str]:
 def _options(request: EvaluationRequest, attacker: Any) -> Any:
     from nip_astra.evaluation.families.attackers import num_turns_of
     from nip_astra.evaluation.playing import EvaluationOptions
-    from nip_astra.scenario_base.text_attackers import FixedProbes
+    from nip_astra.scenario_base.chat_agent import FixedProbes
 
     own, section = attacker.section.evaluation, attacker.section
     texts = None if attacker.texts is None else attacker.texts.attacker
@@ -425,8 +425,7 @@ def file_name(text: str) -> str:
 
 def _services(sampler: Any, judges: Any, settings: ExperimentSettings) -> dict[str, Any]:
     """The chat models that answer requests, by their roles."""
-    from nip_astra.scenario_base.chat_agent import ChatAgent
-    from nip_astra.scenario_base.text_attackers import ChatAttacker
+    from nip_astra.scenario_base.chat_agent import ChatAgent, ChatAttacker
     from nip_astra.scorers.base import open_services
 
     target = sampler.target

@@ -32,7 +32,7 @@ from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.agents import Speaker
-from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.scenario_base.chat_agent import TextAttacker
 
 logger = logging.getLogger(__name__)
 

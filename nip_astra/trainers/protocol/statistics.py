@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.protocols.protocol_base import CONTINUE
-from nip_astra.scenario_base.protocol.message_space import MASKED
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.processor import peak_memory_bytes
 

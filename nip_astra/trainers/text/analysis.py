@@ -16,15 +16,13 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
-from nip_astra.scenario_base.text.analysers.base import (
+from nip_astra.scenario_base.text.analysers import (
     Cast,
-    RolloutAnalyser,
-    build_rollout_analysers,
-)
-from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,
     JudgingParameters,
+    RolloutAnalyser,
     Verdict,
+    build_rollout_analysers,
     judge_rollouts,
     requests_of,
 )

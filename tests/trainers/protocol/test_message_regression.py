@@ -17,7 +17,7 @@ from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.samplers.episodes import EpisodeSampler
-from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.trainers.protocol.message_regression import MessageRegression
 from tests.protocol_games import build_game
 

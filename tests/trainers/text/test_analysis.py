@@ -18,8 +18,7 @@ from nip_astra.language_models.services.chat_models.scripted import ScriptedChat
 from nip_astra.resolving.analysing import analyse_run
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.scenario_base.text.analysers.base import ROLLOUT_ANALYSERS
-from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, Verdict
+from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings

@@ -182,7 +182,7 @@ def test_a_job_starts_from_the_last_model_or_from_the_first(
 
 def test_members_of_a_group_must_agree(tmp_path: Path) -> None:
     shared = {"shared_model_group": "both"}
-    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, and that of"):
+    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, of"):
         _build(tmp_path, agents={"prover": shared, "verifier": shared | {"freeze_agent": True}})
 
 

@@ -1,9 +1,8 @@
-"""C that is compiled for the machine at hand when it is first needed, where there is a compiler.
+"""C code, compiled for this machine on first use if there is a compiler; else torch computes.
 
-Nothing depends on it: whoever calls it has the same in torch, for machines without a compiler. What
-was compiled is kept in the user's cache, by its text, the compiler, the processor and its own
-bytes. Since it is run, nobody else may be able to put another file there: where the cache, or a
-folder above it, is others' to change, each process compiles for itself.
+Libraries are kept in the user's cache, named by source, compiler, processor and their own bytes.
+They are executed, so nobody else may be able to replace them: if others can write to the cache or a
+folder above it, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from nip_astra.trust import read_variable
@@ -33,11 +31,11 @@ from nip_astra.trust import read_variable
 logger = logging.getLogger(__name__)
 
 SWITCH = "NIP_ASTRA_NATIVE_CODE"
-"""Environment variable; 0 leaves everything to torch."""
+"""Environment variable; 0 turns native code off."""
 CACHE = "XDG_CACHE_HOME"
 
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-# The second is how it is said for some processors that are not x86.
+# The second is for some processors that are not x86.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS = 120.0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -49,42 +47,34 @@ Argument = int | Tensor | Sequence[Tensor] | None
 class NativeCode:
     """The functions of one C file.
 
-    Parameters
-    ----------
-    source : Path
-        The file. Each of its functions takes integers (`intptr_t`), pointers to numbers, and
-        arrays of such pointers, and gives 0, or another number where it ran out of memory.
+    Each takes integers (`intptr_t`), pointers to numbers and arrays of such pointers, and returns
+    0, or another number if memory is exhausted.
     """
 
     def __init__(self, source: Path) -> None:
         self.source = source
 
     def library(self) -> ctypes.CDLL | None:
-        """The compiled file, or None where it cannot be had; the log says why, once."""
+        """The compiled file, or None; the log gives the reason once."""
         return None if _is_off() else _library(self.source).library
 
     def why_absent(self) -> str | None:
-        """Say why the compiled file cannot be had, or None where it can."""
+        """Why there is no compiled file, or None."""
         return f"{SWITCH} is 0" if _is_off() else _library(self.source).reason
 
     def described(self) -> str:
-        """Name the file with the first digits of the compiled file's sha256."""
+        """Name of the source and first digits of the compiled file's sha256."""
         return f"{self.source.name} {_library(self.source).digest[:12]}"
 
     def call(self, function: str, *arguments: Argument) -> None:
         """Call a function with integers, contiguous tensors on the CPU, and sequences of those.
 
-        None is a tensor that there is none of.
-
-        Raises
-        ------
-        MemoryError
-            Where there was not enough memory.
+        None is an absent tensor.
         """
         library = self.library()
-        assert library is not None, "the caller asks whether it can be had"
+        assert library is not None, "the caller checks library()"
         if getattr(library, function)(*map(_as_c, arguments)):
-            raise MemoryError(f"{function} of {self.source.name} had not enough memory")
+            raise MemoryError(f"{function} of {self.source.name}: not enough memory")
 
 
 def _as_c(argument: Argument) -> Any:
@@ -97,17 +87,12 @@ def _as_c(argument: Argument) -> Any:
     return (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
 
 
-def can_read(*tensors: Tensor) -> bool:
-    """Say whether native code finds the numbers of these tensors where they lie."""
-    return all(x.device.type == "cpu" and x.layout == torch.strided for x in tensors)
-
-
 def _is_off() -> bool:
     return read_variable(SWITCH) == "0"
 
 
 class _Loaded(NamedTuple):
-    """A library with the sha256 of its file, or why there is none."""
+    """A library with the sha256 of its file, or the reason for its absence."""
 
     library: ctypes.CDLL | None = None
     digest: str = ""
@@ -120,13 +105,13 @@ def _library(source: Path) -> _Loaded:
     try:
         with _folder() as folder:
             path, descriptor = _compiled(source, folder)
-            # Through the descriptor: what stands at the path may by now be another file. It stays
-            # open, since the loader takes a number that it has seen for the file of that time.
+            # Through the descriptor, because the file at the path may have been replaced. It stays
+            # open: the loader would take a reused number for the earlier file.
             held = Path(f"/proc/self/fd/{descriptor}")
             library = ctypes.CDLL(str(held if held.exists() else path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = _reason(error)
-        logger.info("%s is left to torch: %s", source.name, reason)
+        logger.info("%s is not compiled, torch is used: %s", source.name, reason)
         return _Loaded(reason=reason)
     seconds = time.perf_counter() - started
     logger.info("%s runs as compiled for this processor (%.1f s): %s", source.name, seconds, path)
@@ -134,13 +119,13 @@ def _library(source: Path) -> _Loaded:
 
 
 def _reason(error: Exception) -> str:
-    """One line; of a compiler that fails, the first that it says."""
-    said = (getattr(error, "stderr", None) or "").strip()
-    return f"the compiler fails: {said.splitlines()[0]}" if said else str(error)
+    """One line; for a compiler that fails, the first of its output."""
+    output = (getattr(error, "stderr", None) or "").strip()
+    return f"the compiler fails: {output.splitlines()[0]}" if output else str(error)
 
 
 def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
-    """The shared library of a source file, compiled now or before, and its descriptor."""
+    """The shared library of a source file, compiled if needed, and its descriptor."""
     headers = sorted(source.parent.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
@@ -149,9 +134,9 @@ def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
     for path in folder.glob(f"{source.stem}-{key}-*.so"):
         if (descriptor := _verified(path)) is not None:
             return path, descriptor
-        logger.warning("%s is not what was compiled, so it is compiled anew", path)
+        logger.warning("%s was changed, so it is compiled again", path)
         path.unlink()
-    # Beside it and then renamed: another process may compile the same at the same time.
+    # Renamed at the end, because another process may compile the same file.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "made.so"
         _compile(compiler, source, made)
@@ -160,15 +145,12 @@ def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
         path = made.rename(folder / f"{source.stem}-{key}-{digest}.so")
     descriptor = _verified(path)
     if descriptor is None:
-        raise OSError(f"{path} changed as soon as it was written")
+        raise OSError(f"{path} changed right after it was written")
     return path, descriptor
 
 
 def _verified(path: Path) -> int | None:
-    """The descriptor of a file of this user alone with the bytes that its name says.
-
-    Loading any other may run what somebody else wrote, or end the process.
-    """
+    """The descriptor of a file that only this user can write, with the sha256 in its name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -186,12 +168,12 @@ def _verified(path: Path) -> int | None:
 
 
 def _digest_in(path: Path) -> str:
-    """The sha256 that a file is to have by its name."""
+    """The sha256 in a file's name."""
     return path.stem.rpartition("-")[2]
 
 
 def _compiler() -> list[str]:
-    """The command of a C compiler: that of `CC`, or one of the usual."""
+    """The command of a C compiler: `CC`, or a usual one."""
     candidates = [shlex.split(read_variable("CC") or ""), ["cc"], ["gcc"], ["clang"]]
     found = (command for command in candidates if command and shutil.which(command[0]))
     compiler = next(found, None)
@@ -213,13 +195,13 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
 
 
 def _run(*command: str, scratch: Path | None = None) -> str:
-    """What a command says; what it writes on the way goes to `scratch`."""
+    """Output of a command; its temporary files go to `scratch`."""
     return subprocess.run(
         command,
         env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
-        # Messages may be in any language's letters.
+        # Messages may be in any encoding.
         errors="replace",
         check=True,
         timeout=_COMPILE_SECONDS,
@@ -227,25 +209,25 @@ def _run(*command: str, scratch: Path | None = None) -> str:
 
 
 def _processor() -> str:
-    """Tell processors apart: a home may be shared by machines of several kinds."""
+    """Description of the processor, because machines of several kinds may share a home."""
     lines = [platform.machine(), platform.processor()]
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return "\n".join(lines)
-    told = ("model name", "flags", "Features", "CPU part")
-    lines += sorted({line for line in info.splitlines() if line.startswith(told)})
+    keys = ("model name", "flags", "Features", "CPU part")
+    lines += sorted({line for line in info.splitlines() if line.startswith(keys)})
     return "\n".join(lines)
 
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """The cache, or where there is none that can be trusted, a folder for this process."""
+    """The cache, or a folder for this process if the cache cannot be trusted."""
     try:
         folder = _cache_folder()
     except (OSError, RuntimeError) as error:
         # RuntimeError: there is no home.
-        logger.info("what is compiled is not kept: %s", error)
+        logger.info("compiled code is not cached: %s", error)
         with tempfile.TemporaryDirectory() as scratch:
             yield _of_this_user_alone(Path(scratch))
     else:
@@ -256,29 +238,23 @@ def _cache_folder() -> Path:
     base = read_variable(CACHE) or Path.home() / ".cache"
     folder = Path(base) / "nip_astra" / "native"
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-        # One by one: of parents, `mkdir` takes no mode.
+        # One by one: `mkdir` ignores the mode for parents.
         missing.mkdir(mode=0o700, exist_ok=True)
     return _of_this_user_alone(folder)
 
 
 def _of_this_user_alone(folder: Path) -> Path:
-    """A folder without links in its path, where nobody else can put or exchange a file.
-
-    Raises
-    ------
-    PermissionError
-        When somebody else could, there or in a folder above.
-    """
+    """The folder without links, if nobody else can add or replace files in it or above it."""
     if not hasattr(os, "getuid"):
-        raise PermissionError(f"who may write to {folder} cannot be told on this system")
-    found = folder.resolve(strict=True)
+        raise PermissionError(f"the owner of {folder} is unknown on this system")
+    resolved = folder.resolve(strict=True)
     user = os.getuid()
-    for path in (found, *found.parents):
+    for path in (resolved, *resolved.parents):
         about = path.stat()
-        # In a sticky folder, as /tmp, names are exchanged by the owners of what they name.
+        # In a sticky folder such as /tmp, only its owner can replace a file.
         is_open = about.st_mode & _OTHERS_WRITE and (
-            path == found or not about.st_mode & stat.S_ISVTX
+            path == resolved or not about.st_mode & stat.S_ISVTX
         )
-        if is_open or about.st_uid not in ({user} if path == found else {user, 0}):
+        if is_open or about.st_uid not in ({user} if path == resolved else {user, 0}):
             raise PermissionError(f"others may write to {path}")
-    return found
+    return resolved

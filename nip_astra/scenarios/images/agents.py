@@ -1,36 +1,81 @@
-"""Networks that read an image and what was said about it.
+"""Agents that read images: parameters, body and policy head.
 
 Shapes: B frames, K channels of an image, H and W its height and width, h and w those of the grid
-of latent pixels, S = h * w latent pixels, R rounds, V channels that the agent sees, P positions of
-a message, L linear symbols, D width of the representation, F width of a layer.
+of latent pixels, S = h * w latent pixels, V visible channels, P positions of a message, D width of
+the representation, F width of a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nip_astra.scenario_base.protocol.message_space import AgentShape
-from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody, Observation
-from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
-from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
+from nip_astra.parameters.agents import HeadParameters
+from nip_astra.parameters.conditions import where_above, where_given
+from nip_astra.scenario_base.protocol.tensordict_agents import (
+    AgentBody,
+    AgentShape,
+    ImpossibleSymbols,
+    Observation,
+    Representation,
+)
+from nip_astra.scenarios.heads import SummaryPolicyHead
+from nip_astra.scenarios.images.pretrained.base import PretrainedModelParameters, embedding_key
 from nip_astra.utils.activations import ACTIVATIONS
+
+LATENT, IMAGE = "latent_pixels", "image"
+"""Names in a representation: [B, S, D] and [B, D]."""
+
+
+class ImageClassificationAgentParameters(HeadParameters):
+    """An agent that reads an image and the messages about it."""
+
+    activation_function: Literal["tanh", "relu", "gelu", "sigmoid"] = "relu"
+    """Activation between layers."""
+    building_block_type: Literal["conv", "residual"] = "conv"
+    """conv: one convolution and activation. residual: two of them, added to their input."""
+    num_blocks_per_group: int = Field(default=2, ge=1, le=1000)
+    """Blocks before each halving of the image. Larger sees more around a pixel and is slower."""
+    kernel_size: int = Field(default=3, ge=1)
+    """Width and height of convolutions in pixels; odd. Larger sees more and is slower."""
+    stride: Literal[1, 2] = 1
+    """1: the maximum of 2 x 2 pixels halves the image after each group of blocks. 2: the first
+    convolution of a group halves it instead, which is faster and coarser."""
+    d_latent_pixel_selector: Annotated[int, where_above("num_latent_pixel_selector_layers", 1)] = (
+        Field(default=16, ge=1)
+    )
+    """Width of the hidden layers that score a latent pixel."""
+    num_latent_pixel_selector_layers: int = Field(default=2, ge=1, le=1000)
+    """Linear layers that score a latent pixel; 1 has no hidden layer."""
+    pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
+    """A pretrained model whose embedding of the image the body also reads; null for none."""
+    pretrained_embedding_channels: Annotated[int, where_given("pretrained_embeddings_model")] = (
+        Field(default=16, ge=1)
+    )
+    """Channels to which that embedding is reduced before it is scaled to the image's size."""
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _is_odd(cls, size: int) -> int:
+        if size % 2 == 0:
+            raise PydanticCustomError(
+                "kernel_size",
+                "must be odd, so that a convolution has a middle pixel",
+                {"hint": f"Take {size + 1}."},
+            )
+        return size
 
 
 class ImageGrid(NamedTuple):
-    """Sizes of the image and of the grid of latent pixels, in pixels.
-
-    Attributes
-    ----------
-    num_channels, height, width : int
-        Of the image.
-    latent_height, latent_width : int
-        Of the grid: those of the image, halved once for each group of blocks, rounded down.
+    """Sizes of an image, and of its grid of latent pixels: halved once for each group of blocks,
+    rounded down.
     """
 
     num_channels: int
@@ -41,7 +86,7 @@ class ImageGrid(NamedTuple):
 
     @classmethod
     def of(cls, image_shape: Sequence[int], num_block_groups: int) -> ImageGrid:
-        """The sizes for images [K, H, W] and as many groups of blocks."""
+        """The sizes for images [K, H, W]."""
         channels, height, width = image_shape
         return cls(channels, height, width, height >> num_block_groups, width >> num_block_groups)
 
@@ -52,13 +97,13 @@ class ImageGrid(NamedTuple):
 
 
 class ImageBody(AgentBody):
-    """Reads an image, the messages as pictures on it, and gives a vector for each latent pixel.
+    """A vector for each latent pixel, from the image and the messages.
 
-    A message points at latent pixels, so that the history is a stack of small pictures. They are
-    brought to the image's size and laid over it, beside the pretrained view of the image if there
-    is one; two layers read each pixel, and groups of convolutions halve the image.
+    Messages point at latent pixels, so the history is a stack of small pictures. They are scaled to
+    the image's size and laid over it, with the pretrained embedding if any; two layers read each
+    pixel, and groups of convolutions halve the image.
 
-    Its representation: `latent_pixels` [B, S, D], and `image` [B, D], their mean.
+    The representation has `latent_pixels` [B, S, D] and their mean, `image` [B, D].
 
     Parameters
     ----------
@@ -67,7 +112,7 @@ class ImageBody(AgentBody):
     initial_num_channels : int
         Width of the first group; each further one has twice as many.
     embedding_channels : int or None
-        Channels of the pretrained view; None where the agent has none.
+        Channels of the pretrained embedding, if any.
     """
 
     def __init__(
@@ -114,13 +159,12 @@ class ImageBody(AgentBody):
         for group in self.groups:
             pixels_BFHW = group(pixels_BFHW)
         latent_BSD = self.to_representation(pixels_BFHW).flatten(2).transpose(1, 2)
-        return {"latent_pixels": latent_BSD, "image": latent_BSD.mean(1)}
+        return {LATENT: latent_BSD, IMAGE: latent_BSD.mean(1)}
 
     def _read(self, observation: Observation) -> Tensor:
-        """The first layer, [B, F, H, W], of image, messages and view laid over each other.
+        """The first layer, [B, F, H, W], of image, messages and embedding.
 
-        A layer that reads each pixel alone gives the same before and after pixels are repeated, so
-        each part is read at its own size and brought to the image's after that.
+        It reads each pixel alone, so each part is read at its own size and then scaled.
         """
         layer_BFHW: Tensor = self.read_image(observation["image"])
         grid = self.grid
@@ -142,7 +186,7 @@ class ImageBody(AgentBody):
         return layer_BFHW
 
     def _to_image_size(self, pixels_BFhw: Tensor) -> Tensor:
-        """Repeat pixels, or take the mean of those that fall together."""
+        """Repeat pixels, or average them."""
         size = (self.grid.height, self.grid.width)
         if pixels_BFhw.shape[-2] > size[0] or pixels_BFhw.shape[-1] > size[1]:
             return functional.adaptive_avg_pool2d(pixels_BFhw, size)
@@ -150,7 +194,7 @@ class ImageBody(AgentBody):
 
 
 class _Group(nn.Module):
-    """Blocks of convolutions that give half the height and width, rounded down."""
+    """Blocks of convolutions with half the height and width as output, rounded down."""
 
     def __init__(
         self, agent: ImageClassificationAgentParameters, channels_in: int, channels_out: int
@@ -172,11 +216,11 @@ class _Group(nn.Module):
 
     def forward(self, pixels_BFHW: Tensor) -> Tensor:
         height, width = pixels_BFHW.shape[-2] // 2, pixels_BFHW.shape[-1] // 2
-        found: Tensor = self.blocks(pixels_BFHW)
+        result_BFHW: Tensor = self.blocks(pixels_BFHW)
         if self.pools:
-            return functional.max_pool2d(found, 2)
+            return functional.max_pool2d(result_BFHW, 2)
         # A strided convolution rounds an odd size up.
-        return found[..., :height, :width]
+        return result_BFHW[..., :height, :width]
 
 
 class _ConvBlock(nn.Module):
@@ -195,12 +239,12 @@ class _ConvBlock(nn.Module):
         self.activation = ACTIVATIONS[agent.activation_function]()
 
     def forward(self, pixels_BFHW: Tensor) -> Tensor:
-        found: Tensor = self.activation(self.convolution(pixels_BFHW))
-        return found
+        result_BFHW: Tensor = self.activation(self.convolution(pixels_BFHW))
+        return result_BFHW
 
 
 class _ResidualBlock(nn.Module):
-    """Two convolutions, added to what went in; that is projected where the shape changes."""
+    """Two convolutions, added to their input, which is projected if the shape changes."""
 
     def __init__(
         self,
@@ -220,8 +264,8 @@ class _ResidualBlock(nn.Module):
 
     def forward(self, pixels_BFHW: Tensor) -> Tensor:
         inner = self.second(self.activation(self.first(pixels_BFHW)))
-        found: Tensor = self.activation(inner + self.shortcut(pixels_BFHW))
-        return found
+        result_BFHW: Tensor = self.activation(inner + self.shortcut(pixels_BFHW))
+        return result_BFHW
 
 
 def _convolution(
@@ -229,3 +273,32 @@ def _convolution(
 ) -> nn.Conv2d:
     size = agent.kernel_size
     return nn.Conv2d(channels_in, channels_out, size, stride=stride, padding=size // 2)
+
+
+class ImagePolicyHead(SummaryPolicyHead):
+    """Scores each latent pixel together with the whole image, and decides from the image."""
+
+    key = IMAGE
+    names = ("select_latent_pixel", "decide", "select_linear")
+    select_latent_pixel: nn.Sequential
+
+    def __init__(
+        self,
+        agent: ImageClassificationAgentParameters,
+        shape: AgentShape,
+        impossible: ImpossibleSymbols | None = None,
+    ) -> None:
+        super().__init__(
+            agent,
+            shape,
+            impossible,
+            d_symbol=2 * shape.d_representation,
+            d_selector=agent.d_latent_pixel_selector,
+            num_selector_layers=agent.num_latent_pixel_selector_layers,
+            d_summary=shape.d_representation,
+        )
+
+    def symbol_logits(self, representation: Representation, observation: Observation) -> Tensor:
+        latent_BSD = representation[LATENT]
+        image_BSD = representation[IMAGE].unsqueeze(1).expand_as(latent_BSD)
+        return self.by_place(self.select_latent_pixel(torch.cat([latent_BSD, image_BSD], dim=-1)))
