@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.reductions import masked_mean, masked_sum, mean_over_rows
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum, mean_over_rows
 
 PreferenceKind = Literal["sigmoid", "hinge", "robust", "ipo"]
 """Losses of `preference_loss`."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import l1_loss, mse_loss, smooth_l1_loss
 
 from nip_astra.parameters.trainers import LossCriticType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.reductions import (
+    LossOutput,
     Reduction,
     masked_fill_zero,
     masked_mean,

@@ -11,7 +11,6 @@ from tensordict import TensorDict
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import (
     Divergence,
     PairKind,
@@ -20,7 +19,7 @@ from nip_astra.rl_objectives.preference import (
     pair_loss,
     preference_loss,
 )
-from nip_astra.rl_objectives.reductions import mean_over_rows
+from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 

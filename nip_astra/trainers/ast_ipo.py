@@ -5,8 +5,8 @@ from __future__ import annotations
 from tensordict import TensorDict
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 

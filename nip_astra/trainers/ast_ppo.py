@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of

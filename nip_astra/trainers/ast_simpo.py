@@ -9,8 +9,8 @@ from tensordict import TensorDict
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import orpo_loss, simpo_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 

@@ -16,7 +16,7 @@ class MappoTrainer(VanillaPpoTrainer):
 
     The loss is that of vanilla_ppo. The value function of an agent, which only training needs,
     sees every channel and the label (arXiv:2103.01955): `V(s, y)` instead of `V(o)`. Its advantages
-    do not charge an agent for what it could not know, and vary less. An agent has a value function
+    do not charge an agent for unknown facts, and vary less. An agent has a value function
     of its own, since provers and verifiers are rewarded for different things.
     """
 
@@ -26,7 +26,6 @@ class MappoTrainer(VanillaPpoTrainer):
         super().__init__(*args, **kwargs)
         if self.rl.use_shared_body:
             raise ConfigurationError(
-                "mappo was asked to share bodies between policies and value functions, but its "
-                "value functions see what policies must not. Set rl.use_shared_body=false, or "
-                "train with vanilla_ppo."
+                "mappo cannot share bodies: its value functions see more than policies may. Set "
+                "rl.use_shared_body=false, or train with vanilla_ppo."
             )

@@ -30,9 +30,8 @@ def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
     def decorate(cls: TrainerClass) -> TrainerClass:
         if not (isinstance(cls, type) and issubclass(cls, Trainer)):
             raise PluginError(
-                f"{getattr(cls, '__name__', cls)!r} was registered as the trainer {str(name)!r}, "
-                "but is no subclass of nip_astra.trainers.trainer_base.Trainer. Derive it from "
-                "that, or from the base of a family."
+                f"{getattr(cls, '__name__', cls)!r}, the trainer {str(name)!r}, is no subclass of "
+                "nip_astra.trainers.trainer_base.Trainer. Derive it from that or a family's base."
             )
         TRAINERS.register(str(name))(cls)
         return cls

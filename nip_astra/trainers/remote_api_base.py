@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample

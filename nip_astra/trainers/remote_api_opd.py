@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.distillation import reverse_kl_advantages
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives import policy_losses
-from nip_astra.rl_objectives.importance import mismatch_weights
 from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.reductions import masked_mean
+from nip_astra.rl_objectives.policy_losses import importance_weights
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
@@ -189,7 +188,7 @@ class SelfHostedTrainer(ServiceTrainer):
             batch.values["old_logprobs"] = scored_BT
         correction = options.correction or ("truncate" if self._staleness else None)
         if correction is not None:
-            batch.values["correction_weights"] = mismatch_weights(
+            batch.values["correction_weights"] = importance_weights(
                 scored_BT,
                 sampled_BT,
                 mask_BT,

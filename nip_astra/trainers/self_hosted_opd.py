@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.distillation import reverse_kl_advantages
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.trainers.registry import register_trainer
@@ -20,7 +20,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
-    (`rl_objectives.distillation`). Rewards are not learnt from; they are logged.
+    (`rl_objectives.advantages`). Rewards are not learnt from; they are logged.
     """
 
     learns_from_rewards: ClassVar[bool] = False

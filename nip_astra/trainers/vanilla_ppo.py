@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torchrl.objectives import ValueEstimators
-
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.trainers.registry import register_trainer
@@ -14,7 +12,7 @@ from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 @register_trainer(TrainerType.VANILLA_PPO)
 class VanillaPpoTrainer(TensorDictRlTrainer):
-    """Each agent learns by PPO of its own, with a value function of what it sees itself (IPPO).
+    """Each agent learns by PPO of its own, with a value function of its own observations (IPPO).
 
     Every agent takes all others for a part of its environment. With `r = pi(a) / pi_old(a)` and
     advantages `A` by GAE, means over the frames in which the agent acts (arXiv:1707.06347, eq. 7):
@@ -30,7 +28,4 @@ class VanillaPpoTrainer(TensorDictRlTrainer):
 
     def _get_loss_module_and_gae(self) -> tuple[IppoObjective, Gae]:
         loss_module = IppoObjective(self.agents, self.hyper_params.ppo, self.rl)
-        loss_module.make_value_estimator(
-            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
-        )
-        return loss_module, loss_module.value_estimator
+        return loss_module, self.estimator_of(loss_module)

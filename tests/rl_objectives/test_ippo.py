@@ -17,8 +17,8 @@ from torchrl.objectives.multiagent import IPPOLoss
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.advantages import whiten
-from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD, IppoObjective
-from nip_astra.rl_objectives.objective import frames_of, sum_of_losses
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import MIN_ADVANTAGE_STD, frames_of, sum_of_losses
 from tests.rl_objectives.always_acting import (
     NAMES,
     AlwaysActing,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, nll_loss, policy_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rl_objectives.registry import POLICY_LOSSES
 from nip_astra.rl_objectives.values import value_loss
 from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without

@@ -12,12 +12,13 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError, UnknownNameError
-from nip_astra.rl_objectives.importance import effective_sample_size, mismatch_weights
 from nip_astra.rl_objectives.kl import KlKind, kl_estimate, straight_through_kl
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
     GroupVariantName,
     PolicyLoss,
+    effective_sample_size,
+    importance_weights,
     nll_loss,
     policy_loss,
 )
@@ -449,22 +450,19 @@ def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: Any) -> Non
 # ---- mismatch
 
 
-def test_mismatch_weights_truncate_or_mask_by_token_or_row() -> None:
+def test_importance_weights_truncate_or_mask_by_token_or_row() -> None:
     logprobs = torch.log(torch.tensor([[3.0, 0.5], [1.5, 0.1]], dtype=DOUBLE))
     sampler, mask = torch.zeros(2, 2, dtype=DOUBLE), torch.tensor([[True, True], [True, False]])
 
     def found(**options: Any) -> list[float]:
-        weights = mismatch_weights(logprobs, sampler, mask, max_ratio=2.0, **options)
+        options = {"level": "token", **options}
+        weights = importance_weights(logprobs, sampler, mask, max_ratio=2.0, **options)
         return [round(one, 12) for one in weights.flatten().tolist()]
 
     assert found() == [2.0, 0.5, 1.5, 0.0]
-    assert found(mode="mask", min_ratio=0.6) == [0.0, 0.0, 1.5, 0.0]
+    assert found(mode="mask") == [0.0, 0.5, 1.5, 0.0]
     assert found(level="sequence") == [1.5, 1.5, 1.5, 0.0]
-    assert found(level="sequence", mode="mask", min_ratio=1.0) == [1.5, 1.5, 1.5, 0.0]
-    with pytest.raises(ConfigurationError, match=r"0\.5"):
-        mismatch_weights(logprobs, sampler, mask, max_ratio=0.5)
-    with pytest.raises(ConfigurationError, match="token, sequence"):
-        mismatch_weights(logprobs, sampler, mask, mode="drop")  # type: ignore[arg-type]
+    assert found(level="sequence", mode="mask") == [1.5, 1.5, 1.5, 0.0]
 
 
 def test_the_effective_sample_size_is_one_where_all_weights_are_alike() -> None:

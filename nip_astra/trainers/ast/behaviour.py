@@ -26,7 +26,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.sampling import SamplingDistribution, SupportMask
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
+from nip_astra.rl_objectives.policy_losses import ImportanceLevel, importance_weights
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nip_astra.rl_objectives.advantages import tree_gae, whiten
 from nip_astra.rl_objectives.kl import KlKind, KlParameters, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
-from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, reduce_loss
 from nip_astra.rl_objectives.values import explained_variance, value_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree

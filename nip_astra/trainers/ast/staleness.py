@@ -15,12 +15,12 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where_above
-from nip_astra.rl_objectives.importance import (
+from nip_astra.rl_objectives.kl import kl_estimate
+from nip_astra.rl_objectives.policy_losses import (
     ImportanceLevel,
     effective_sample_size,
     importance_weights,
 )
-from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
