@@ -199,18 +199,10 @@ class Objective(LossModule):
         return False
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """An agent's losses in a minibatch.
+        """An agent's losses in a minibatch of frames [B], after `value_estimator`, all scalars.
 
-        Parameters
-        ----------
-        batch : Frames
-            Frames [B], after `value_estimator`.
-
-        Returns
-        -------
-        dict[str, Tensor]
-            Scalars. Those named `loss_*` have grad, are summed and minimised; the others have none
-            and are logged, but where they are NaN.
+        Those named `loss_*` have grad, are summed and minimised; the others have none and are
+        logged, except where they are NaN.
         """
         raise NotImplementedError
 

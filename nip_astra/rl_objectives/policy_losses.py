@@ -266,13 +266,7 @@ class LossParameters(SubParameters):
         return self
 
     def chosen_loss(self) -> PolicyLoss:
-        """The loss with its options.
-
-        Raises
-        ------
-        ConfigurationError
-            For an option that the loss lacks, or a value of another type.
-        """
+        """The loss with its options."""
         return PolicyLoss.of(self.loss, self.loss_options, self.clip_low, self.clip_high)
 
 
@@ -319,12 +313,8 @@ class PolicyLoss:
     ) -> Tensor:
         """The loss of each token, `[B, T]`, 0 where the mask is False.
 
-        Parameters
-        ----------
-        old_logprobs_BT : Tensor, optional
-            By default those of the policy itself, so that ratios are 1.
-        advantages : Tensor
-            `[B, T]`, or `[B]` for all tokens of a row.
+        `old_logprobs_BT` are by default those of the policy itself, so that ratios are 1;
+        `advantages` are `[B, T]`, or `[B]` for all tokens of a row.
         """
         # Masked before exp: the gradient of an infinite value times 0 would be NaN.
         logprobs_BT = masked_fill_zero(logprobs_BT, mask_BT)
@@ -352,9 +342,7 @@ class PolicyLoss:
         """How far the policy has moved: means over a row's tokens, then over rows.
 
         `logprob` (nats per token); with old log-probabilities `ratio_mean` and `approx_kl` (k3 of
-        KL(pi_old || pi), nats per token); for a loss with a clip `ratio_outside_clip` (share of
-        tokens whose ratio is beyond the clip) and `clip_fraction` (share whose gradient the clip
-        removed).
+        KL(pi_old || pi), nats per token) and those of `clip_columns`.
         """
         columns = {"logprob": logprobs_BT}
         if old_logprobs_BT is not None:
@@ -370,7 +358,7 @@ class PolicyLoss:
     def clip_columns(
         self, log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     ) -> dict[str, Tensor]:
-        """`ratio_outside_clip` and `clip_fraction` of each token, of a loss with a clip."""
+        """`ratio_outside_clip`, and `clip_fraction` where the clip removes the gradient."""
         low, high = self.options.get("clip_low"), self.options.get("clip_high")
         if low is None or high is None:
             return {}

@@ -252,7 +252,7 @@ def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine
         analyse_run(finished, ["folow_up"], model)
     about = [{"_type": "follow_up", "agents": ["arthur"]}]
     wrong = AnalysisParameters.from_dict({"analysers": about, "model": {"_type": "scripted"}})
-    with pytest.raises(ConfigurationError, match="arthur.*prover, verifier"):
+    with pytest.raises(ConfigurationError, match=r"arthur.*prover, verifier"):
         analyse_run(finished, wrong.analysers, model)
     said = type_command("analyse", str(finished), "--judge", "none.yaml")
     assert "none.yaml" in refused(said)
