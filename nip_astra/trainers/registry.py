@@ -11,7 +11,10 @@ from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
 
 TRAINERS: Registry[type[Trainer]] = Registry(
-    "trainer", package="nip_astra.trainers", members=TrainerType
+    "trainer",
+    package="nip_astra.trainers",
+    members=TrainerType,
+    modules={TrainerType.MAPPO: "vanilla_ppo"},
 )
 TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
 
@@ -20,11 +23,6 @@ def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
     """Register a `Trainer` subclass under the name by which `--trainer` selects it.
 
     `name` is a `TrainerType` member or, for a trainer of your own, any string.
-
-    Raises
-    ------
-    PluginError
-        When what it decorates is no subclass of `Trainer`.
     """
 
     def decorate(cls: TrainerClass) -> TrainerClass:

@@ -399,15 +399,7 @@ class PureTextRlTrainer(Trainer):
         journal: AnswerJournal,
         num_branches: int = 1,
     ) -> list[TextNode]:
-        """Play episodes, up to a round in which no request to a chat model was answered.
-
-        Raises
-        ------
-        NothingMeasuredError
-            When every request to a chat model failed.
-        ServiceError
-            When a service cannot be reached that has answered before.
-        """
+        """Play episodes, up to a round in which no request to a chat model was answered."""
 
         def after_round(number: int) -> None:
             self._raise_if_stopped()

@@ -92,13 +92,7 @@ class SpgTrainer(TensorDictRlTrainer):
 def check_sequence(
     sequence: Sequence[Sequence[str]], names: Sequence[str]
 ) -> Sequence[Sequence[str]]:
-    """A sequence of groups that holds each agent once.
-
-    Raises
-    ------
-    ConfigurationError
-        If it does not.
-    """
+    """The sequence of groups, refused unless it holds each agent once."""
     if sorted(name for group in sequence for name in group) != sorted(names):
         raise ConfigurationError(
             f"stackelberg_sequence {[list(group) for group in sequence]} must hold each agent of "

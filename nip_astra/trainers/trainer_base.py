@@ -185,15 +185,7 @@ class Trainer(ABC):
     def rerun_tests(self, base_run: Path) -> None:
         """Test the trained agents of another run and train nothing; called in place of `train`.
 
-        Parameters
-        ----------
-        base_run : Path
-            Directory of that run, whose parameters are this one's.
-
-        Raises
-        ------
-        ConfigurationError
-            When this trainer cannot.
+        `base_run` is its directory; its parameters are this run's. Refused by default.
         """
         raise ConfigurationError(
             f"the trainer {self.hyper_params.trainer!r} cannot test the agents of {base_run} again "
@@ -292,15 +284,8 @@ class Trainer(ABC):
     ) -> T | None:
         """Sample or measure in the leading process; then all take its counters and trainer state.
 
-        Parameters
-        ----------
-        handlers : Mapping
-            Requests beside those of `handlers()`.
-
-        Returns
-        -------
-        T or None
-            The result of `work` in the leader; None in the others.
+        Returns the result in the leader, and None in the others; `handlers` are requests beside
+        those of `handlers()`.
         """
         result = self.team.lead(work, {**self.handlers(), **handlers})
         if self.team.size > 1:
@@ -361,11 +346,6 @@ class Trainer(ABC):
 
         Adds `model_dir` to the results; does nothing without a run directory. `write` writes the
         models into a folder; `role` is their name at the tracker.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the models cannot be written, for instance on a full disk.
         """
         store = self._checkpoint_store()
         if self.run_directory is None or store is None:
@@ -424,26 +404,14 @@ class Trainer(ABC):
         return None
 
     def _refuse_nothing(self, where: str, figures: Mapping[str, Any]) -> None:
-        """End the run if a measurement has no result at all.
-
-        Raises
-        ------
-        NothingMeasuredError
-            Also where every request to a chat model failed.
-        """
+        """End the run if a measurement has no result, or every request to a chat model failed."""
         refuse_unanswered(self.services())
         known = self.known_of(figures)
         if known is not None:
             known.refuse_nothing(where, last_failure(self.services()))
 
     def _check_iteration(self, figures: Mapping[str, Any], *, is_last: bool) -> None:
-        """Warn of an iteration without a result; end the run if none has one.
-
-        Raises
-        ------
-        NothingMeasuredError
-            In the last iteration, or where every request to a chat model failed.
-        """
+        """Warn of an iteration without a result; end the run if no iteration or request has one."""
         refuse_unanswered(self.services())
         known = self.known_of(figures)
         if known is None or not known.is_nothing:
@@ -457,13 +425,10 @@ class Trainer(ABC):
         )  # fmt: skip
 
     def store_results(self, results: Mapping[str, Any]) -> None:
-        """Add to `results`, write them, and give trackers the figures of each measurement.
+        """Add to `results`, write them, and log the figures of each measurement.
 
-        Parameters
-        ----------
-        results : Mapping
-            `kind` of the experiment, figures `before` and `after` training (None where they were
-            not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
+        `results` have the `kind` of the experiment, figures `before` and `after` training (None
+        where not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
         """
         self.results |= results
         self.results.setdefault("warnings", [])
@@ -486,11 +451,6 @@ class Trainer(ABC):
         """Save after an iteration where a checkpoint is due, or where a signal stops the run.
 
         `num_done` iterations are done; after the last one a checkpoint is always due.
-
-        Raises
-        ------
-        StopRequested
-            After saving, when a signal asked for it.
         """
         every = self.settings.checkpoint_period
         is_due = is_last or (every > 0 and num_done % every == 0)

@@ -35,13 +35,7 @@ def save_agents(agents: Iterable[Agent], directory: Path) -> None:
 
 
 def load_agent(agent: Agent, path: Path) -> None:
-    """Load an agent's weights from a file.
-
-    Raises
-    ------
-    CheckpointError
-        When the file is missing or broken, or holds an agent of another shape.
-    """
+    """Load an agent's weights from a file."""
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -89,13 +83,6 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
     """The file with a run's trained agent: of its end, or else of its latest checkpoint.
 
     `run` is a run directory, or its name in `runs_dir`; `version` may name a checkpoint.
-
-    Raises
-    ------
-    RunDirectoryError
-        When it is no run.
-    CheckpointError
-        When the run has no agent of that name, or no such checkpoint, or a corrupt one.
     """
     directory = RunDirectory.find(run, runs_dir)
     store = CheckpointStore(directory.checkpoints_dir)
@@ -119,13 +106,7 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
-    """Load each agent whose `load_from_run` names a run from that run.
-
-    Raises
-    ------
-    TrackingError
-        When W&B does not give the agents of a run.
-    """
+    """Load each agent whose `load_from_run` names a run from that run."""
     downloaded: dict[tuple[str, str], Path] = {}
     with tempfile.TemporaryDirectory() as folder:
         for agent in agents:

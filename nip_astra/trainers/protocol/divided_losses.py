@@ -78,13 +78,7 @@ class DividedLosses:
 
     @contextmanager
     def between(self, count: int) -> Iterator[None]:
-        """Run the block in `count` processes, and leave it in the first.
-
-        Raises
-        ------
-        WorkerProcessError
-            When another process cannot be started, fails, or ends too early.
-        """
+        """Run the block in `count` processes, and leave it in the first."""
         number = 0
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nip_astra_"))
@@ -133,13 +127,6 @@ class DividedLosses:
         """Compute the gradients of a minibatch, and return the metrics, by task.
 
         `compute` runs a task; gradients are None before.
-
-        Raises
-        ------
-        ConfigurationError
-            When tasks have a weight in common, draw random numbers, or change buffers.
-        WorkerProcessError
-            When another process fails.
         """
         part = self._computed(compute)
         done = None if self._board is None else self._board.exchange(part, self._team)

@@ -198,14 +198,7 @@ class Learner:
         )
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
-        """Learn from a batch; return means over minibatches, on the device, and the step count.
-
-        Raises
-        ------
-        NonFiniteLossError
-            When a gradient is not finite. On a CPU no step is taken with it; elsewhere the check
-            is at the end of the iteration, so that the device does not wait.
-        """
+        """Learn from a batch; return means over minibatches, on the device, and the step count."""
         if self.sharded is None:
             return self._learn(batch, iteration)
         with lost_process_errors(self.team, only_if=LOST):

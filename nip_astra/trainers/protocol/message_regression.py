@@ -34,13 +34,6 @@ class MessageRegression:
     """Fits a regressor to the first messages of each agent, and measures its accuracy.
 
     Its random numbers derive from seed, iteration and agent, and leave those of the run alone.
-
-    Raises
-    ------
-    UnknownNameError
-        For an agent to be probed that does not exist.
-    ConfigurationError
-        When fits are to continue from one another, and the regressor cannot.
     """
 
     def __init__(self, hyper_params: HyperParameters, agent_names: Sequence[str]) -> None:

@@ -108,14 +108,7 @@ class GroupAdam(torch.optim.Adam):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`, or of torch's Adam.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of other groups of weights, or weights of a group were moved different
-            numbers of times.
-        """
+        """Restore the state of `state_dict`, or of torch's Adam."""
         sizes = [len(group["params"]) for group in self.param_groups]
         stored = [len(group["params"]) for group in state_dict["param_groups"]]
         if stored != sizes:
@@ -315,13 +308,7 @@ class AgentOptimizers:
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of other agents, or of agents with other weights.
-        """
+        """Restore the state of `state_dict`."""
         if set(state) != set(self.optimizers):
             raise CheckpointError(
                 f"the checkpoint has optimizers of {', '.join(map(repr, state))}, but here "

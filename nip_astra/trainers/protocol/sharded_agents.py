@@ -163,11 +163,6 @@ class ShardedAgents:
     The leader also holds the whole agents, for it plays and tests; `gather` updates them. In the
     other processes they are divided in place, and only learn then. Agents and optimizers must be
     equal in all processes at first.
-
-    Raises
-    ------
-    ConfigurationError
-        When agents share weights.
     """
 
     def __init__(self, agents: CombinedAgents, optimizers: AgentOptimizers, team: Team) -> None:

@@ -85,11 +85,6 @@ class SoloTraining:
         iterations. Without, all weights learn in every epoch.
     has_body_factor : bool
         Whether the factor of its body is among these.
-
-    Attributes
-    ----------
-    learned_N, held_out_N : Tensor
-        Rows of the dataset.
     """
 
     def __init__(
@@ -132,13 +127,7 @@ class SoloTraining:
         )
 
     def run_epoch(self, epoch: int) -> SoloScore:
-        """Go once over the training datapoints; the score is that of the minibatches, before steps.
-
-        Raises
-        ------
-        NonFiniteLossError
-            When the loss is not finite.
-        """
+        """Go once over the training datapoints; the score is that of minibatches before steps."""
         generator = derived_generator(*self._key, "epoch", epoch)
         order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
         left = 1 - epoch / self.parameters.num_epochs if self.parameters.anneal_lr else 1.0
@@ -202,13 +191,7 @@ class SoloTraining:
         return dict(self.optimizer.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state`.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of an optimizer of other weights.
-        """
+        """Restore the state of `state`."""
         try:
             self.optimizer.load_state_dict(state)
         except ValueError as error:

@@ -141,15 +141,7 @@ class RolloutAnalyses:
         *,
         is_overwritten: bool = False,
     ) -> list[Analysis]:
-        """Judge the rollouts of an iteration by every analyser.
-
-        Raises
-        ------
-        ConfigurationError
-            When another judge has judged them before, without `is_overwritten`.
-        ServiceError
-            When the judge cannot be reached.
-        """
+        """Judge the rollouts of an iteration by every analyser."""
         folder = None if self.run is None else Path(ANALYSES) / f"{split}_{iteration:04d}"
         if folder is not None and not is_overwritten:
             for analyser in self.analysers:

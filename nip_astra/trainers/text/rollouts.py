@@ -112,13 +112,7 @@ class RolloutFiles:
         rollouts.save(folder / ROLLOUTS)
 
     def load(self, split: str, iteration: int) -> NestedArrayDict:
-        """The rollouts of an earlier sampling.
-
-        Raises
-        ------
-        DataError
-            When they are missing or damaged.
-        """
+        """The rollouts of an earlier sampling."""
         folder = self.folder(split, iteration)
         if folder is None:
             return self._in_memory[split, iteration]
