@@ -213,12 +213,6 @@ def test_the_conjugate_gradient_ends_before_a_direction_of_negative_curvature() 
     assert both.tolist() == pytest.approx([2.0, 2.0])
 
 
-@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.ihvp_variant)
-def test_a_zero_vector_gives_zero(method: SpgParameters) -> None:
-    found = solve_quadratic(positive_matrix(), torch.zeros(6, dtype=DOUBLE), method)
-    assert found.tolist() == [0.0] * 6
-
-
 def test_nystrom_without_damping_is_refused() -> None:
     with pytest.raises(ValueError, match="ihvp_rho"):
         SpgParameters(ihvp_rho=0.0)
@@ -241,25 +235,6 @@ def test_products_with_a_jacobian_and_its_transpose_equal_the_dense_ones() -> No
         torch.testing.assert_close(operator.apply(vector), dense @ vector)
         torch.testing.assert_close(operator.apply_transposed(vector), dense.T @ vector)
     torch.testing.assert_close(operator.transposed().apply(vector), dense.T @ vector)
-
-
-def test_a_product_with_the_hessian_of_a_network_equals_the_dense_one() -> None:
-    inputs, hidden = random_tensor(5, 3), random_tensor(3, 2, seed=1).requires_grad_()
-    out = random_tensor(2, seed=2).requires_grad_()
-
-    def loss(hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(inputs @ hidden) @ out - 1.0).square().mean()
-
-    blocks = torch.autograd.functional.hessian(loss, (hidden, out))
-    dense = torch.cat(
-        [
-            torch.cat([b.reshape(n, -1) for b in row], 1)
-            for n, row in zip((6, 2), blocks, strict=True)
-        ]
-    )
-    operator = hessian_operator(loss(hidden, out), [hidden, out])
-    vector = random_tensor(8, seed=3)
-    torch.testing.assert_close(operator.apply(vector), dense @ vector)
 
 
 def test_what_does_not_depend_on_a_parameter_has_the_derivative_zero() -> None:

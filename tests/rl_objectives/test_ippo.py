@@ -333,12 +333,6 @@ def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
     assert float(tiny.abs().max()) < 0.01
 
 
-def test_normalisation_counts_only_frames_that_count() -> None:
-    values = torch.tensor([1.0, 3.0, 100.0])
-    found = normalised(values, torch.tensor([True, True, False]))
-    assert found[:2].tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
-
-
 def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration() -> None:
     agents = AlwaysActing()
     batch = make_batch(agents)
