@@ -130,18 +130,17 @@ def pair_loss(
     `beta` is > 0; larger stays closer to the reference. Metrics as of `preference_loss`.
     """
     _check_positive(kind, beta=beta)
-    scaled_B, other_B = beta * chosen_logratios_B, beta * rejected_logratios_B
-    margins_B = beta * (chosen_logratios_B - rejected_logratios_B)
+    chosen_B, rejected_B = chosen_logratios_B, rejected_logratios_B
+    margins_B = beta * (chosen_B - rejected_B)
     if kind == "nca":
-        away_B = F.logsigmoid(-scaled_B) + F.logsigmoid(-other_B)
-        losses_B = -F.logsigmoid(scaled_B) - away_B / 2
+        away_B = F.logsigmoid(-beta * chosen_B) + F.logsigmoid(-beta * rejected_B)
+        losses_B = -F.logsigmoid(beta * chosen_B) - away_B / 2
     elif kind == "sppo":
-        losses_B = (chosen_logratios_B - 0.5 / beta).square()
-        losses_B = losses_B + (rejected_logratios_B + 0.5 / beta).square()
+        losses_B = (chosen_B - 0.5 / beta).square() + (rejected_B + 0.5 / beta).square()
     elif kind == "apo_zero":
-        losses_B = torch.sigmoid(-scaled_B) + torch.sigmoid(other_B)
+        losses_B = torch.sigmoid(-beta * chosen_B) + torch.sigmoid(beta * rejected_B)
     elif kind == "apo_down":
-        losses_B = torch.sigmoid(scaled_B) + torch.sigmoid(-margins_B)
+        losses_B = torch.sigmoid(beta * chosen_B) + torch.sigmoid(-margins_B)
     else:
         known = "nca, sppo, apo_zero, apo_down"
         raise ConfigurationError(f"unknown loss of pairs {kind!r}. Known: {known}.")

@@ -308,7 +308,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         stack.enter_context(self.learner.processes(self.settings.num_threads))
 
     def _prepare(self) -> None:
-        """Measure observations and train bodies, where asked for, unless a checkpoint has them."""
+        """Normalise observations and pretrain bodies by the parameters, unless a checkpoint did."""
         if self.state.is_prepared:
             return
         if self.rl.normalize_observations:

@@ -107,7 +107,7 @@ class Trainer(ABC):
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}
     """Groups or parameters of those that this trainer reads under a condition only."""
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Parameters that may differ from those of the checkpoint that a run goes on from."""
+    """Parameters that may differ from those of the checkpoint from which a run continues."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
     divides_weights: ClassVar[bool] = False
@@ -214,7 +214,7 @@ class Trainer(ABC):
     def _set_seed(self) -> None:
         """Seed the global generators, for code that uses them; ours derives its own.
 
-        In a run that goes on, they take up the states of its checkpoint instead.
+        A resumed run restores the states of its checkpoint instead.
         """
         seed = derive_seed(self.hyper_params.seed, "global")
         random.seed(seed)
@@ -319,7 +319,7 @@ class Trainer(ABC):
         return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
-        """Save everything that a new process needs to go on exactly, where there is a store."""
+        """Save everything that a new process needs to continue exactly, where there is a store."""
         store = self._checkpoint_store()
         if store is None:
             return

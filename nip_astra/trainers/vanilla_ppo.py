@@ -13,7 +13,7 @@ from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 @register_trainer(TrainerType.VANILLA_PPO)
 class VanillaPpoTrainer(TensorDictRlTrainer):
-    """Each agent learns by PPO of its own, with a value function of its own observations (IPPO).
+    """Each agent learns by its own PPO, with a value function of its own observations (IPPO).
 
     Every agent takes all others for a part of its environment. With `r = pi(a) / pi_old(a)` and
     advantages `A` by GAE, means over the frames in which the agent acts (arXiv:1707.06347, eq. 7):
