@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.kl import AdaptiveKl as AdaptiveKl
     from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
     from nip_astra.rl_objectives.objective import Objective as Objective
-    from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rl_objectives.reductions import LossOutput as LossOutput
     from nip_astra.rl_objectives.reductions import masked_mean as masked_mean
     from nip_astra.rl_objectives.registry import register_advantage as register_advantage
     from nip_astra.rl_objectives.registry import register_policy_loss as register_policy_loss
@@ -376,7 +376,7 @@ _HOMES = {
     "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
     "LocalTrainingService": "nip_astra.language_models.services.training",
-    "LossOutput": "nip_astra.rl_objectives.outputs",
+    "LossOutput": "nip_astra.rl_objectives.reductions",
     "LrFactors": "nip_astra.parameters.agents",
     "Message": "nip_astra.scorers.base",
     "MessageRegressionParameters": "nip_astra.parameters.message_regression",

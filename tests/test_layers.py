@@ -57,10 +57,6 @@ FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
 SHORT_MODULES = {
     "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
-    **{
-        f"nip_astra.trainers.{name}": "found by the registry under its name"
-        for name in ("pure_text_malt", "vanilla_ppo")
-    },
 }
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 

@@ -34,10 +34,9 @@ from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.services.fine_tuning import LrSchedule, Method, check_length
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import load_causal_lm, resolve_model
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
-from nip_astra.rl_objectives.reductions import masked_sum
+from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 LEARNING_RATES: dict[tuple[Method, bool], float] = {

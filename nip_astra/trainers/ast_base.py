@@ -35,7 +35,7 @@ from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.kl import AdaptiveKl
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested

@@ -19,7 +19,6 @@ from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import (
     Divergence,
     PairKind,
@@ -31,7 +30,7 @@ from nip_astra.rl_objectives.preference import (
     sequence_logprobs,
     simpo_loss,
 )
-from nip_astra.rl_objectives.reductions import mean_over_rows
+from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters

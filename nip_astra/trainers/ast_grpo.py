@@ -13,7 +13,6 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
     ROW_LOSSES,
@@ -22,7 +21,7 @@ from nip_astra.rl_objectives.policy_losses import (
     PolicyLoss,
     policy_loss,
 )
-from nip_astra.rl_objectives.reductions import Reduction, masked_mean, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, Reduction, masked_mean, reduce_loss
 from nip_astra.rl_objectives.registry import PolicyLossName, has_option
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import tree_gae, whiten
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind, KlParameters, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
-from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, reduce_loss
 from nip_astra.rl_objectives.values import explained_variance, value_loss
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree

@@ -13,9 +13,8 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import policy_loss
-from nip_astra.rl_objectives.reductions import mean_over_rows, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows, reduce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.behaviour import (

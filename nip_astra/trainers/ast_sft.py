@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import nll_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters

@@ -38,7 +38,7 @@ from nip_astra.language_models.services.data_parallel import DataParallelService
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
+from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.dry_run import (

@@ -13,10 +13,9 @@ from tensordict import TensorDict
 
 from nip_astra.errors import DataError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.distillation import reverse_kl_advantages
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
-from nip_astra.rl_objectives.reductions import masked_mean
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch

@@ -16,12 +16,10 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
-from nip_astra.rl_objectives.advantages import codes_of
-from nip_astra.rl_objectives.distillation import reverse_kl_advantages
-from nip_astra.rl_objectives.importance import mismatch_weights
+from nip_astra.rl_objectives.advantages import codes_of, reverse_kl_advantages
 from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.reductions import masked_mean, masked_sum
+from nip_astra.rl_objectives.policy_losses import importance_weights
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
@@ -192,7 +190,7 @@ class SelfHostedTrainer(ServiceTrainer):
             batch.values["old_logprobs"] = scored_BT
         correction = options.correction or ("truncate" if self._staleness else None)
         if correction is not None:
-            batch.values["correction_weights"] = mismatch_weights(
+            batch.values["correction_weights"] = importance_weights(
                 scored_BT,
                 sampled_BT,
                 mask_BT,

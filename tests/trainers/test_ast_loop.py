@@ -18,7 +18,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_base import rollout_token_metrics
 from nip_astra.trainers.ast_dpo import AstDpoTrainer

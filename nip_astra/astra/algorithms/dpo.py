@@ -15,8 +15,8 @@ from nip_astra.astra.core.graphs import GraphTree, tree_of
 from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.rewards import credit_of
 from nip_astra.trainers.ast_dpo import (

@@ -129,8 +129,11 @@ class Protocols(EpisodeFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> dict[str, Any]:
-        from nip_astra.trainers.protocol.episode_samples import NUM_TEST_EPISODES, episode_rows
-        from nip_astra.trainers.protocol.statistics import PlayStatistics
+        from nip_astra.trainers.protocol.statistics import (
+            NUM_TEST_EPISODES,
+            PlayStatistics,
+            episode_rows,
+        )
 
         trainer, statistics = subject.trainer, PlayStatistics(subject.trainer.agents.names)
         rows: list[Row] = []

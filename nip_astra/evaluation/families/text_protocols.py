@@ -113,8 +113,12 @@ class TextProtocols(EpisodeFamily):
         from nip_astra.samplers.answer_journal import AnswerJournal
         from nip_astra.samplers.text_rollouts import rollouts_of
         from nip_astra.trainers.service_use import services_used
-        from nip_astra.trainers.text.datapoints import held_out_episodes, train_episodes
-        from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
+        from nip_astra.trainers.text.rollouts import (
+            COLUMNS,
+            episode_rows,
+            held_out_episodes,
+            train_episodes,
+        )
 
         trainer: Any = prepare_experiment(subject.resolved, subject.settings).trainer
         instance, count, seed = trainer.instance, request.num_episodes, subject.seed

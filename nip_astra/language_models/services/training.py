@@ -32,7 +32,7 @@ from nip_astra.parameters.parameters_base import MAX_LR, RegisteredName, SubPara
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.registry import Registry
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 
 Loss = Callable[[TensorDict], LossOutput]
 """The loss of a batch, a mean over its samples, and scalars to log. It gets the log-probabilities

@@ -22,12 +22,12 @@ from nip_astra.language_models.base import LanguageModel, SamplingOptions, Token
 from nip_astra.language_models.sampling import SamplingDistribution, SupportMask
 from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.rl_objectives.importance import (
+from nip_astra.rl_objectives.kl import kl_estimate
+from nip_astra.rl_objectives.policy_losses import (
     ImportanceLevel,
     effective_sample_size,
     importance_weights,
 )
-from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters

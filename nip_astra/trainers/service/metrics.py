@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.rl_objectives.importance import (
+from nip_astra.rl_objectives.kl import kl_estimate
+from nip_astra.rl_objectives.policy_losses import (
     ImportanceLevel,
     effective_sample_size,
-    mismatch_weights,
+    importance_weights,
 )
-from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory, advantages_of
@@ -95,7 +95,9 @@ def mismatch_metrics(
     `mismatch/kl` (k3 of KL(sampler || policy), nats a token), `mismatch/largest_gap` (nats) and
     `mismatch/effective_sample_size` (share; 1 where the two agree).
     """
-    weights_BT = mismatch_weights(scored_BT, sampled_BT, mask_BT, level=level, max_ratio=torch.inf)
+    weights_BT = importance_weights(
+        scored_BT, sampled_BT, mask_BT, level=level, max_ratio=torch.inf
+    )
     kl_BT = kl_estimate(sampled_BT, scored_BT, "k3", mask_BT=mask_BT)
     gap_BT = (sampled_BT - scored_BT).abs() * mask_BT
     return {

@@ -10,9 +10,8 @@ from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import AdvantageParameters
-from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlParameters
-from nip_astra.rl_objectives.policy_losses import LossParameters
+from nip_astra.rl_objectives.policy_losses import CorrectionMode, ImportanceLevel, LossParameters
 from nip_astra.rl_objectives.reductions import Reduction
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.samplers.executor import AsyncRolloutParameters

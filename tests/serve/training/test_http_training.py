@@ -23,7 +23,7 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services import http_training
 from nip_astra.language_models.services.http_training import ROUTE
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.training import work
 from tests.serve.training.running import POLICY, Server, training_server

@@ -27,7 +27,7 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import tinker_training
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.serve.bodies import Body
 from nip_astra.serve.training import work
 from nip_astra.serve.training.tinker import host

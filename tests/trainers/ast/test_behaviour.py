@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.rl_objectives.importance import importance_weights
-from nip_astra.rl_objectives.policy_losses import policy_loss
+from nip_astra.rl_objectives.policy_losses import importance_weights, policy_loss
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.rollouts import node_samples
