@@ -58,7 +58,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """A row of the jobs.
+    """A job.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Job:
     crashes : int
         How often the process that trains died.
     is_trained : bool
-        Whether the result is complete on disk.
+        Whether the trained model is complete on disk.
     """
 
     number: int
@@ -97,13 +97,7 @@ _COLUMNS = ", ".join(field.name for field in fields(Job))
 
 
 class JobStore:
-    """The state of a service.
-
-    Parameters
-    ----------
-    folder : Path
-        Created if it is missing.
-    """
+    """The state of a service."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +109,6 @@ class JobStore:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection that waits for others."""
         connection = sqlite3.connect(self.folder / "service.db", timeout=60, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:
@@ -220,13 +213,7 @@ class JobStore:
         return [Job(**row) for row in found]
 
     def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
-        """Change a job, and return whether it was changed.
-
-        Parameters
-        ----------
-        only : Sequence[Status]
-            Statuses in which it is changed; empty for any.
-        """
+        """Change a job, unless `only` excludes its status; returns whether it was changed."""
         if "error" in values:
             values["error"] = json.dumps(values["error"])
         if "status" in values and Status(values["status"]).is_over:
@@ -269,7 +256,7 @@ class JobStore:
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
     ) -> None:
-        """Tell of a model that a job left on its way."""
+        """Add an intermediate model of a job."""
         with self._transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO checkpoints "

@@ -52,7 +52,7 @@ def services_of(process: int) -> list[int]:
             command = (status.parent / "cmdline").read_text()
         except OSError:
             continue
-        if int(parent) == process and state != "Z" and "nip_astra.serve.process" in command:
+        if int(parent) == process and state != "Z" and "nip_astra.serve.local_service" in command:
             found.append(int(status.parent.name))
     return found
 

@@ -70,31 +70,31 @@ class ServiceProcess:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nip-astra-serve-")
         state = settings.get("state_dir") or str(Path(self._folder.name) / "state")
-        told = Path(self._folder.name) / "service.json"
+        address_file = Path(self._folder.name) / "service.json"
         self._log = Path(self._folder.name) / "log.txt"
         order = {
             "models": {name: str(path) for name, path in models.items()},
             "settings": {**settings, "state_dir": state},
             "num_threads": num_threads,
             "protocols": list(protocols),
-            "told": str(told),
+            "address_file": str(address_file),
         }
         # The pipe closes when this process ends, and that ends the service.
         self._process = start_program(
             "a text service",
-            ["-m", "nip_astra.serve.process", json.dumps(order)],
+            ["-m", "nip_astra.serve.local_service", json.dumps(order)],
             log=self._log,
             stdin=subprocess.PIPE,
         )
         try:
-            self.base_url = self._wait_until_told(told, seconds_to_start)
+            self.base_url = self._wait_for_address(address_file, seconds_to_start)
         except BaseException:
             self.stop()
             raise
 
-    def _wait_until_told(self, told: Path, seconds: float) -> str:
+    def _wait_for_address(self, address_file: Path, seconds: float) -> str:
         deadline = time.monotonic() + seconds
-        while not told.exists():
+        while not address_file.exists():
             if not self.is_alive or time.monotonic() > deadline:
                 what = f"did not start within {seconds:.0f} s"
                 what = what if self.is_alive else f"its process {self._process.ending} at once"
@@ -104,7 +104,7 @@ class ServiceProcess:
                     "Try its models with nip-astra serve, which shows what is wrong."
                 )
             time.sleep(0.02)
-        return str(json.loads(told.read_text())["base_url"])
+        return str(json.loads(address_file.read_text())["base_url"])
 
     @property
     def is_alive(self) -> bool:

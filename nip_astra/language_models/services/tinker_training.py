@@ -59,7 +59,7 @@ SECONDS_OF_A_LOOK = 10.0
 SECONDS_TO_FORGET = 2.0
 """How long to wait for a service to confirm the end of a session."""
 ERROR_KINDS: Mapping[str, type[ServiceError]] = {
-    "started anew": ServiceModelError,
+    "service was restarted": ServiceModelError,
     "one client at a time": ServiceConflictError,
     "higher max_training_models": ServiceBusyError,
 }
