@@ -10,10 +10,10 @@ from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatMessage,
     ChatRequest,
+    complete_all,
     estimate_tokens,
 )
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.run_sync import complete_all
 
 NOT_ASKED = "ended"
 """Failure of responses after the first one that failed."""

@@ -15,13 +15,11 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
+    FineTuningParameters,
     JobStatus,
+    OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
-)
-from nip_astra.language_models.services.openai_fine_tuning import (
-    FineTuningParameters,
-    OpenAIFineTuning,
 )
 from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running

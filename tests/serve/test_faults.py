@@ -22,8 +22,7 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.language_models.services.requests import ask, saying

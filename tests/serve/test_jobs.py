@@ -36,11 +36,10 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
     LimitParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.run_sync import complete_all
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.serve.app import open_service
 from nip_astra.serve.job_runner import read_texts
 from nip_astra.serve.job_store import JobStore, Status

@@ -23,8 +23,7 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 from tests.tiny import make_language_model

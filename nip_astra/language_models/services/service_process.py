@@ -1,4 +1,4 @@
-"""A text service in a process of its own, and the one that chat models start for themselves."""
+"""A text service in its own process, and the one that chat models start for themselves."""
 
 from __future__ import annotations
 
@@ -23,38 +23,19 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_START = 180.0
 """Loading models takes most of it."""
 SECONDS_TO_STOP = 15.0
-"""After a signal; then the process is killed."""
+"""After the signal; then the process is killed."""
 
 
 class ServiceProcess:
-    """A text service in a process of its own; also a context manager that stops it.
+    """A text service in its own process; see `nip_astra.serve.LocalService` for the parameters.
 
-    The process ends with the one that started it, however that ends. A signal to the terminal's
-    process group does not reach it, so that a run that is interrupted can finish its step.
-
-    Parameters
-    ----------
-    models : Mapping[str, str]
-        Folder, hub id or `.gguf` file by name.
-    settings : Mapping[str, Any]
-        Values of `ServiceSettings`. Without a `state_dir` its files, jobs and trained models are
-        gone when it is stopped.
-    num_threads : int, optional
-        CPU cores that it computes with.
-    protocols : Sequence[str]
-        By which clients train the models, "http" and "tinker"; without one, the models answer
-        texts.
+    A signal to the terminal's process group does not reach it, so that an interrupted run can
+    finish its step.
 
     Attributes
     ----------
     base_url : str
-        What a client is given, for instance `http://127.0.0.1:41234/v1`, or the same without
-        `/v1` for one that trains.
-
-    Raises
-    ------
-    ServiceError
-        When it cannot be started.
+        Address for clients, for instance `http://127.0.0.1:41234/v1`, without `/v1` for training.
     """
 
     base_url: str
@@ -113,17 +94,17 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Of the service's process."""
+        """Id of the process."""
         return self._process.pid
 
     def log(self) -> str:
-        """What the service has said so far."""
+        """The output of the service so far."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def stop(self) -> None:
-        """End the service; nothing happens where it has ended already."""
+        """End the service, if it has not ended."""
         if not self._process.stop(SECONDS_TO_STOP):
-            logger.warning("the text service did not end when asked to, and was killed")
+            logger.warning("the text service did not end at the signal, and was killed")
         if self._process.program is not None and self._process.program.stdin is not None:
             self._process.program.stdin.close()
         self._folder.cleanup()
@@ -154,17 +135,7 @@ _SHARED: weakref.WeakValueDictionary[tuple[str, str, str], OwnService] = (
 
 
 class OwnService:
-    """A service that starts when it is first needed, and ends with the last model that asks it.
-
-    Parameters
-    ----------
-    name : str
-        Under which it serves the model.
-    weights : str
-        Folder, hub id or `.gguf` file.
-    device : str
-        Where the model is held.
-    """
+    """A service of one model that starts when it is first needed, and ends with its last user."""
 
     def __init__(self, name: str, weights: str, device: str) -> None:
         self.name, self.weights, self.device = name, weights, device
@@ -173,7 +144,7 @@ class OwnService:
 
     @classmethod
     def shared(cls, name: str, weights: str, device: str) -> OwnService:
-        """The one service of this process for a model."""
+        """The service of this process for a model."""
         key = (name, weights, device)
         found = _SHARED.get(key)
         if found is None:
@@ -182,18 +153,12 @@ class OwnService:
 
     @property
     def address(self) -> str | None:
-        """Where it listens; None while it does not run."""
+        """Its address; None while it does not run."""
         process = self._process
         return process.base_url if process is not None and process.is_alive else None
 
     def start(self) -> str:
-        """Where it listens, once it does; one that has died is started again.
-
-        Raises
-        ------
-        ConfigurationError
-            When it cannot be started.
-        """
+        """Its address; starts it if it does not run."""
         with self._lock:
             if self.address is None:
                 if self._process is not None:
@@ -213,7 +178,7 @@ class OwnService:
             return self._process.base_url
 
     def stop(self) -> None:
-        """End it; it starts again when it is asked."""
+        """End it; it starts again when it is needed."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -16,12 +16,12 @@ from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.fine_tuning import FineTuningService
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
-from nip_astra.language_models.services.openai_fine_tuning import (
+from nip_astra.language_models.services.fine_tuning import (
     FineTuningParameters,
+    FineTuningService,
     OpenAIFineTuning,
 )
+from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.tracking import wandb_runs

@@ -102,18 +102,19 @@ def tinker_routes(host: TinkerHost) -> APIRouter:
         path = f"{run}{checkpoint}/{name}"
         router.add_api_route(path, _refusal(name, reason), methods=every)
     # After the refused ones, which have fixed names in place of {name}.
-    for path, handler in (
-        ("/healthz", rest.health),
-        ("/get_server_capabilities", rest.capabilities),
-        ("/training_runs", rest.runs),
-        (run, rest.run),
-        (f"{run}/checkpoints", rest.of_run),
-        ("/checkpoints", rest.checkpoints),
-        ("/sessions", rest.sessions),
-        ("/sessions/{name}", rest.session),
-        ("/samplers/{name}", rest.sampler),
-    ):
-        router.add_api_route(path, handler, methods=["GET"])
+    reads: dict[str, Callable[..., Any]] = {
+        "/healthz": rest.health,
+        "/get_server_capabilities": rest.capabilities,
+        "/training_runs": rest.runs,
+        run: rest.run,
+        f"{run}/checkpoints": rest.of_run,
+        "/checkpoints": rest.checkpoints,
+        "/sessions": rest.sessions,
+        "/sessions/{name}": rest.session,
+        "/samplers/{name}": rest.sampler,
+    }
+    for path, read in reads.items():
+        router.add_api_route(path, read, methods=["GET"])
     router.add_api_route(f"{run}{checkpoint}", rest.delete, methods=["DELETE"])
     router.add_api_route(f"{run}{checkpoint}/ttl", rest.set_ttl, methods=["PUT", "POST", "PATCH"])
     return router

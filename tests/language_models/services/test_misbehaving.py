@@ -17,16 +17,17 @@ import pytest
 pytest.importorskip("openai")
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
-from nip_astra.language_models.services import openai_client
-from nip_astra.language_models.services.bounded_http import MIB
+from nip_astra.language_models.services import http_client
 from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.fine_tuning import FineTuningOptions, SupervisedExample
-from nip_astra.language_models.services.http_training import TrainingConnection
-from nip_astra.language_models.services.openai_fine_tuning import (
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningOptions,
     FineTuningParameters,
     OpenAIFineTuning,
+    SupervisedExample,
 )
+from nip_astra.language_models.services.http_client import MIB
+from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving
@@ -41,7 +42,7 @@ REST = sorted(MISBEHAVIOURS.keys() - set(SAMPLED))
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "LARGEST_ANSWER", 4 * MIB)
+    monkeypatch.setattr(http_client, "LARGEST_ANSWER", 4 * MIB)
 
 
 @pytest.fixture(scope="module", autouse=True)

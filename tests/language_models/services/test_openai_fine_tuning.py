@@ -12,13 +12,11 @@ import pytest
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
+    FineTuningParameters,
     JobStatus,
+    OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
-)
-from nip_astra.language_models.services.openai_fine_tuning import (
-    FineTuningParameters,
-    OpenAIFineTuning,
 )
 from tests.language_models.services.job_stub import JobStub, job_stub
 

@@ -23,12 +23,17 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
     LimitParameters,
     PriceParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel, open_chat_model
-from nip_astra.language_models.services.run_sync import complete_all
-from nip_astra.language_models.services.usage import Budget, ResponseCache, UsageLog
+from nip_astra.language_models.services.retrying import (
+    Budget,
+    ResponseCache,
+    RetryingChatModel,
+    UsageLog,
+    open_chat_model,
+)
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
 from tests.scorers.chat_stub import Reply, chat_stub

@@ -143,7 +143,7 @@ def test_two_clients_on_one_model_are_told_apart(server: Server) -> None:
 
 
 def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tinker_training, "SECONDS_TO_FORGET", 0.3)
+    monkeypatch.setattr(tinker_training, "SECONDS_TO_FINISH", 0.3)
     with training_server(["tinker"], max_training_models=1) as server:
         first = trainer_at(server, "tinker")
         with pytest.raises(ServiceBusyError, match="max_training_models"):

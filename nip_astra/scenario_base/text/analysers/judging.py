@@ -23,8 +23,8 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatRequest,
     FailureReason,
+    complete_all,
 )
-from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.scenario_base.text.analysers.base import (
     ROLLOUT_ANALYSERS,
