@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
 import weakref
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nip_astra.language_models.services.retrying import connect
 from nip_astra.serve.requests import wrong
 
 COMPLETIONS = "completions.db"
@@ -32,19 +32,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_answer_a_key ON completions (key) WHERE an
 
 @dataclass(frozen=True)
 class CompletionRecord:
-    """A line of the log.
-
-    Attributes
-    ----------
-    at : float
-        Seconds since 1970.
-    key : str or None
-        Name of the request, given by the client.
-    digest : str
-        Digest of the request's body.
-    outcome : str
-        `answered`; `again` for a stored answer; `left` if the client did not wait.
-    """
+    """A line of the log; `outcome`: `answered`, `again` (stored answer) or `left` (client gone)."""
 
     at: float
     key: str | None
@@ -60,12 +48,7 @@ class CompletionStore:
     """The log of a service and the answers to named requests, in a file of its state folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._database = sqlite3.connect(
-            folder / COMPLETIONS, timeout=60, isolation_level=None, check_same_thread=False
-        )
-        self._database.execute("PRAGMA journal_mode=WAL")
-        # Safe against a kill; a power failure may lose the last entries.
-        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database = connect(folder / COMPLETIONS)
         self._database.executescript(_SCHEMA)
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -90,7 +73,6 @@ class CompletionStore:
         return [CompletionRecord(*row) for row in rows]
 
     def close(self) -> None:
-        """Close the database."""
         self._database.close()
 
     def _kept(self, key: str, digest: str) -> bytes | None:

@@ -5,7 +5,6 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import tempfile
 import uuid
@@ -266,14 +265,14 @@ class _TrainingRoutes:
         key = _key(request)
         known = self._with_key(key)
         if known is None:
-            operation = Operation(lambda: self._build(body, key), key)
-            known = await _result(self.work.submit(operation))
-        if known is None:
-            return JSONResponse({"status": "working"}, 202)
+            operation = self.work.submit(Operation(lambda: self._build(body, key), key))
+            try:
+                known = await operation.result(SECONDS_TO_WAIT)
+            except TimeoutError:
+                return JSONResponse({"status": "working"}, 202)
         return JSONResponse(_card(known))
 
     async def report(self, name: str) -> Response:
-        """Note that a client is alive."""
         model = self._model(name)
         self.work.report(name)
         return JSONResponse(_card(model))
@@ -336,23 +335,14 @@ def _card(model: HttpModel) -> dict[str, Any]:
     }
 
 
-async def _result(operation: Operation) -> Any:
-    """The result of an operation; None when it takes longer than `SECONDS_TO_WAIT`."""
-    waited = asyncio.shield(asyncio.wrap_future(operation.future))
-    try:
-        return await asyncio.wait_for(waited, SECONDS_TO_WAIT)
-    except TimeoutError:
-        return None
-
-
 async def _answer(operation: Operation) -> Response:
     done = {DONE_HEADER: "done"}
     try:
-        result = await _result(operation)
+        result = await operation.result(SECONDS_TO_WAIT)
+    except TimeoutError:
+        return JSONResponse({"status": "working"}, 202)
     except ApiError as error:
         return error.response(**done)
-    if result is None:
-        return JSONResponse({"status": "working"}, 202)
     return Response(result, media_type=MESSAGE, headers=done)
 
 

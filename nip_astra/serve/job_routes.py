@@ -29,8 +29,9 @@ from nip_astra.language_models.services.fine_tuning import (
     LrSchedule,
     Method,
 )
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_texts
-from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import (
     MAX_LISTED,
     ApiError,

@@ -29,8 +29,9 @@ from nip_astra.language_models.fine_tuning import (
     StepReport,
     TrainingText,
 )
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import Method
-from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.text_routes import Message
@@ -130,7 +131,6 @@ class JobRunner:
         self._thread.start()
 
     def notify(self) -> None:
-        """Check the queue now."""
         self._changed.set()
 
     def close(self) -> None:

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -40,39 +41,9 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 """
 
 
-class Status(StrEnum):
-    """Status of a job, in OpenAI's terms."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the status is final."""
-        return self in (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
-
-
 @dataclass(frozen=True)
 class Job:
-    """A job.
-
-    Attributes
-    ----------
-    model, root : str
-        Name of the trained model, and of the served model whose weights it shares.
-    name : str
-        Name under which the result is served.
-    plan, request : dict
-        Input of the process that trains, and the client's request.
-    crashes : int
-        How often the process that trains died.
-    is_trained : bool
-        Whether the trained model is complete on disk.
-    """
+    """A job that trains `model`; its result `name` shares weights of the served `root`."""
 
     number: int
     id: str
@@ -139,7 +110,6 @@ class JobStore:
         return identity, self.folder / "files" / f"{identity}.part"
 
     def file_path(self, identity: str) -> Path:
-        """Path of a file's content."""
         return self.folder / "files" / identity
 
     def add_file(self, identity: str, part: Path, filename: str) -> dict[str, Any]:
@@ -174,7 +144,6 @@ class JobStore:
     # ---- jobs
 
     def job_folder(self, identity: str) -> Path:
-        """Folder of a job's data and results."""
         return self.folder / "jobs" / identity
 
     def add_job(self, job: Mapping[str, Any], key: str | None) -> Job:
@@ -190,7 +159,6 @@ class JobStore:
         return found or self.job(str(job["id"]))
 
     def job_of_key(self, key: str) -> Job | None:
-        """The job of a key."""
         found = self._jobs("WHERE key = ?", (key,))
         return found[0] if found else None
 
@@ -202,7 +170,6 @@ class JobStore:
         return found[0]
 
     def jobs(self) -> list[Job]:
-        """All jobs, the oldest first."""
         return self._jobs("ORDER BY number")
 
     def _jobs(self, rest: str, values: Sequence[Any] = ()) -> list[Job]:
@@ -256,7 +223,6 @@ class JobStore:
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
     ) -> None:
-        """Add an intermediate model of a job."""
         with self._transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO checkpoints "

@@ -83,13 +83,7 @@ _starter_ended = threading.Event()
 
 
 def main(order: str) -> int:
-    """Serve until a signal, or until the starter ends; returns the exit code.
-
-    Parameters
-    ----------
-    order : str
-        JSON of `ServiceProcess`; its `address_file` receives the address.
-    """
+    """Serve the JSON `order` of `ServiceProcess` until a signal, or until the starter ends."""
     given = json.loads(order)
     logging.basicConfig(level=logging.WARNING)
     threading.Thread(target=_end_with_starter, name="starter watch", daemon=True).start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nip_astra.errors import ServiceError, nearest_names
+from nip_astra.serve.settings import is_loopback
 
 OPEN_ROUTES = ("/health",)
 KEY_HEADER = "x-api-key"
@@ -80,12 +80,10 @@ class ApiError(ServiceError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the response."""
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
     def response(self, **headers: str) -> JSONResponse:
-        """The response."""
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
         return JSONResponse(self.body, self.status, headers=headers)
@@ -203,15 +201,7 @@ def _short(value: Any) -> str:
 
 
 class Guard:
-    """Checks the token, or that no page of another site sends the request; limits its bytes.
-
-    Parameters
-    ----------
-    token : str or None
-        Without one, only requests to a loopback address are answered.
-    max_bytes : Callable[[str], int]
-        Largest body of a request to a path.
-    """
+    """Checks the token, or without one that the request is from this machine; limits its bytes."""
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: Callable[[str], int]) -> None:
         self.app, self.token, self.max_bytes = app, token, max_bytes
@@ -282,8 +272,7 @@ def _check_site(headers: Headers) -> None:
 
 def _is_local(address: str) -> bool:
     try:
-        name = urlsplit(address).hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return is_loopback(urlsplit(address).hostname or "")
     except ValueError:
         return False
 

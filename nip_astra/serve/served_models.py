@@ -24,7 +24,7 @@ from nip_astra.language_models.sequences import GenerationRequest, Listener, Pro
 from nip_astra.language_models.sources import computing_dtype, round_weights
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
-from nip_astra.language_models.tree_engine.weights import Weights, frozen_weights
+from nip_astra.language_models.tree_engine.weights import frozen_weights
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.serve.requests import not_found
 
@@ -36,39 +36,24 @@ _CLOSED = "the service is shutting down"
 
 
 class Engine:
-    """A `BatchEngine` in a thread of its own.
-
-    Parameters
-    ----------
-    weights : Weights
-        Must not change.
-    generation_config
-        Names the tokens that end a turn, in addition to the tokenizer's.
-    """
+    """A `BatchEngine` in its own thread, over the frozen weights of a model of transformers."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        weights: Weights,
-        tokenizer: Any,
-        generation_config: Any,
-        *,
-        vocab_size: int,
-        context_window: int,
-        num_parameters: int,
-        limits: EngineLimits,
+        self, module: Any, tokenizer: Any, dtype: torch.dtype, limits: EngineLimits
     ) -> None:
         self.tokenizer = tokenizer
-        self.context_window, self.vocab_size = context_window, vocab_size
-        self.dtype, self.num_parameters = weights.dtype, num_parameters
-        self.end_ids = find_end_ids(generation_config, tokenizer)
+        self.vocab_size = int(module.config.vocab_size)
+        self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
+        self.dtype, self.num_parameters = dtype, int(module.num_parameters())
+        self.end_ids = find_end_ids(module.generation_config, tokenizer)
+        decoder = Decoder(module)
         self._batch = BatchEngine(
             decoder,
-            weights,
+            frozen_weights(module, dtype, use_adapter=False, release=True),
             # A tokenizer may be used by one thread at a time.
             copy.deepcopy(tokenizer),
             end_ids=self.end_ids,
-            banned_ids=find_banned_ids(tokenizer, self.end_ids, vocab_size),
+            banned_ids=find_banned_ids(tokenizer, self.end_ids, self.vocab_size),
             limits=limits,
         )
         self._new: deque[GenerationRequest] = deque()
@@ -80,7 +65,6 @@ class Engine:
     # ---- called from any thread
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request."""
         with self._changed:
             if not self._is_closed:
                 self._new.append(request)
@@ -166,17 +150,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model under its name.
-
-    Attributes
-    ----------
-    source : str
-        Folder, file or hub id of the engine's weights.
-    base : str or None
-        Name of the model from which a job trained this one.
-    folder : Path or None
-        Folder of the adapter.
-    """
+    """A model under its name; one that a job trained has a `base`, and an adapter in `folder`."""
 
     name: str
     engine: Engine
@@ -188,7 +162,6 @@ class ServedModel:
 
     @property
     def card(self) -> dict[str, Any]:
-        """Its entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -221,7 +194,6 @@ class ServedModels:
             self.add(name, path)
 
     def add(self, name: str, path: str, *, base: str | None = None) -> ServedModel:
-        """Serve a model with its own weights."""
         path = find_model(path)
         with self._lock:
             if path not in self._engines:
@@ -242,18 +214,15 @@ class ServedModels:
             return served
 
     def get(self, name: str) -> ServedModel:
-        """A model by its name; `ApiError` 404 without one."""
         served = self._models.get(name)
         if served is None:
             raise not_found("model", name, "model")
         return served
 
     def all(self) -> list[ServedModel]:
-        """Every model."""
         return list(self._models.values())
 
     def close(self) -> None:
-        """End all engines."""
         with self._lock:
             engines, self._engines, self._models = list(self._engines.values()), {}, {}
         for engine in engines:
@@ -270,20 +239,9 @@ def load_engine(
         raise ModelLoadError(
             f"cannot serve the model {path!r}: {reason}. Serve one of: {', '.join(FAMILY)}."
         )
-    tokenizer = find_tokenizer(path, None, None)
     precision = computing_dtype(module, dtype, device, trainable=False)
     round_weights(module, precision)
-    num_parameters = int(module.num_parameters())
-    return Engine(
-        Decoder(module),
-        frozen_weights(module, precision, use_adapter=False, release=True),
-        tokenizer,
-        module.generation_config,
-        vocab_size=int(module.config.vocab_size),
-        context_window=int(getattr(module.config, "max_position_embeddings", 1 << 20)),
-        num_parameters=num_parameters,
-        limits=limits,
-    )
+    return Engine(module, find_tokenizer(path, None, None), precision, limits)
 
 
 def find_model(path: str) -> str:

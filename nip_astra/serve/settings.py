@@ -16,6 +16,14 @@ TrainingProtocol = Literal["http", "tinker"]
 """Protocol by which clients train models: ours or Tinker's."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class ServiceSettings(SubParameters):
     """Address, state and limits of a text service."""
 
@@ -71,12 +79,7 @@ class ServiceSettings(SubParameters):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def root_url(self) -> str:
@@ -107,7 +110,6 @@ class ServiceSettings(SubParameters):
         return token
 
     def state_folder(self) -> Path:
-        """The folder of files and jobs."""
         if self.state_dir is not None:
             return Path(self.state_dir).resolve()
         root = read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -69,7 +69,6 @@ class SamplingBody(DrawBody):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -87,7 +86,6 @@ class Message(Body):
     content: str | AtLeastOne[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """The message as chat templates read it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -140,13 +138,7 @@ Reply = dict[str, Any]
 
 
 class TextReply:
-    """The response to one request of /v1/chat/completions or /v1/completions.
-
-    Parameters
-    ----------
-    kind : str
-        Prefix of its id: chatcmpl or cmpl.
-    """
+    """The response to a request for chat completions (`kind` chatcmpl) or completions (cmpl)."""
 
     def __init__(self, kind: str, model: str, tokenizer: Any) -> None:
         self.is_chat = kind == "chatcmpl"
@@ -159,7 +151,6 @@ class TextReply:
         }
 
     def whole(self, answers: Sequence[Progress], usage: Reply) -> Reply:
-        """All answers in full."""
         if not self.is_chat:
             choices = [self._completion(place, one, 0) for place, one in enumerate(answers)]
             return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
@@ -175,7 +166,6 @@ class TextReply:
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
 
     def chunk(self, *choices: Reply, **fields: Any) -> Reply:
-        """A part of a stream."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": list(choices), **fields}
 
@@ -308,13 +298,7 @@ class EngineClient:
         max_tokens: int | None,
         **options: Any,
     ) -> list[GenerationRequest]:
-        """The requests of a body, one per prompt; raises `ApiError` beyond a limit.
-
-        Parameters
-        ----------
-        options : dict
-            Further fields of `GenerationRequest`.
-        """
+        """The requests of a body, one per prompt; raises `ApiError` beyond a limit."""
         if len(prompts) * body.n > self.settings.max_answers:
             raise wrong(
                 f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
@@ -399,7 +383,6 @@ class EngineClient:
                 yield places[one.request.number] * count + one.index, one
 
     async def answer(self, engine: Engine, requests: Sequence[GenerationRequest]) -> list[Progress]:
-        """All answers, ordered by request and sample."""
         answers: dict[int, Progress] = {}
         progress = self.progress(engine, requests)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import threading
@@ -58,7 +59,6 @@ class Base:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn."""
         return find_end_ids(self.module.generation_config, self.tokenizer)
 
 
@@ -77,7 +77,6 @@ class Bases:
 
     @property
     def names(self) -> list[str]:
-        """The names of all models."""
         return list(self._bases)
 
     def get(self, name: str) -> Base:
@@ -106,13 +105,7 @@ class Bases:
         trainable: bool = True,
         allows_any_token: bool = False,
     ) -> HuggingFaceLanguageModel:
-        """A model with a low-rank adapter on a base's weights, or with a copy of them to train.
-
-        Parameters
-        ----------
-        seed : int
-            Seed of the adapter's initial weights.
-        """
+        """A model with an adapter drawn from `seed`, or with a copy of the weights to train."""
         shared = base.module if lora is not None or not trainable else None
         module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
         if lora is not None:
@@ -150,7 +143,6 @@ class HostedModel:
 
     @property
     def policy(self) -> HuggingFaceLanguageModel:
-        """The model that learns."""
         policy = self.service.model
         assert isinstance(policy, HuggingFaceLanguageModel)
         return policy
@@ -199,15 +191,7 @@ def lookup(things: Mapping[str, T], name: str, *, reason: str, code: str) -> T:
 
 @dataclass(eq=False)
 class Operation:
-    """One operation.
-
-    Attributes
-    ----------
-    key : str
-        Equal for a repeated request, different for another request of the same number.
-    group : object or None
-        Waiting operations of one group run by one call of `together`, on their `item`.
-    """
+    """An operation; a repeated request has the same `key`, and a `group` runs `together`."""
 
     run: Callable[[], Any]
     key: str = ""
@@ -215,6 +199,11 @@ class Operation:
     item: Any = None
     together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     future: Future[Any] = field(default_factory=Future)
+
+    async def result(self, seconds: float) -> Any:
+        """The result; `TimeoutError` if it takes longer."""
+        waited = asyncio.shield(asyncio.wrap_future(self.future))
+        return await asyncio.wait_for(waited, seconds)
 
 
 @dataclass
@@ -242,7 +231,6 @@ class Lane:
     reports: bool = False
 
     def find(self, number: int) -> Operation | None:
-        """The operation of a number, if it is known."""
         return self.known.get(number) or self.early.get(number)
 
 
@@ -261,7 +249,6 @@ class WorkQueue:
     # ---- called from any thread
 
     def open_lane(self, name: str) -> None:
-        """Accept operations of a model."""
         with self._changed:
             self._lanes[name] = Lane()
 
@@ -339,7 +326,6 @@ class WorkQueue:
         return operation
 
     def find(self, lane_name: str, number: int) -> Operation | None:
-        """A model's operation, if it is known."""
         with self._changed:
             return self._lane(lane_name).find(number)
 
@@ -386,7 +372,6 @@ class WorkQueue:
             self._do(batch)
 
     def _next_batch(self) -> list[Operation]:
-        """The next operation, and the waiting ones of its group."""
         first = self._ready.popleft()
         if first.group is None:
             return [first]

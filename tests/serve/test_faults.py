@@ -32,7 +32,7 @@ from tests.tiny import write_scenario
 
 NEVER = threading.Event()
 KEY = "key-that-nobody-writes"
-LATE = {"attempt_timeout": 0.7}
+LATE = {"attempt_timeout": 0.25}
 """A limit for the fault that answers never."""
 Fault = Callable[[str], Reply]
 """What becomes of the service's right answer on its way."""
@@ -198,7 +198,7 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_k
             target = {"chat_model": chat | {"limits": limits}, "max_new_tokens": 4}
             scenario = write_scenario(tmp_path / name, target=target)
             resolved = resolve_experiment(
-                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=2"]
+                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=1"]
             )
             result = run_experiment(
                 resolved, runs_dir=str(tmp_path / "runs"), run_id=name, progress=False

@@ -39,10 +39,11 @@ from nip_astra.language_models.services.chat import (
     complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.serve.app import open_service
 from nip_astra.serve.job_runner import read_texts
-from nip_astra.serve.job_store import JobStore, Status
+from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
@@ -114,7 +115,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def finish(client: openai.OpenAI, job: Any) -> Any:
@@ -130,6 +131,7 @@ def say(client: openai.OpenAI, model: str, text: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_supervised_job_teaches_and_equals_training_directly(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:
@@ -170,7 +172,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
 def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:
@@ -261,7 +263,7 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     assert all(torch.equal(direct[name], killed[name]) for name in direct)
 
 
-@pytest.mark.slow  # a process that imports torch
+@pytest.mark.usefixtures("in_process")
 def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) -> None:
     row = json.loads(supervised().splitlines()[0])
     row["messages"][0]["content"] = "cat " * 200
@@ -343,7 +345,7 @@ def test_uploads_of_another_kind_are_json_errors(service: Running, client: opena
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.slow  # several processes, each of which imports torch
+@pytest.mark.usefixtures("in_process")
 def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> None:
     with (
         running({"tiny": str(tiny_model_dir)}, max_full_parameters=10**6) as service,

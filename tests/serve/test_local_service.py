@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -118,18 +120,32 @@ def test_the_command_refuses_what_it_cannot_serve(cli: CommandLine, tiny_model_d
         assert "0 for a free one" in refused(cli("serve", "--model", model, "--port", port))
 
 
-def test_the_command_tells_its_address_and_ends_by_a_signal(tiny_model_dir: Path) -> None:
-    command = [sys.executable, "-m", "nip_astra", "serve", "--port", "0", "--num-threads", "1"]
-    with subprocess.Popen(
-        [*command, "--model", f"tiny={tiny_model_dir}"], stdout=subprocess.PIPE, text=True
-    ) as service:
-        assert service.stdout is not None
-        line = service.stdout.readline()
-        assert line.startswith("serving tiny at http://127.0.0.1:")
-        base_url = line.split()[3]
-        assert httpx.get(f"{base_url}/models").json()["data"][0]["id"] == "tiny"
-        service.send_signal(signal.SIGINT)
-        assert service.wait(30) == 0
+def test_the_command_tells_its_address_and_ends_by_a_signal(
+    cli: CommandLine, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    names: list[str] = []
+    ended = threading.Event()
+
+    def ask_and_interrupt() -> None:
+        while not names and not ended.wait(0.02):
+            with suppress(httpx.TransportError):
+                cards = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+                names.extend(card["id"] for card in cards)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask_and_interrupt)
+    thread.start()
+    try:
+        place = ("--port", str(port), "--state-dir", str(tmp_path / "state"))
+        said = cli("serve", "--model", f"tiny={tiny_model_dir}", *place)
+    finally:
+        ended.set()
+        thread.join()
+    assert said.code == 0
+    assert said.out.startswith(f"serving tiny at http://127.0.0.1:{port}/v1 ")
+    assert names == ["tiny"]
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(

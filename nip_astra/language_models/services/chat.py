@@ -250,6 +250,22 @@ class ChatOutcome:
     usage_before: ChatUsage = NOTHING_USED
 
 
+def join_outcomes(outcomes: Sequence[ChatOutcome]) -> ChatOutcome:
+    """The outcome of a request from those of its parts."""
+    return ChatOutcome(
+        tuple(sample for outcome in outcomes for sample in outcome.samples),
+        sum_usage(outcome.usage for outcome in outcomes),
+        is_cached=all(outcome.is_cached for outcome in outcomes),
+        is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
+        usage_before=sum_usage(outcome.usage_before for outcome in outcomes),
+    )
+
+
+def sum_usage(usages: Iterable[ChatUsage]) -> ChatUsage:
+    """The tokens of several requests."""
+    return ChatUsage(*map(sum, zip(*usages, strict=True)))
+
+
 TOKENS_PRICED = 1_000_000
 LONGEST_BACKOFF = 60.0
 
@@ -318,7 +334,6 @@ class PriceParameters(SubParameters):
     """Price of a million completion tokens."""
 
     def cost(self, usage: ChatUsage) -> float:
-        """The price of a request."""
         prompt, completion = usage
         return (prompt * self.prompt + completion * self.completion) / TOKENS_PRICED
 

@@ -49,14 +49,14 @@ class JobStatus(StrEnum):
 
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSED = "paused"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def is_over(self) -> bool:
-        """Whether the status is final."""
-        return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
+        return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,7 @@ class FineTuningService(ABC):
         *,
         key: str,
     ) -> FineTuningJob:
-        """Start a job that trains `model`, or return the one that was started under the same key.
-
-        Raises
-        ------
-        ServiceError
-            When the service cannot be reached or refuses the job.
-        """
+        """Start a job that trains `model`, or return the one that was started under its key."""
 
     @abstractmethod
     async def job(self, job_id: str) -> FineTuningJob:
@@ -295,7 +289,6 @@ class OpenAIFineTuning(FineTuningService):
         return await self._with_retries(attempt, f"cancel the job {job_id!r}")
 
     async def close(self) -> None:
-        """End the connections."""
         await self._connection.close()
 
     async def _find(self, key: str) -> FineTuningJob | None:

@@ -180,11 +180,7 @@ class OpenAIConnection:
         return " ".join(text.split())[:200]
 
     def failure_of(self, error: Exception) -> ChatFailure:
-        """The failure that an error of the client means for a request.
-
-        Raises `ConfigurationError` if every request would fail, and `BudgetExhaustedError` if the
-        account has no money left.
-        """
+        """The failure that an error means for a request; raises if every request would fail."""
         openai = _import_openai()
         for one in (error, error.__cause__):
             # Versions of the package wrap it differently.

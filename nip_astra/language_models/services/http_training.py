@@ -53,6 +53,7 @@ from nip_astra.language_models.services.training import (
     OptimizerFigures,
     TrainingService,
     TrainingServiceRequest,
+    TrainServiceParameters,
     adapter_config,
     register_training_service,
 )
@@ -99,15 +100,8 @@ class HttpTrainingService(TrainingService):
 
     def __init__(self, request: TrainingServiceRequest) -> None:
         options, policy = request.parameters, request.policy
-        assert options.base_url is not None, "validated"
         self.policy = policy
-        self.connection = connection = TrainingConnection(
-            options.base_url,
-            token_variable=options.token_variable,
-            patience_seconds=options.patience_seconds,
-            operation_timeout=options.operation_timeout,
-            max_answer_mib=options.max_answer_mib,
-        )
+        self.connection = connection = TrainingConnection(options)
         self._leaves = LogprobLeaves(policy)
         self._number = 0
         self._client = uuid.uuid4().hex
@@ -201,7 +195,6 @@ class HttpTrainingService(TrainingService):
         self._write_files("save_weights_for_sampler", directory)
 
     def close(self) -> None:
-        """Have the service delete the model, as at the end of the run."""
         self._delete()
 
     def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
@@ -269,17 +262,9 @@ def adapter_of(policy: LanguageModel) -> dict[str, Any] | None:
 
 
 class TrainingConnection:
-    """Requests to one service; for the options see `TrainServiceParameters`."""
+    """Requests to one service."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        token_variable: str | None = None,
-        patience_seconds: float = 60.0,
-        operation_timeout: float = 3600.0,
-        max_answer_mib: float = 4096.0,
-    ) -> None:
+    def __init__(self, options: TrainServiceParameters) -> None:
         try:
             import httpx
         except ImportError as error:
@@ -287,13 +272,12 @@ class TrainingConnection:
                 "train_service.backend http needs the package httpx. Install it with: "
                 "pip install 'nip_astra[http]'."
             ) from error
-        check_address(base_url, "the training service")
+        assert options.base_url is not None, "validated"
+        check_address(options.base_url, "the training service")
         self._httpx = httpx
-        self.base_url = base_url.rstrip("/")
-        self.patience_seconds = patience_seconds
-        self.operation_timeout = operation_timeout
-        self.max_answer_mib = max_answer_mib
+        self.options, self.base_url = options, options.base_url.rstrip("/")
         self._headers: dict[str, str] = {}
+        token_variable = options.token_variable
         if token_variable is not None:
             token = read_variable(token_variable) or ""
             if not token:
@@ -348,14 +332,14 @@ class TrainingConnection:
         self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
     ) -> httpx.Response:
         """Send a request, and poll while the service works on it."""
-        end = time.monotonic() + self.operation_timeout
+        end = time.monotonic() + self.options.operation_timeout
         with waiting_for(f"the training service {self.base_url}", after=10.0):
             answer = await self._patiently("POST", path, key, sent, end)
             while answer.status_code == 202:
                 if time.monotonic() > end:
                     raise ServiceUnreachableError(
                         f"the training service {self.base_url} has worked on one request for "
-                        f"{self.operation_timeout:g} s. Check the service or raise "
+                        f"{self.options.operation_timeout:g} s. Check the service or raise "
                         "train_service.operation_timeout, then go on with: nip-astra resume RUN."
                     )
                 # The service has waited for the result already.
@@ -368,14 +352,17 @@ class TrainingConnection:
         self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
     ) -> httpx.Response:
         """Repeat a request while the service does not answer or is full."""
-        deadline = time.monotonic() + self.patience_seconds
+        deadline = time.monotonic() + self.options.patience_seconds
+        headers = {KEY_HEADER: key, **sent.get("headers", {})}
         pause = 0.05
         while True:
             fault: Exception | None = None
             limit = min(SECONDS_OF_ONE_REQUEST, max(end - time.monotonic(), 0.0))
             try:
                 async with asyncio.timeout(limit):
-                    answer = await self._send(method, path, key, sent)
+                    answer = await self._open().request(
+                        method, path, **{**sent, "headers": headers}
+                    )
                 if answer.status_code not in PASSING or DONE_HEADER in answer.headers:
                     return answer
                 problem = f"status {answer.status_code}"
@@ -393,24 +380,18 @@ class TrainingConnection:
                     return answer
                 raise ServiceUnreachableError(
                     f"the training service {self.base_url} does not answer: {problem} (tried for "
-                    f"{self.patience_seconds:.3g} s). Start it again, and continue from the last "
-                    "checkpoint with: nip-astra resume RUN."
+                    f"{self.options.patience_seconds:.3g} s). Start it again, then continue with: "
+                    "nip-astra resume RUN."
                 ) from fault
             with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
                 await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
-    async def _send(
-        self, method: str, path: str, key: str, sent: Mapping[str, Any]
-    ) -> httpx.Response:
-        headers = {KEY_HEADER: key, **sent.get("headers", {})}
-        return await self._open().request(method, path, **{**sent, "headers": headers})
-
     def _open(self) -> httpx.AsyncClient:
         """The client of the running event loop; a forked process has another loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            kind = bounded(self._httpx.AsyncClient, int(self.max_answer_mib * MIB))
+            kind = bounded(self._httpx.AsyncClient, int(self.options.max_answer_mib * MIB))
             self._client = kind(
                 base_url=self.base_url, headers=self._headers, timeout=SECONDS_WITHOUT_A_BYTE
             )
@@ -418,7 +399,6 @@ class TrainingConnection:
         return self._client
 
     def error(self, answer: httpx.Response) -> ServiceError:
-        """The error for a refusal."""
         try:
             reason = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,8 @@ from nip_astra.language_models.services.chat import (
     PriceParameters,
     estimate_usage,
     gather_all,
+    join_outcomes,
+    sum_usage,
 )
 from nip_astra.progress import waiting_for
 from nip_astra.utils.devices import resolve_device
@@ -50,15 +52,7 @@ TOTAL_SUFFIX = ".total"
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One attempt.
-
-    Attributes
-    ----------
-    label : str
-        Role of the model: "target", "judge".
-    outcome : str
-        "answered", or the reason of the failure.
-    """
+    """One attempt of the role `label`; `outcome` is "answered" or the reason of the failure."""
 
     label: str
     model: str
@@ -108,7 +102,6 @@ class ServiceUse:
     p95_seconds: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Values for JSON."""
         return asdict(self)
 
 
@@ -130,33 +123,36 @@ class Usage(NamedTuple):
 
     def plus(self, other: Usage, sign: int = 1) -> Usage:
         """The sum, or with sign -1 the difference."""
-        return Usage(
-            self.requests + sign * other.requests,
-            self.tokens + sign * other.tokens,
-            self.cost + sign * other.cost,
-        )
+        return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
 
     def at_least(self, other: Usage) -> Usage:
-        """The larger of each."""
-        return Usage(
-            max(self.requests, other.requests),
-            max(self.tokens, other.tokens),
-            max(self.cost, other.cost),
-        )
+        return Usage._make(map(max, self, other))
 
 
 _OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
+_TOTALED = (
+    "num_requests",
+    "num_samples",
+    "num_refusals",
+    "num_estimated",
+    "prompt_tokens",
+    "completion_tokens",
+    "cost",
+)
+_TOTALS = (
+    "SELECT COUNT(*), COALESCE(SUM(num_samples), 0), COALESCE(SUM(num_refusals), 0), "
+    "COALESCE(SUM(is_estimated), 0), COALESCE(SUM(prompt_tokens), 0), "
+    "COALESCE(SUM(completion_tokens), 0), SUM(cost) FROM requests WHERE label = ?"
+)
+_FAILURES = (
+    "SELECT outcome, COUNT(*) FROM requests WHERE label = ? AND outcome != 'answered' "
+    "GROUP BY outcome ORDER BY outcome"
+)
 
 
 class UsageLog:
-    """Every attempt of a run; may be used from several threads.
-
-    Parameters
-    ----------
-    path : Path, optional
-        A SQLite file; None for memory.
-    """
+    """Every attempt of a run, in a SQLite file or in memory; for several threads."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -190,7 +186,6 @@ class UsageLog:
 
     @property
     def spent(self) -> Usage:
-        """Usage of all models so far."""
         return self._spent
 
     async def reserve(self, most: Usage, budget: Budget) -> None:
@@ -244,7 +239,6 @@ class UsageLog:
             self._database.execute("DELETE FROM remembered WHERE label = ?", (label,))
 
     def count_cached(self, label: str, num_samples: int) -> None:
-        """Count samples from the cache."""
         with self._lock, guarded(self.path):
             self._database.execute(
                 "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
@@ -255,45 +249,26 @@ class UsageLog:
     def use(self, label: str, model: str) -> ServiceUse:
         """Usage under a label."""
         with self._lock, guarded(self.path):
-            totals = self._database.execute(
-                "SELECT COUNT(*), COALESCE(SUM(num_samples), 0), COALESCE(SUM(num_refusals), 0), "
-                "COALESCE(SUM(is_estimated), 0), COALESCE(SUM(prompt_tokens), 0), "
-                "COALESCE(SUM(completion_tokens), 0), SUM(cost) FROM requests WHERE label = ?",
-                (label,),
-            ).fetchone()
-            failures = self._database.execute(
-                "SELECT outcome, COUNT(*) FROM requests WHERE label = ? AND outcome != 'answered' "
-                "GROUP BY outcome ORDER BY outcome",
-                (label,),
-            ).fetchall()
-            remembered = self._database.execute(
+            totals = self._database.execute(_TOTALS, (label,)).fetchone()
+            failures = self._database.execute(_FAILURES, (label,)).fetchall()
+            cached = self._database.execute(
                 "SELECT num_samples FROM remembered WHERE label = ?", (label,)
             ).fetchone()
-            seconds = [
-                row[0]
-                for row in self._database.execute(
-                    "SELECT seconds FROM requests WHERE label = ? AND outcome = 'answered'",
-                    (label,),
-                )
-            ]
+            rows = self._database.execute(
+                "SELECT seconds FROM requests WHERE label = ? AND outcome = 'answered'", (label,)
+            ).fetchall()
+        seconds = sorted(row[0] for row in rows)
         return ServiceUse(
-            model=model,
-            num_requests=totals[0],
-            num_samples=totals[1],
-            num_remembered=remembered[0] if remembered else 0,
-            num_refusals=totals[2],
+            model,
+            **dict(zip(_TOTALED, totals, strict=True)),
+            num_remembered=cached[0] if cached else 0,
             failures=dict(failures),
-            num_estimated=totals[3],
-            prompt_tokens=totals[4],
-            completion_tokens=totals[5],
-            cost=totals[6],
             median_seconds=statistics.median(seconds) if seconds else None,
-            p95_seconds=sorted(seconds)[int(0.95 * (len(seconds) - 1))] if seconds else None,
+            p95_seconds=seconds[int(0.95 * (len(seconds) - 1))] if seconds else None,
         )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """An exclusive transaction over the block."""
         with guarded(self.path):
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -383,6 +358,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
             timeout=60.0,
         )
         database.execute("PRAGMA journal_mode=WAL")
+        # Safe against a kill; a power failure may lose the last entries.
         database.execute("PRAGMA synchronous=NORMAL")
     return database
 
@@ -435,7 +411,6 @@ class ResponseCache:
             )
 
     def get(self, keys: Sequence[str]) -> list[ChatAnswer | None]:
-        """The answer of each key, or None."""
         answers = []
         with self._lock, guarded(self.path):
             for key in keys:
@@ -619,13 +594,7 @@ class RetryingChatModel(ChatModel):
             self._num_open -= 1
             if not self._num_open:
                 self._end = None
-        return ChatOutcome(
-            tuple(sample for outcome in outcomes for sample in outcome.samples),
-            _sum_usage(outcome.usage for outcome in outcomes),
-            is_cached=all(outcome.is_cached for outcome in outcomes),
-            is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
-            usage_before=_sum_usage(outcome.usage_before for outcome in outcomes),
-        )
+        return join_outcomes(outcomes)
 
     async def close(self) -> None:
         await self.model.close()
@@ -655,7 +624,7 @@ class RetryingChatModel(ChatModel):
         while True:
             outcome, seconds = await self._attempt(request, self.limits.seconds_per_request - spent)
             attempt, spent = attempt + 1, spent + seconds
-            usage = _sum_usage([usage, outcome.usage])
+            usage = sum_usage([usage, outcome.usage])
             is_estimated |= outcome.is_usage_estimated
             samples = [
                 old if isinstance(old, ChatAnswer) else new
@@ -693,7 +662,6 @@ class RetryingChatModel(ChatModel):
     def _pause_before(
         self, attempt: int, failures: Sequence[ChatFailure], spent: float
     ) -> float | None:
-        """Seconds before the next attempt; None for no further attempt."""
         passing = [failure for failure in failures if failure.reason.may_pass]
         if not passing:
             return None
@@ -837,13 +805,7 @@ def with_retries(
 def resume_usage(
     services: Mapping[str, RetryingChatModel], purpose: str = "", *, is_new: bool = False
 ) -> None:
-    """Count the usage of each model under its role and a purpose, such as "evaluation test".
-
-    Parameters
-    ----------
-    is_new : bool
-        Whether to start at zero, leaving earlier usage to the budget only.
-    """
+    """Count usage under each model's role and a purpose from now on, with `is_new` from zero."""
     for name, model in services.items():
         model.account = f"{name}, {purpose}" if purpose else name
         if is_new:
@@ -855,8 +817,3 @@ def _load(
 ) -> ChatModel:
     cls = CHAT_MODELS.get(parameters.type_name)
     return cls.load(parameters, scenario_dir=scenario_dir, device=device)
-
-
-def _sum_usage(usages: Iterable[ChatUsage]) -> ChatUsage:
-    found = list(usages)
-    return ChatUsage(sum(u.prompt_tokens for u in found), sum(u.completion_tokens for u in found))

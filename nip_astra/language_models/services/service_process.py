@@ -89,12 +89,10 @@ class ServiceProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.code is None
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     def log(self) -> str:

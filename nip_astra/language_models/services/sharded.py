@@ -36,7 +36,7 @@ from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
     OptimizerFigures,
-    check_step,
+    accumulate,
     load_optimizer,
 )
 
@@ -195,14 +195,8 @@ class ShardedService(DataParallelService):
     def _part_of_step(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
-        sums: dict[str, float] = {}
-        for batch, num_rows in self._parts_of(batches):
-            share = num_rows / num_samples
-            value, metrics = loss(batch)
-            torch.autograd.backward(value * share)
-            for name, figure in {"loss": value, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + share * float(figure.detach().double())
-        return sums
+        parts = self._parts_of(batches)
+        return accumulate(((batch, rows / num_samples) for batch, rows in parts), loss)
 
     def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
         """The own part of a step's batches, each with the number of rows that count.
@@ -225,28 +219,21 @@ class ShardedService(DataParallelService):
         )
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        check_step(lr, max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)
-        gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
-        norm = self._norm()
-        if max_grad_norm is not None and math.isfinite(norm):
-            # As in torch.nn.utils.clip_grad_norm_.
-            torch._foreach_mul_(gradients, min(1.0, max_grad_norm / (norm + 1e-6)))
-        figures = OptimizerFigures(norm, was_taken=math.isfinite(norm))
-        if figures.was_taken:
-            self.optimizer.step()
-            self._is_gathered = False
-        self.optimizer.zero_grad(set_to_none=True)
+        figures = super().optim_step(lr=lr, max_grad_norm=max_grad_norm)
+        self._is_gathered &= not figures.was_taken
         return figures
 
-    def _norm(self) -> float:
-        """The norm of all gradients in all processes."""
+    def _clip(self, max_grad_norm: float | None) -> float:
         parts = [local_tensor(one.grad) for one in self._parts if one.grad is not None]
         square = sum_of_squares(parts)
         self.team.all_reduce([square])
         beside = [one.grad for one in self._beside if one.grad is not None]
-        return math.sqrt(float(square + sum_of_squares(beside)))
+        norm = math.sqrt(float(square + sum_of_squares(beside)))
+        if max_grad_norm is not None and math.isfinite(norm):
+            # As in torch.nn.utils.clip_grad_norm_.
+            gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
+            torch._foreach_mul_(gradients, min(1.0, max_grad_norm / (norm + 1e-6)))
+        return norm
 
     # ---- the leader's own model
 

@@ -250,13 +250,11 @@ class TinkerTrainingService(TrainingService):
         self.policy.tokenizer.save_pretrained(directory)
 
     def close(self) -> None:
-        """Have the service delete the model, as at the end of the run."""
         self._finish()
 
     # ---- requests
 
     def _await(self, request: Callable[[], Any]) -> Any:
-        """Send a request, and wait for its result."""
         return self._result(self._call(request))
 
     def _result(self, future: Any) -> Any:

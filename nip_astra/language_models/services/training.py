@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -305,27 +305,23 @@ class LocalTrainingService(TrainingService):
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples = sum(len(batch) for batch in batches)
-        sums: dict[str, Tensor] = {}
-        for batch in batches:
-            share = len(batch) / num_samples
-            value, metrics = loss(batch)
-            torch.autograd.backward(value * share)
-            for name, figure in {"loss": value, **metrics}.items():
-                added = share * figure.detach().double()
-                sums[name] = sums[name] + added if name in sums else added
-        # One transfer from the device for all of them.
-        return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+        return accumulate(((batch, len(batch) / num_samples) for batch in batches), loss)
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         check_step(lr, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
-        figures = OptimizerFigures(float(norm.double()), was_taken=bool(norm.isfinite()))
+        norm = self._clip(max_grad_norm)
+        figures = OptimizerFigures(norm, was_taken=math.isfinite(norm))
         if figures.was_taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return figures
+
+    def _clip(self, max_grad_norm: float | None) -> float:
+        """Scale the gradients down to a norm; returns their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
+        return float(norm.double())
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
@@ -359,21 +355,30 @@ class LocalTrainingService(TrainingService):
         self.model.save_pretrained(directory)
 
 
+def accumulate(
+    batches: Iterable[tuple[TensorDict, float]],
+    loss: Loss,
+    backward: Callable[[Tensor], None] = torch.autograd.backward,
+) -> dict[str, float]:
+    """Backpropagate the loss of each batch times its share; returns the sums of all figures."""
+    sums: dict[str, Tensor] = {}
+    for batch, share in batches:
+        value, metrics = loss(batch)
+        backward(value * share)
+        for name, figure in {"loss": value, **metrics}.items():
+            added = share * figure.detach().double()
+            sums[name] = sums[name] + added if name in sums else added
+    # One transfer from the device for all of them.
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     shards: Path,
     place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
 ) -> None:
-    """Load an optimizer's state, whole or in parts.
-
-    Parameters
-    ----------
-    shards : Path
-        Folder of the divided tensors, if there are any.
-    place : Callable
-        Divides a whole tensor like a weight.
-    """
+    """Load an optimizer's state: `shards` holds divided tensors, `place` divides whole ones."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     found = {
         number: {
@@ -440,19 +445,20 @@ class LogprobLeaves:
         dict[str, float]
             Means over the samples of all batches, `loss` among them.
         """
-        num_samples = sum(len(batch) for batch in batches)
-        sums: dict[str, float] = {}
-        for batch in batches:
-            share = len(batch) / num_samples
+
+        def with_leaves(batch: TensorDict) -> LossOutput:
             self._leaves, self._is_open = [], True
-            value, metrics = loss(batch)
+            return loss(batch)
+
+        def backward(value: Tensor) -> None:
             if value.requires_grad:
-                torch.autograd.backward(value * share)
+                torch.autograd.backward(value)
             for rows, gradient_BT in self._gradients():
                 send(rows, gradient_BT)
-            for name, figure in {"loss": value, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + share * float(figure.detach().double())
-        return sums
+
+        num_samples = sum(len(batch) for batch in batches)
+        shares = ((batch, len(batch) / num_samples) for batch in batches)
+        return accumulate(shares, with_leaves, backward)
 
     def _gradients(self) -> list[tuple[Rows, Tensor]]:
         leaves, self._leaves, self._is_open = self._leaves, [], False

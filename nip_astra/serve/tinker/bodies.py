@@ -63,7 +63,6 @@ class OptimizerBody(TinkerBody):
     type: str = "adamw"
 
     def check(self) -> None:
-        """Refuse any other optimizer than AdamW."""
         if self.type != "adamw":
             raise wrong(
                 f"unknown optimizer {self.type!r}; available: adamw. Leave optimizer out.",
@@ -128,7 +127,6 @@ class OptimStepBody(TinkerBody):
 
     @property
     def adam(self) -> AdamBody:
-        """The parameters of Adam; refuses those of other optimizers."""
         if self.adam_params is None:
             kind = (self.optimizer_params or {}).get("type")
             raise wrong(
@@ -223,7 +221,6 @@ class PromptBody(TinkerBody):
     chunks: list[TokensBody]
 
     def ids(self) -> list[int]:
-        """Its tokens."""
         return [token for chunk in self.chunks for token in chunk.tokens]
 
 

@@ -43,15 +43,7 @@ _SAMPLER_LOST = (
 
 @dataclass
 class Session:
-    """A client's session.
-
-    Attributes
-    ----------
-    seen_at : float
-        Time of the client's last request, `time.monotonic`.
-    unnamed : list of Checkpoint
-        Weights to sample from that the client did not name; they are deleted with the session.
-    """
+    """A client's session; its `unnamed` checkpoints are deleted with it."""
 
     name: str
     about: Mapping[str, Any]
@@ -82,13 +74,11 @@ class TinkerHost:
     # ---- sessions
 
     def open_session(self, about: Mapping[str, Any]) -> Session:
-        """Open a session."""
         session = Session(str(uuid.uuid4()), about)
         self.sessions[session.name] = session
         return session
 
     def session(self, name: str) -> Session:
-        """An open session; `ApiError` 404 without one."""
         found = lookup(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
         found.seen_at = time.monotonic()
         return found
@@ -108,7 +98,6 @@ class TinkerHost:
     # ---- models
 
     def model(self, model_id: str) -> TinkerModel:
-        """A model in training; `ApiError` 404 without one."""
         return lookup(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
     def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
@@ -188,7 +177,6 @@ class TinkerHost:
     # ---- saving
 
     def save(self, body: SaveBody) -> Checkpoint:
-        """Save weights and optimizer."""
         return self.store.save(
             body.model_id,
             "training",
@@ -230,14 +218,12 @@ class TinkerHost:
         return SamplerSource(self.bases.get(record.base_model), record.lora, checkpoint)
 
     def add_sampler(self, session: Session, source: SamplerSource) -> str:
-        """Open a sampling session."""
         name = f"{session.name}:sample:{len(session.sampler_ids)}"
         session.sampler_ids.append(name)
         self.sources[name] = source
         return name
 
     def sampler(self, name: str) -> SamplerSource:
-        """The weights of a sampling session; `ApiError` 404 without one."""
         return lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
 
     def join_sampler(self, name: str) -> int:
@@ -246,7 +232,6 @@ class TinkerHost:
         return next(self._joined)
 
     def plan_sample(self, body: SampleBody) -> SampleRequest:
-        """Validate a request for samples."""
         if body.sampling_session_id is not None:
             source = self.sampler(body.sampling_session_id)
         else:

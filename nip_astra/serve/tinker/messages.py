@@ -176,15 +176,7 @@ def _numbers(sent: bytes, kind: type[np.generic], name: str) -> Any:
 
 
 def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:
-    """The response to a request for gradients.
-
-    Parameters
-    ----------
-    outputs : Mapping[str, Sequence[Tensor]]
-        By name, one tensor per datum.
-    metrics : Mapping[str, float]
-        By `name:reduction`.
-    """
+    """The response to a request for gradients: outputs per datum, metrics by `name:reduction`."""
     pb = schema()
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     shapes = [list(one.shape[1:]) for one in next(iter(outputs.values()))]
@@ -237,17 +229,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """The response to a request for samples.
-
-    Attributes
-    ----------
-    prompt_logprobs : Tensor or None
-        float32, NaN where nothing was scored.
-    targets : Tensor or None
-        Log-probabilities of given tokens.
-    alternatives : Likeliest or None
-        Tokens drawn at each position of the prompt, in no order.
-    """
+    """The response to a request for samples; log-probabilities are NaN if not scored."""
 
     sequences: list[SampledAnswer]
     prompt_logprobs: Tensor | None = None
@@ -256,7 +238,6 @@ class SampleAnswer:
     alternatives: Likeliest | None = None
 
     def encoded(self) -> bytes:
-        """The message."""
         pb = schema()
         message = pb.SampleResponse()
         for one in self.sequences:

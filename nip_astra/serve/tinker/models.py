@@ -85,7 +85,6 @@ class TinkerModel(HostedModel):
         return {"grad_norm:mean": figures.grad_norm, "lr:mean": adam.learning_rate}
 
     def write_weights(self, folder: Path) -> None:
-        """Write the adapter, to sample from."""
         self.policy.save(folder / ROLE)
 
     def load(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
@@ -138,17 +137,7 @@ def lora_of(base: Base, shape: LoraShape) -> LoraParameters:
 
 @dataclass(frozen=True)
 class LossKind:
-    """A loss of the protocol.
-
-    Attributes
-    ----------
-    loss : str
-        Name in the registry of policy losses.
-    needs, may_have : tuple of str
-        Inputs besides `target_tokens`.
-    defaults : Mapping[str, float]
-        Defaults of `loss_fn_config`, and of inputs of the same name.
-    """
+    """A loss of the protocol: the policy loss, and its inputs besides `target_tokens`."""
 
     loss: str
     needs: tuple[str, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 import time
@@ -338,15 +337,7 @@ class _TinkerRoutes:
 
 @dataclass
 class Promise:
-    """A future result.
-
-    Attributes
-    ----------
-    reply : Callable or None
-        Turns the result into JSON; None if it is a message of the SDK.
-    made_at : float
-        Time of the request, `time.monotonic`.
-    """
+    """A future result; `reply` turns it into JSON, None for a message of the SDK."""
 
     operation: Operation
     reply: Callable[[Any], Reply] | None
@@ -373,7 +364,6 @@ class Promises:
                 self._promises.pop(first)
 
     def knows(self, name: str) -> bool:
-        """Whether a result was promised under a name."""
         with self._lock:
             return name in self._promises
 
@@ -388,9 +378,8 @@ class Promises:
                 "create_training_client_from_state_with_optimizer.",
                 "server",
             )
-        waited = asyncio.shield(asyncio.wrap_future(promise.operation.future))
         try:
-            result = await asyncio.wait_for(waited, SECONDS_TO_WAIT)
+            result = await promise.operation.result(SECONDS_TO_WAIT)
         except TimeoutError:
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, 408)

@@ -44,7 +44,6 @@ class SamplerSource:
 
     @property
     def key(self) -> str:
-        """Identifies the weights."""
         if self.checkpoint is None:
             return self.base.name
         return f"{self.checkpoint.path} {self.checkpoint.created}"
@@ -114,7 +113,6 @@ class Samplers:
         self._held: OrderedDict[str, HuggingFaceLanguageModel] = OrderedDict()
 
     def answer(self, requests: Sequence[SampleRequest]) -> list[bytes]:
-        """Answer requests for one source."""
         policy = self._policy(requests[0].source)
         progress = policy.complete([one.generation for one in requests], max_rows=MAX_ROWS)
         return [

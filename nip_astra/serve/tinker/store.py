@@ -60,16 +60,13 @@ class Checkpoint:
 
     @property
     def checkpoint_id(self) -> str:
-        """Its name within the run."""
         return f"{FOLDERS[self.kind]}/{self.name}"
 
     @property
     def path(self) -> str:
-        """Its address for clients."""
         return f"tinker://{self.run_id}/{self.checkpoint_id}"
 
     def card(self) -> dict[str, Any]:
-        """Its description for clients."""
         size = sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file())
         return {
             "checkpoint_id": self.checkpoint_id,
@@ -93,7 +90,6 @@ class CheckpointFolder:
     # ---- runs
 
     def add_run(self, record: RunRecord) -> None:
-        """Store a run."""
         folder = self._run_folder(record.run_id)
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / _RUN, asdict(record))
@@ -164,7 +160,6 @@ class CheckpointFolder:
         return found
 
     def find(self, path: str) -> Checkpoint:
-        """A checkpoint by its address."""
         run_id, _, rest = path.removeprefix("tinker://").partition("/")
         if not path.startswith("tinker://"):
             raise wrong(
@@ -201,7 +196,6 @@ class CheckpointFolder:
         return sorted((one for one in found if one is not None), key=lambda one: one.created)
 
     def delete(self, checkpoint: Checkpoint) -> None:
-        """Delete a checkpoint."""
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:

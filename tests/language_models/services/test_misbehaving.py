@@ -29,6 +29,7 @@ from nip_astra.language_models.services.fine_tuning import (
 from nip_astra.language_models.services.http_client import MIB
 from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.training import TrainServiceParameters
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving
 
@@ -80,8 +81,9 @@ def outcome_of_a_chat(address: str) -> str:
 
 
 def outcome_of_training(address: str) -> str:
+    limits = {"patience_seconds": 0.2, "operation_timeout": 1.0, "max_answer_mib": 4.0}
     connection = TrainingConnection(
-        address, patience_seconds=0.2, operation_timeout=1.0, max_answer_mib=4.0
+        TrainServiceParameters(backend="http", base_url=address, **limits)
     )
     try:
         connection.post_json("/training/v1/models", {"base_model": "m"}, key="k")

@@ -170,10 +170,11 @@ def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> No
     shown: list[str] = []
     bar = progress.open_progress(1, enabled=False)
     monkeypatch.setattr(bar, "show_wait", shown.append)
+    monkeypatch.setattr(progress, "SECONDS_UNSHOWN", 0.02)
 
     async def pause(seconds: float) -> None:
         clock.now += seconds
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.1)
 
     clock = Clock()
     clock.pause = pause  # type: ignore[method-assign]

@@ -107,15 +107,16 @@ def test_a_repeated_request_repeats_no_step(server: Server) -> None:
     trainer = distant(server)
     service = trainer.service
     asked: list[Any] = []
-    send = service.connection._send
+    open_client = service.connection._open
 
-    async def twice(method: str, path: str, *how: Any) -> Any:
-        asked.append(path)
-        await send(method, path, *how)
-        return await send(method, path, *how)
+    class Twice:
+        async def request(self, method: str, path: str, **sent: Any) -> Any:
+            asked.append(path)
+            await open_client().request(method, path, **sent)
+            return await open_client().request(method, path, **sent)
 
     plain = iterate(distant(server), 2)
-    service.connection._send = twice
+    service.connection._open = Twice
     assert iterate(trainer, 2) == plain
     assert len(asked) > 4
 

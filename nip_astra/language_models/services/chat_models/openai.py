@@ -25,6 +25,7 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     estimate_usage,
+    join_outcomes,
     register_chat_model,
 )
 from nip_astra.language_models.services.http_client import OpenAIConnection, read_key
@@ -133,11 +134,7 @@ class OpenAIChatModel(ChatModel):
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         parts = request.parts(self.samples_at_once)
         outcomes = await asyncio.gather(*map(self._send, parts))
-        return ChatOutcome(
-            tuple(sample for outcome in outcomes for sample in outcome.samples),
-            ChatUsage(*(sum(counts) for counts in zip(*(o.usage for o in outcomes), strict=True))),
-            is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
-        )
+        return join_outcomes(outcomes)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -146,7 +143,6 @@ class OpenAIChatModel(ChatModel):
             await asyncio.to_thread(self._own.stop)
 
     async def _send(self, request: ChatRequest) -> ChatOutcome:
-        """Send one request."""
         connection = await self._open()
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
