@@ -231,8 +231,7 @@ def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     steps = [row["step"] for row in service.store.events(job.id) if row["step"] is not None]
     assert sorted(steps) == list(range(1, len(steps) + 1))
-    client.fine_tuning.jobs.resume(behind.id)
-    assert finish(client, behind).status == "succeeded"
+    assert client.fine_tuning.jobs.cancel(behind.id).status == "cancelled"
     for change in ("cancel", "pause", "resume"):
         with pytest.raises(openai.ConflictError, match="cannot become"):
             getattr(client.fine_tuning.jobs, change)(job.id)
@@ -381,7 +380,7 @@ class Insistent:
         )
         self.model = RetryingChatModel(
             OpenAIChatModel(parameters),
-            LimitParameters(num_retries=10_000),
+            LimitParameters(num_retries=10_000, request_timeout=1e6),
             cache=ResponseCache(memory),
             sleep=lambda _: asyncio.sleep(0.2),
         )
@@ -433,7 +432,7 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
         assert client.files.content(kept).read() == b"whole"
         assert "half" not in [file.filename for file in client.files.list()]
         outcome = cut.result(timeout=120)
-        assert all(isinstance(one, ChatAnswer) for one in outcome.samples)
+        assert not [one for one in outcome.samples if not isinstance(one, ChatAnswer)]
         assert insistent.model.use.failures.keys() == {"unavailable"}
         num_requests = insistent.model.use.num_requests
         again = insistent.ask(seed=1, max_tokens=8).result()

@@ -69,9 +69,7 @@ def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("remote_api_grpo", ()), ("remote_api_grpo", (LORA,)), ("self_hosted_grpo", ())],
-    ids=["full", "lora", "self_hosted"],
+    ("name", "options"), [("remote_api_grpo", ()), ("self_hosted_grpo", (LORA,))]
 )
 def test_a_service_elsewhere_gives_the_losses_and_weights_of_one_here(
     server: Server, options: tuple[str, ...], name: str, tmp_path: Path
