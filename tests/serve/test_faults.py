@@ -180,6 +180,7 @@ def test_misconfigurations_end_with_the_right_error(service: Running) -> None:
             ask(client(stub), saying("hello"))
 
 
+@pytest.mark.slow
 def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_key(
     service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     service: Running, client: openai.OpenAI, tmp_path: Path
@@ -344,6 +345,7 @@ def test_uploads_of_another_kind_are_json_errors(service: Running, client: opena
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> None:
     with (
