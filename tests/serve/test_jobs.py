@@ -271,8 +271,8 @@ def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) 
     assert done.status == "failed"
     assert "the model's window holds 96" in done.error.message
     assert done.fine_tuned_model is None
-    last = client.fine_tuning.jobs.list_events(done.id).data[0]
-    assert last.level == "error"
+    # The event follows the status.
+    wait_until(lambda: client.fine_tuning.jobs.list_events(done.id).data[0].level == "error")
 
 
 def test_what_is_wrong_with_a_job_is_told_at_once(client: openai.OpenAI) -> None:

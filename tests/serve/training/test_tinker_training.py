@@ -28,10 +28,9 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services import tinker_training
 from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.serve.bodies import Body
-from nip_astra.serve.training import work
-from nip_astra.serve.training.tinker import host
-from nip_astra.serve.training.tinker.bodies import (
+from nip_astra.serve.requests import Body
+from nip_astra.serve.tinker import host
+from nip_astra.serve.tinker.bodies import (
     SampleBody,
     SaveBody,
     SaveForSamplerBody,
@@ -206,7 +205,7 @@ def test_a_client_that_is_silent_makes_room_for_another(monkeypatch: pytest.Monk
         with pytest.raises(ServiceBusyError):
             trainer_at(server, "tinker")
         for session in sessions:
-            session.seen_at -= 2 * work.SECONDS_SILENT
+            session.seen_at -= 2 * training.SECONDS_SILENT
         other = trainer_at(server, "tinker")
         with pytest.raises(ServiceError):
             iterate(silent, 1)
