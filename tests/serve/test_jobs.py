@@ -264,15 +264,16 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) -> None:
+def test_a_job_that_cannot_be_done_fails_with_its_reason(
+    service: Running, client: openai.OpenAI
+) -> None:
     row = json.loads(supervised().splitlines()[0])
     row["messages"][0]["content"] = "cat " * 200
     done = finish(client, submit(client, json.dumps(row).encode()))
     assert done.status == "failed"
     assert "the model's window holds 96" in done.error.message
     assert done.fine_tuned_model is None
-    # The event follows the status.
-    wait_until(lambda: client.fine_tuning.jobs.list_events(done.id).data[0].level == "error")
+    wait_until(lambda: any(row["level"] == "error" for row in service.store.events(done.id)))
 
 
 def test_what_is_wrong_with_a_job_is_told_at_once(client: openai.OpenAI) -> None:

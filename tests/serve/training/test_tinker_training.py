@@ -28,6 +28,7 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services import tinker_training
 from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.serve import training
 from nip_astra.serve.requests import Body
 from nip_astra.serve.tinker import host
 from nip_astra.serve.tinker.bodies import (
