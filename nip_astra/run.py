@@ -30,8 +30,7 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.run_sync import close_all
+from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run

@@ -91,7 +91,7 @@ def serve(
         say(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**given), tell=tell, protocols=protocols)
+    run_service(named, ServiceSettings(**given), on_start=tell, protocols=protocols)
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -16,10 +16,10 @@ from nip_astra.language_models.services.chat import (
     ChatMessage,
     ChatModel,
     ChatRequest,
+    complete_all,
     estimate_tokens,
 )
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
 NOT_ASKED = "ended"

@@ -23,10 +23,10 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     LimitParameters,
     PriceParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
-from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ScorerType

@@ -34,8 +34,7 @@ from nip_astra.errors import (
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.data_parallel import DataParallelService
-from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.language_models.services.sharded import DataParallelService, ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output

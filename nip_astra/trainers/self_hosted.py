@@ -285,7 +285,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
-    (`rl_objectives.distillation`). Rewards are only logged.
+    (`rl_objectives.advantages`). Rewards are only logged.
     """
 
     learns_from_rewards: ClassVar[bool] = False

@@ -550,7 +550,7 @@ def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSetti
 @contextmanager
 def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
     """Close chat models after the block."""
-    from nip_astra.language_models.services.run_sync import close_all
+    from nip_astra.language_models.services.chat import close_all
 
     try:
         yield

@@ -25,8 +25,8 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatRequest,
     FailureReason,
+    complete_all,
 )
-from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.parameters_base import (
     ComponentRegistry,
     PlainText,

@@ -21,16 +21,14 @@ from nip_astra.language_models.services.chat import CHAT_MODELS, ChatMessage, Ch
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
+    FineTuningParameters,
     FineTuningService,
     JobStatus,
+    OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
 )
 from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
-from nip_astra.language_models.services.openai_fine_tuning import (
-    FineTuningParameters,
-    OpenAIFineTuning,
-)
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic

@@ -23,12 +23,17 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
     LimitParameters,
     PriceParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel, open_chat_model
-from nip_astra.language_models.services.run_sync import complete_all
-from nip_astra.language_models.services.usage import Budget, ResponseCache, UsageLog
+from nip_astra.language_models.services.retrying import (
+    Budget,
+    ResponseCache,
+    RetryingChatModel,
+    UsageLog,
+    open_chat_model,
+)
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
 from tests.scorers.chat_stub import Reply, chat_stub
@@ -166,10 +171,11 @@ def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> No
     shown: list[str] = []
     bar = progress.open_progress(1, enabled=False)
     monkeypatch.setattr(bar, "show_wait", shown.append)
+    monkeypatch.setattr(progress, "SECONDS_UNSHOWN", 0.02)
 
     async def pause(seconds: float) -> None:
         clock.now += seconds
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.1)
 
     clock = Clock()
     clock.pause = pause  # type: ignore[method-assign]

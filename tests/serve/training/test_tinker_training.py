@@ -28,10 +28,10 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services import tinker_training
 from nip_astra.rl_objectives.reductions import LossOutput
-from nip_astra.serve.bodies import Body
-from nip_astra.serve.training import work
-from nip_astra.serve.training.tinker import host
-from nip_astra.serve.training.tinker.bodies import (
+from nip_astra.serve import training
+from nip_astra.serve.requests import Body
+from nip_astra.serve.tinker import host
+from nip_astra.serve.tinker.bodies import (
     SampleBody,
     SaveBody,
     SaveForSamplerBody,
@@ -167,7 +167,7 @@ def test_two_clients_on_one_model_are_told_apart(server: Server) -> None:
 
 
 def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tinker_training, "SECONDS_TO_FORGET", 0.3)
+    monkeypatch.setattr(tinker_training, "SECONDS_TO_FINISH", 0.3)
     with training_server(["tinker"], max_training_models=1) as server:
         first = trainer_at(server, "tinker")
         with pytest.raises(ServiceBusyError, match="max_training_models"):
@@ -206,7 +206,7 @@ def test_a_client_that_is_silent_makes_room_for_another(monkeypatch: pytest.Monk
         with pytest.raises(ServiceBusyError):
             trainer_at(server, "tinker")
         for session in sessions:
-            session.seen_at -= 2 * work.SECONDS_SILENT
+            session.seen_at -= 2 * training.SECONDS_SILENT
         other = trainer_at(server, "tinker")
         with pytest.raises(ServiceError):
             iterate(silent, 1)

@@ -1,4 +1,4 @@
-"""What clients of Tinker's protocol save: training runs and their checkpoints, as folders."""
+"""Training runs of Tinker's protocol and their checkpoints, as folders."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from nip_astra.serve.api_errors import ApiError, wrong
+from nip_astra.serve.requests import ApiError, wrong
 
 CheckpointKind = Literal["training", "sampler"]
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""What a checkpoint may be called; no path is a name."""
+"""Valid names of checkpoints; a path is none."""
 RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
 LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""What is to be kept for longer, as an earlier version allowed, is shown as kept up to here."""
+"""Latest time that is shown; an earlier version allowed longer lifetimes."""
 _ABOUT, _RUN = "checkpoint.json", "run.json"
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """Size and place of an adapter, in the words of the protocol."""
+    """Size and place of an adapter, in the terms of the protocol."""
 
     rank: int
     train_unembed: bool
@@ -37,13 +37,7 @@ class LoraShape:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run.
-
-    Attributes
-    ----------
-    base_model : str
-        As the client named it.
-    """
+    """A training run."""
 
     run_id: str
     base_model: str
@@ -54,13 +48,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Something saved of a run.
-
-    Attributes
-    ----------
-    expires : float or None
-        Time after which it is gone; None for never.
-    """
+    """A checkpoint of a run; deleted after the time `expires`, if there is one."""
 
     run_id: str
     kind: CheckpointKind
@@ -72,37 +60,28 @@ class Checkpoint:
 
     @property
     def checkpoint_id(self) -> str:
-        """Its name within the run."""
         return f"{FOLDERS[self.kind]}/{self.name}"
 
     @property
     def path(self) -> str:
-        """The address by which clients name it."""
         return f"tinker://{self.run_id}/{self.checkpoint_id}"
 
     def card(self) -> dict[str, Any]:
-        """What clients are told of it."""
         size = sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file())
         return {
             "checkpoint_id": self.checkpoint_id,
             "checkpoint_type": self.kind,
-            "time": told_time(self.created),
+            "time": iso_time(self.created),
             "tinker_path": self.path,
             "size_bytes": size,
             "public": False,
             "user_metadata": self.user_metadata,
-            "expires_at": None if self.expires is None else told_time(self.expires),
+            "expires_at": None if self.expires is None else iso_time(self.expires),
         }
 
 
 class CheckpointFolder:
-    """The folder of all runs.
-
-    Parameters
-    ----------
-    root : Path
-        Made where it is not there.
-    """
+    """The folder of all runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -111,25 +90,18 @@ class CheckpointFolder:
     # ---- runs
 
     def add_run(self, record: RunRecord) -> None:
-        """Remember a run."""
         folder = self._run_folder(record.run_id)
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / _RUN, asdict(record))
 
     def run(self, run_id: str) -> RunRecord:
-        """A run by its id.
-
-        Raises
-        ------
-        ApiError
-            404 where there is none.
-        """
+        """A run by its id; `ApiError` 404 without one."""
         path = self._run_folder(run_id) / _RUN if RUN.fullmatch(run_id) else None
         if path is None or not path.exists():
             raise ApiError(
                 404,
-                f"the training run {run_id[:200]!r} was asked for, but this service has none of "
-                "that id. List them by list_training_runs of the SDK's RestClient.",
+                f"this service has no training run {run_id[:200]!r}. List them by "
+                "list_training_runs of the SDK's RestClient.",
                 code="run_not_found",
             )
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -157,40 +129,25 @@ class CheckpointFolder:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Checkpoint:
-        """Write a checkpoint as a whole: a service that is killed meanwhile leaves none.
-
-        Parameters
-        ----------
-        name : str or None
-            None takes one of its own.
-        write : Callable
-            Called with a folder to write into.
-        """
+        """Write a checkpoint atomically; `name` None generates one."""
         name = uuid.uuid4().hex if name is None else name
         if not NAME.fullmatch(name):
             raise wrong(
-                f"a checkpoint was to be saved as {name[:200]!r}, but a name consists of up to 200 "
-                "letters, digits, dots, dashes and underscores. Give one of these.",
+                f"invalid name {name[:200]!r} of a checkpoint. Use at most 200 letters, digits, "
+                "dots, dashes and underscores.",
                 "path",
             )
         folder = self._run_folder(run_id) / FOLDERS[kind] / name
         if self._read(run_id, kind, folder) is not None and not overwrite:
             raise wrong(
-                f"a checkpoint was to be saved as {name!r}, but the run has one of that name. Give "
-                "another name, or overwrite=True.",
+                f"the run has a checkpoint {name!r}. Give another name, or overwrite=True.",
                 "path",
             )
         unfinished = self._run_folder(run_id) / f"unfinished-{uuid.uuid4().hex}"
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
-            now = time.time()
-            about = {
-                "created": now,
-                "expires": None if ttl_seconds is None else now + ttl_seconds,
-                "user_metadata": user_metadata,
-            }
-            _write_json(unfinished / _ABOUT, about)
+            _write_about(unfinished, time.time(), ttl_seconds, user_metadata)
             folder.parent.mkdir(exist_ok=True)
             if folder.exists():
                 folder.rename(unfinished.with_suffix(".old"))
@@ -203,23 +160,16 @@ class CheckpointFolder:
         return found
 
     def find(self, path: str) -> Checkpoint:
-        """A checkpoint by its address.
-
-        Raises
-        ------
-        ApiError
-            404 where there is none.
-        """
         run_id, _, rest = path.removeprefix("tinker://").partition("/")
         if not path.startswith("tinker://"):
             raise wrong(
-                f"a checkpoint was named as {path[:200]!r}, but addresses begin with tinker://. "
-                "Give one that save_state or save_weights_for_sampler gave."
+                f"invalid path {path[:200]!r} of a checkpoint. Give a tinker:// path of save_state "
+                "or save_weights_for_sampler."
             )
         return self.get(run_id, rest)
 
     def get(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """A checkpoint of a run, by its name there."""
+        """A checkpoint of a run by its name there; `ApiError` 404 without one."""
         folder_name, _, name = checkpoint_id.partition("/")
         kinds = {folder: kind for kind, folder in FOLDERS.items()}
         found = None
@@ -229,15 +179,14 @@ class CheckpointFolder:
         if found is None:
             raise ApiError(
                 404,
-                f"the checkpoint 'tinker://{run_id[:200]}/{checkpoint_id[:200]}' was asked for, "
-                "but this service has none of that address: it was never saved here, was deleted, "
-                "or has expired. List them by list_user_checkpoints of the SDK's RestClient.",
+                f"this service has no checkpoint 'tinker://{run_id[:200]}/{checkpoint_id[:200]}'; "
+                "it may have expired. List them by list_user_checkpoints of the SDK's RestClient.",
                 code="checkpoint_not_found",
             )
         return found
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Every checkpoint of a run, in the order in which they were saved."""
+        """Every checkpoint of a run, the oldest first."""
         folder = self._run_folder(self.run(run_id).run_id)
         found = [
             self._read(run_id, kind, path)
@@ -247,17 +196,11 @@ class CheckpointFolder:
         return sorted((one for one in found if one is not None), key=lambda one: one.created)
 
     def delete(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint."""
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
-        """Change when a checkpoint is gone."""
-        about = {
-            "created": checkpoint.created,
-            "expires": None if ttl_seconds is None else time.time() + ttl_seconds,
-            "user_metadata": checkpoint.user_metadata,
-        }
-        _write_json(checkpoint.folder / _ABOUT, about)
+        """Change the lifetime of a checkpoint, from now on."""
+        _write_about(checkpoint.folder, checkpoint.created, ttl_seconds, checkpoint.user_metadata)
 
     def _read(self, run_id: str, kind: CheckpointKind, folder: Path) -> Checkpoint | None:
         try:
@@ -271,9 +214,20 @@ class CheckpointFolder:
         return found
 
 
-def told_time(seconds: float) -> str:
-    """A time as the protocol writes it."""
+def iso_time(seconds: float) -> str:
+    """A time in the protocol's form."""
     return datetime.fromtimestamp(min(seconds, LAST_TIME), UTC).isoformat()
+
+
+def _write_about(
+    folder: Path, created: float, ttl_seconds: int | None, user_metadata: dict[str, str] | None
+) -> None:
+    about = {
+        "created": created,
+        "expires": None if ttl_seconds is None else time.time() + ttl_seconds,
+        "user_metadata": user_metadata,
+    }
+    _write_json(folder / _ABOUT, about)
 
 
 def _write_json(path: Path, value: Any) -> None:

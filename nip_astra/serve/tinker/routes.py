@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 import time
@@ -17,9 +16,8 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import MAX_LISTED, parse_json, read_body
-from nip_astra.serve.training.tinker.bodies import (
+from nip_astra.serve.requests import MAX_LISTED, ApiError, parse_json, read_body, wrong
+from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     FutureBody,
     HeartbeatBody,
@@ -35,41 +33,45 @@ from nip_astra.serve.training.tinker.bodies import (
     TtlBody,
     WeightsInfoBody,
 )
-from nip_astra.serve.training.tinker.host import TinkerHost
-from nip_astra.serve.training.tinker.messages import PROTOBUF, read_forward_backward, read_head
-from nip_astra.serve.training.tinker.store import RunRecord, told_time
-from nip_astra.serve.training.work import Operation
+from nip_astra.serve.tinker.host import TinkerHost, model_id_of
+from nip_astra.serve.tinker.messages import PROTOBUF, read_forward_backward, read_head
+from nip_astra.serve.tinker.store import Checkpoint, RunRecord, iso_time
+from nip_astra.serve.training import Operation
 
 SECONDS_TO_WAIT = 25.0
 """Seconds after which a waiting client must poll again; the SDK waits 45."""
 SECONDS_KEPT = 3600.0
-"""For which a result is kept after it was there."""
+"""How long a result is kept."""
 MAX_KEPT = 50_000
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
+Reply = dict[str, Any]
 NOT_OFFERED = {
-    "/save_weights_external": "weights in the form of others are written by the run's own "
-    "save_weights_for_sampler of nip_astra, or from the adapter in the service's state folder",
-    "/copy_weights": "this service has no projects to copy between",
-    "/create_custom_loss": "custom losses are computed at the client, by forward_backward_custom",
-    "/audit": "this service keeps no audit log",
-    "/billing/usage/events": "this service costs nothing",
-    "/billing/usage/checkpoints/current": "this service costs nothing",
+    "/save_weights_external": "use save_weights_for_sampler of nip_astra's training services, or "
+    "the adapter in the service's state folder",
+    "/copy_weights": "this service has no projects",
+    "/create_custom_loss": "the client computes custom losses, by forward_backward_custom",
+    "/audit": "this service has no audit log",
+    "/billing/usage/events": "this service has no billing",
+    "/billing/usage/checkpoints/current": "this service has no billing",
     "/auth/token": "this service takes an API key",
-    "/sessions/search": "sessions are listed by list_sessions",
-    "/cancel_future": "requests that wait are answered",
-    "/retrieve_futures": "results are asked for one by one",
+    "/sessions/search": "use list_sessions",
+    "/cancel_future": "queued requests are always answered",
+    "/retrieve_futures": "request results one by one",
+    "/sessions/{name}/project": "this service has no projects",
+    "/sessions/{name}/trace_export": "this service has no traces",
 }
-"""What the SDK may ask for that is refused, and what there is instead."""
+"""Routes of the SDK that are refused, with the reason or the alternative."""
 NOT_OFFERED_OF_CHECKPOINTS = {
-    "publish": "this service has no accounts, so that every client may load every checkpoint",
-    "external_weights_urls": "this service keeps adapters in its state folder alone",
+    "publish": "this service has no accounts: every client may load every checkpoint",
+    "external_weights_urls": "adapters are in the state folder of this service only",
 }
 
 
 def tinker_routes(host: TinkerHost) -> APIRouter:
     """The routes over the models, sessions and checkpoints of a host."""
-    routes = _TinkerRoutes(host)
+    routes, rest = _TinkerRoutes(host), _RestRoutes(host)
+    run, checkpoint = "/training_runs/{run_id}", "/checkpoints/{kind}/{name}"
     router = APIRouter(prefix="/api/v1")
     for path, handler in (
         ("/client/config", routes.client_config),
@@ -89,31 +91,31 @@ def tinker_routes(host: TinkerHost) -> APIRouter:
         ("/join_sampling_session", routes.join_sampling_session),
         ("/asample", routes.asample),
         ("/retrieve_future", routes.retrieve_future),
+        ("/weights_info", rest.weights_info),
     ):
         router.add_api_route(path, handler, methods=["POST"])
-    router.add_api_route("/healthz", routes.health, methods=["GET"])
-    rest = _RestRoutes(host)
-    checkpoint = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-    router.add_api_route("/get_server_capabilities", rest.capabilities, methods=["GET"])
-    router.add_api_route("/weights_info", rest.weights_info, methods=["POST"])
-    router.add_api_route("/training_runs", rest.runs, methods=["GET"])
-    router.add_api_route("/training_runs/{run_id}", rest.run, methods=["GET"])
-    router.add_api_route("/training_runs/{run_id}/checkpoints", rest.of_run, methods=["GET"])
-    router.add_api_route(checkpoint, rest.delete, methods=["DELETE"])
-    router.add_api_route(f"{checkpoint}/ttl", rest.set_ttl, methods=["PUT", "POST", "PATCH"])
-    router.add_api_route("/checkpoints", rest.checkpoints, methods=["GET"])
-    router.add_api_route("/sessions", rest.sessions, methods=["GET"])
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path, reason in NOT_OFFERED.items():
         router.add_api_route(path, _refusal(path, reason), methods=every)
     for name, reason in NOT_OFFERED_OF_CHECKPOINTS.items():
-        router.add_api_route(f"{checkpoint}/{name}", _refusal(name, reason), methods=every)
-    for name in ("project", "trace_export"):
-        reason = "this service has neither projects nor traces of sessions"
-        router.add_api_route(f"/sessions/{{name}}/{name}", _refusal(name, reason), methods=every)
-    # After those that are refused by name.
-    router.add_api_route("/sessions/{name}", rest.session, methods=["GET"])
-    router.add_api_route("/samplers/{name}", rest.sampler, methods=["GET"])
+        path = f"{run}{checkpoint}/{name}"
+        router.add_api_route(path, _refusal(name, reason), methods=every)
+    # After the refused ones, which have fixed names in place of {name}.
+    reads: dict[str, Callable[..., Any]] = {
+        "/healthz": rest.health,
+        "/get_server_capabilities": rest.capabilities,
+        "/training_runs": rest.runs,
+        run: rest.run,
+        f"{run}/checkpoints": rest.of_run,
+        "/checkpoints": rest.checkpoints,
+        "/sessions": rest.sessions,
+        "/sessions/{name}": rest.session,
+        "/samplers/{name}": rest.sampler,
+    }
+    for path, read in reads.items():
+        router.add_api_route(path, read, methods=["GET"])
+    router.add_api_route(f"{run}{checkpoint}", rest.delete, methods=["DELETE"])
+    router.add_api_route(f"{run}{checkpoint}/ttl", rest.set_ttl, methods=["PUT", "POST", "PATCH"])
     return router
 
 
@@ -124,11 +126,8 @@ class _TinkerRoutes:
 
     # ---- sessions
 
-    async def health(self) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def client_config(self) -> Response:
-        # The SDK's own defaults are those of this service.
+        # This service uses the SDK's own defaults.
         return JSONResponse({})
 
     async def create_session(self, request: Request) -> Response:
@@ -146,40 +145,39 @@ class _TinkerRoutes:
         return Response(status_code=204)
 
     async def telemetry(self) -> Response:
-        # What the SDK tells its maker about itself is not kept.
+        # Accepted and dropped.
         return JSONResponse({"status": "accepted"})
 
     # ---- models
 
     async def create_model(self, request: Request) -> Response:
         body = await read_body(request, CreateModelBody)
-        model_id = self.host.model_id(body.session_id, body.model_seq_id)
+        model_id = model_id_of(body.session_id, body.model_seq_id)
         build = self.host.create(body)
         answer = {"type": "create_model", "model_id": model_id}
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
 
     async def load_weights(self, request: Request) -> Response:
         raw = await request.body()
-        with self._turn_taken(raw):
+        with self._number_used(raw):
             body = await read_body(request, LoadBody)
             body.check()
             checkpoint = self.host.store.find(body.path)
         if body.model_id is not None and body.seq_id is not None:
             model = self.host.model(body.model_id)
             with_optimizer = body.optimizer
-            operation = Operation(
-                lambda: model.load(checkpoint, with_optimizer=with_optimizer), digest_of(raw)
-            )
             answer = {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
-            return self._ordered(body.model_id, body.seq_id, operation, lambda _: answer)
-        if body.session_id is None or body.model_seq_id is None:
-            raise wrong(
-                "a checkpoint was to be loaded for no model. Give model_id and seq_id, or "
-                "session_id and model_seq_id."
+            return self._ordered(
+                (body.model_id, body.seq_id),
+                raw,
+                lambda: model.load(checkpoint, with_optimizer=with_optimizer),
+                lambda _: answer,
             )
-        model_id = self.host.model_id(body.session_id, body.model_seq_id)
+        if body.session_id is None or body.model_seq_id is None:
+            raise wrong("give model_id and seq_id, or session_id and model_seq_id.")
+        model_id = model_id_of(body.session_id, body.model_seq_id)
         answer = {"path": body.path, "model_id": model_id, "type": "load_weights"}
-        build = self.host.create_from(body)
+        build = self.host.create_from(body, body.session_id, body.model_seq_id)
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
 
     async def get_info(self, request: Request) -> Response:
@@ -192,7 +190,7 @@ class _TinkerRoutes:
                 "model_data": {
                     "arch": type(base.module).__name__,
                     "model_name": base.name,
-                    "tokenizer_id": base.tokenizer_source,
+                    "tokenizer_id": base.source,
                 },
                 "is_lora": True,
                 "lora_rank": model.record.lora.rank,
@@ -201,57 +199,48 @@ class _TinkerRoutes:
         )
 
     async def forward_backward(self, request: Request) -> Response:
-        body = await request.body()
+        raw = await request.body()
         if request.headers.get("content-encoding"):
-            raise wrong(
-                "a request for gradients was sent compressed, but this service has not said that "
-                "it reads that. Send it as it is."
-            )
-        model_id, seq_id = read_head(body)
+            raise wrong("this service reads no compressed requests. Send it uncompressed.")
+        model_id, seq_id = read_head(raw)
         model = self.host.model(model_id)
-        operation = Operation(
-            lambda: model.forward_backward(read_forward_backward(body)), digest_of(body)
+        return self._ordered(
+            (model_id, seq_id), raw, lambda: model.forward_backward(read_forward_backward(raw))
         )
-        return self._in_order(model_id, seq_id, operation, tell_protobuf)
 
     async def optim_step(self, request: Request) -> Response:
         raw = await request.body()
-        with self._turn_taken(raw):
+        with self._number_used(raw):
             body = await read_body(request, OptimStepBody)
             adam = body.adam
         model = self.host.model(body.model_id)
-        operation = Operation(lambda: model.optim_step(adam), digest_of(raw))
         return self._ordered(
-            body.model_id, body.seq_id, operation, lambda metrics: {"metrics": metrics}
+            (body.model_id, body.seq_id),
+            raw,
+            lambda: model.optim_step(adam),
+            lambda metrics: {"metrics": metrics},
         )
 
     async def save_weights(self, request: Request) -> Response:
         raw = await request.body()
-        with self._turn_taken(raw):
+        with self._number_used(raw):
             body = await read_body(request, SaveBody)
         self.host.model(body.model_id)
-        operation = Operation(lambda: self.host.save(body), digest_of(raw))
         return self._ordered(
-            body.model_id,
-            body.seq_id,
-            operation,
+            (body.model_id, body.seq_id),
+            raw,
+            lambda: self.host.save(body),
             lambda saved: {"path": saved.path, "type": "save_weights"},
         )
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         raw = await request.body()
-        with self._turn_taken(raw):
+        with self._number_used(raw):
             body = await read_body(request, SaveForSamplerBody)
-            if body.kind != "snapshot":
-                raise wrong(
-                    f"weights to sample from were to be saved as {body.kind[:50]!r}, but this "
-                    "service gives each sampling client the weights of its moment. Leave kind out.",
-                    "kind",
-                )
+            body.check()
         self.host.model(body.model_id)
-        operation = Operation(lambda: self.host.save_for_sampler(body), digest_of(raw))
 
-        def told(saved: Any) -> dict[str, Any]:
+        def reply(saved: tuple[Checkpoint, str | None]) -> Reply:
             checkpoint, sampler = saved
             return {
                 "path": checkpoint.path if sampler is None else None,
@@ -259,7 +248,8 @@ class _TinkerRoutes:
                 "type": "save_weights_for_sampler",
             }
 
-        return self._ordered(body.model_id, body.seq_id, operation, told)
+        number = (body.model_id, body.seq_id)
+        return self._ordered(number, raw, lambda: self.host.save_for_sampler(body), reply)
 
     # ---- sampling
 
@@ -285,11 +275,8 @@ class _TinkerRoutes:
         )
         session, number = body.sampling_session_id, body.seq_id
         name = f"sample:{session}:{number}" if session else f"sample:{uuid.uuid4().hex}"
-        if not self.promises.knows(name):
-            self.host.work.submit(operation)
-            self.promises.add(name, operation, tell_protobuf)
         ids = [f"{name}:{index}" for index in range(body.num_samples)]
-        return JSONResponse({"request_id": name, "sample_sequence_ids": ids})
+        return self._promise(name, operation, sample_sequence_ids=ids)
 
     async def retrieve_future(self, request: Request) -> Response:
         return await self.promises.answer((await read_body(request, FutureBody)).request_id)
@@ -297,27 +284,20 @@ class _TinkerRoutes:
     # ---- promises
 
     def _promise(
-        self, name: str, operation: Operation, tell: Callable[[Any], dict[str, Any]]
+        self,
+        name: str,
+        operation: Operation,
+        reply: Callable[[Any], Reply] | None = None,
+        **fields: Any,
     ) -> Response:
         if not self.promises.knows(name):
             self.host.work.submit(operation)
-            self.promises.add(name, operation, lambda result: JSONResponse(tell(result)))
-        return JSONResponse({"request_id": name})
-
-    def _ordered(
-        self,
-        model_id: str,
-        seq_id: int,
-        operation: Operation,
-        tell: Callable[[Any], dict[str, Any]],
-    ) -> Response:
-        return self._in_order(
-            model_id, seq_id, operation, lambda result: JSONResponse(tell(result))
-        )
+            self.promises.add(name, operation, reply)
+        return JSONResponse({"request_id": name, **fields})
 
     @contextmanager
-    def _turn_taken(self, raw: bytes) -> Iterator[None]:
-        """Give a request that is refused its turn, for the SDK counts it; later ones would wait."""
+    def _number_used(self, raw: bytes) -> Iterator[None]:
+        """Use the number of a refused request: the SDK counts it, and later ones would wait."""
         try:
             yield
         except ApiError:
@@ -326,13 +306,20 @@ class _TinkerRoutes:
                 given = given if isinstance(given, dict) else {}
                 name, number = given.get("model_id"), given.get("seq_id")
                 if isinstance(name, str) and isinstance(number, int) and number > 0:
-                    turn = Operation(lambda: None, digest_of(raw))
-                    self.host.work.submit_ordered(name, number, turn, may_be_early=True)
+                    nothing = Operation(lambda: None, _digest(raw))
+                    self.host.work.submit_ordered(name, number, nothing, may_be_early=True)
             raise
 
-    def _in_order(
-        self, model_id: str, seq_id: int, operation: Operation, tell: Callable[[Any], Response]
+    def _ordered(
+        self,
+        number: tuple[str, int],
+        raw: bytes,
+        run: Callable[[], Any],
+        reply: Callable[[Any], Reply] | None = None,
     ) -> Response:
+        """Queue an operation by model and number; a request of equal bytes is a repeated one."""
+        model_id, seq_id = number
+        operation = Operation(run, _digest(raw))
         try:
             known = self.host.work.submit_ordered(model_id, seq_id, operation, may_be_early=True)
         except ApiError as error:
@@ -341,7 +328,7 @@ class _TinkerRoutes:
                 raise wrong(str(error), code=error.code) from error
             raise
         name = f"{model_id}:{seq_id}"
-        self.promises.add(name, known, tell)
+        self.promises.add(name, known, reply)
         return JSONResponse({"request_id": name, "model_id": model_id})
 
 
@@ -350,32 +337,24 @@ class _TinkerRoutes:
 
 @dataclass
 class Promise:
-    """A result to come.
-
-    Attributes
-    ----------
-    tell : Callable
-        Turns the result into an answer.
-    made_at : float
-        Time of the request, `time.monotonic`.
-    """
+    """A future result; `reply` turns it into JSON, None for a message of the SDK."""
 
     operation: Operation
-    tell: Callable[[Any], Response]
+    reply: Callable[[Any], Reply] | None
     made_at: float = field(default_factory=time.monotonic)
 
 
 class Promises:
-    """All results to come and those of the last hour."""
+    """All future results and those of the last hour."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[str, Promise] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, name: str, operation: Operation, tell: Callable[[Any], Response]) -> None:
-        """Promise the result of an operation; a second time, of a repeated request, is fine."""
+    def add(self, name: str, operation: Operation, reply: Callable[[Any], Reply] | None) -> None:
+        """Promise the result of an operation, once per name."""
         with self._lock:
-            self._promises.setdefault(name, Promise(operation, tell))
+            self._promises.setdefault(name, Promise(operation, reply))
             oldest = time.monotonic() - SECONDS_KEPT
             while self._promises:
                 first, promise = next(iter(self._promises.items()))
@@ -385,45 +364,38 @@ class Promises:
                 self._promises.pop(first)
 
     def knows(self, name: str) -> bool:
-        """Whether a result was promised under a name."""
         with self._lock:
             return name in self._promises
 
     async def answer(self, name: str) -> Response:
-        """The result, an error in the form that the SDK raises, or that it takes longer."""
+        """The result, an error in the form that the SDK raises, or a request to poll again."""
         with self._lock:
             promise = self._promises.get(name)
         if promise is None:
-            return failure(
-                f"the result of the request {name[:100]!r} was asked for, but this service does "
-                "not know it: it was started anew since, or the result is older than an hour. "
-                "Make a client from a saved state, create_training_client_from_state_with_"
-                "optimizer, and go on from there.",
+            return _failure(
+                f"unknown request {name[:100]!r}: the service was restarted, or the result is "
+                "older than an hour. Continue from a saved state by "
+                "create_training_client_from_state_with_optimizer.",
                 "server",
             )
-        waited = asyncio.shield(asyncio.wrap_future(promise.operation.future))
         try:
-            result = await asyncio.wait_for(waited, SECONDS_TO_WAIT)
+            result = await promise.operation.result(SECONDS_TO_WAIT)
         except TimeoutError:
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, 408)
         except ApiError as error:
-            return failure(str(error), "user" if error.status < 500 else "server")
-        return promise.tell(result)
+            return _failure(str(error), "user" if error.status < 500 else "server")
+        if promise.reply is None:
+            return Response(result, media_type=PROTOBUF)
+        return JSONResponse(promise.reply(result))
 
 
-def failure(message: str, category: str) -> Response:
-    """A failed request, as the SDK turns it into its RequestFailedError."""
+def _failure(message: str, category: str) -> Response:
+    """A failed request, which the SDK raises as RequestFailedError."""
     return JSONResponse({"error": message, "category": category})
 
 
-def tell_protobuf(result: bytes) -> Response:
-    """A message of the SDK's."""
-    return Response(result, media_type=PROTOBUF)
-
-
-def digest_of(body: bytes) -> str:
-    """Tells a repeated request from another one."""
+def _digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
@@ -433,8 +405,7 @@ def digest_of(body: bytes) -> str:
 def _refusal(path: str, reason: str) -> Any:
     async def refuse() -> Response:
         raise wrong(
-            f"{path} was asked for, which this service does not offer: {reason}. The guide "
-            "training-on-services lists what it offers.",
+            f"this service does not offer {path}: {reason}. See the guide training-on-services.",
             code="not_offered",
         )
 
@@ -443,23 +414,27 @@ def _refusal(path: str, reason: str) -> Any:
 
 class _RestRoutes:
     def __init__(self, host: TinkerHost) -> None:
-        self.host = host
+        self.host, self.store = host, host.store
+
+    async def health(self) -> Response:
+        return JSONResponse({"status": "ok"})
 
     async def capabilities(self) -> Response:
+        bases = self.host.bases
         models = [
             {
                 "model_name": name,
-                "max_context_length": self.host.bases.get(name).context_window,
+                "max_context_length": bases.get(name).context_window,
                 "trainable": True,
                 "sampleable": True,
             }
-            for name in self.host.bases.names
+            for name in bases.names
         ]
         return JSONResponse({"supported_models": models})
 
     async def weights_info(self, request: Request) -> Response:
         path = (await read_body(request, WeightsInfoBody)).tinker_path
-        record = self.host.store.run(self.host.store.find(path).run_id)
+        record = self.store.run(self.store.find(path).run_id)
         return JSONResponse(
             {
                 "base_model": record.base_model,
@@ -472,17 +447,17 @@ class _RestRoutes:
         )
 
     async def runs(self, limit: Limit = 20, offset: Offset = 0) -> Response:
-        records = self.host.store.runs()
-        shown = [self._told_run(record) for record in records[offset : offset + limit]]
+        records = self.store.runs()
+        shown = [self._card(record) for record in records[offset : offset + limit]]
         return JSONResponse(
             {"training_runs": shown, "cursor": _cursor(offset, limit, len(records))}
         )
 
     async def run(self, run_id: str) -> Response:
-        return JSONResponse(self._told_run(self.host.store.run(run_id)))
+        return JSONResponse(self._card(self.store.run(run_id)))
 
-    def _told_run(self, record: RunRecord) -> dict[str, Any]:
-        saved = self.host.store.checkpoints(record.run_id)
+    def _card(self, record: RunRecord) -> Reply:
+        saved = self.store.checkpoints(record.run_id)
         training, sampler = (
             [one.card() for one in saved if one.kind == kind] for kind in ("training", "sampler")
         )
@@ -494,30 +469,30 @@ class _RestRoutes:
             "is_lora": True,
             "corrupted": False,
             "lora_rank": record.lora.rank,
-            "last_request_time": told_time(max(times)),
+            "last_request_time": iso_time(max(times)),
             "last_checkpoint": training[-1] if training else None,
             "last_sampler_checkpoint": sampler[-1] if sampler else None,
             "user_metadata": record.user_metadata,
         }
 
     async def of_run(self, run_id: str) -> Response:
-        found = [one.card() for one in self.host.store.checkpoints(run_id)]
+        found = [one.card() for one in self.store.checkpoints(run_id)]
         return JSONResponse({"checkpoints": found, "cursor": None})
 
     async def checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> Response:
-        store = self.host.store
+        store = self.store
         found = [one for record in store.runs() for one in store.checkpoints(record.run_id)]
         found.sort(key=lambda one: -one.created)
         shown = [one.card() for one in found[offset : offset + limit]]
         return JSONResponse({"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))})
 
     async def delete(self, run_id: str, kind: str, name: str) -> Response:
-        self.host.store.delete(self.host.store.get(run_id, f"{kind}/{name}"))
+        self.store.delete(self.store.get(run_id, f"{kind}/{name}"))
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request, run_id: str, kind: str, name: str) -> Response:
         seconds = (await read_body(request, TtlBody)).ttl_seconds
-        self.host.store.set_ttl(self.host.store.get(run_id, f"{kind}/{name}"), seconds)
+        self.store.set_ttl(self.store.get(run_id, f"{kind}/{name}"), seconds)
         return Response(status_code=204)
 
     async def sessions(self, limit: Limit = 20, offset: Offset = 0) -> Response:
@@ -526,19 +501,14 @@ class _RestRoutes:
 
     async def session(self, name: str) -> Response:
         session = self.host.session(name)
-        return JSONResponse(
-            {
-                "training_run_ids": session.model_ids,
-                "sampler_ids": session.sampler_ids,
-                **session.about,
-            }
-        )
+        ids = {"training_run_ids": session.model_ids, "sampler_ids": session.sampler_ids}
+        return JSONResponse({**ids, **session.about})
 
     async def sampler(self, name: str) -> Response:
         source = self.host.sampler(name)
         path = None if source.checkpoint is None else source.checkpoint.path
         # The SDK loads the tokenizer by this name.
-        base_model = source.base.tokenizer_source
+        base_model = source.base.source
         return JSONResponse({"sampler_id": name, "base_model": base_model, "model_path": path})
 
 

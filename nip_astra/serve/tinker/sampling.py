@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sequences import GenerationRequest, Progress
-from nip_astra.serve.api_errors import wrong
-from nip_astra.serve.training.bases import Base, Bases
-from nip_astra.serve.training.tinker.bodies import SampleBody, TensorBody
-from nip_astra.serve.training.tinker.messages import Likeliest, SampleAnswer, SampledAnswer
-from nip_astra.serve.training.tinker.models import ROLE, lora_of
-from nip_astra.serve.training.tinker.scores import hidden_states, likeliest, logprobs_after
-from nip_astra.serve.training.tinker.store import Checkpoint, LoraShape
+from nip_astra.serve.requests import wrong
+from nip_astra.serve.tinker.bodies import SampleBody, TensorBody
+from nip_astra.serve.tinker.messages import Likeliest, SampleAnswer, SampledAnswer
+from nip_astra.serve.tinker.models import (
+    ROLE,
+    hidden_states,
+    likeliest,
+    logprobs_after,
+    lora_of,
+)
+from nip_astra.serve.tinker.store import Checkpoint, LoraShape
+from nip_astra.serve.training import Base, Bases
 from nip_astra.utils.seeding import derive_seed
 
 MAX_SAMPLERS = 4
@@ -31,13 +36,7 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True)
 class SamplerSource:
-    """Weights to sample from.
-
-    Attributes
-    ----------
-    checkpoint : Checkpoint or None
-        None for the base itself.
-    """
+    """Weights to sample from: a base, or an adapter on it."""
 
     base: Base
     lora: LoraShape | None = None
@@ -45,7 +44,6 @@ class SamplerSource:
 
     @property
     def key(self) -> str:
-        """Identifies the weights."""
         if self.checkpoint is None:
             return self.base.name
         return f"{self.checkpoint.path} {self.checkpoint.created}"
@@ -53,44 +51,20 @@ class SamplerSource:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A validated request.
-
-    Attributes
-    ----------
-    stops : tuple of str
-        Texts that end an answer; they are part of it.
-    """
+    """A validated request; an answer includes the text of `stops` that ends it."""
 
     source: SamplerSource
     body: SampleBody
     generation: GenerationRequest
     stops: tuple[str, ...]
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The tokens of the prompt."""
-        return self.generation.prompt
-
 
 def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest:
-    """Validate a request.
-
-    Parameters
-    ----------
-    seed : int
-        For a request without one.
-
-    Raises
-    ------
-    ApiError
-        If it cannot be answered.
-    """
+    """Validate a request; `seed` is for one without."""
     base, ids = source.base, body.prompt.ids()
     if body.record_stability_info:
-        raise wrong(
-            "record_stability_info is not supported. Leave it out.",
-            "record_stability_info",
-        )
+        name = "record_stability_info"
+        raise wrong(f"{name} is not supported. Leave it out.", name)
     if not ids or min(ids) < 0 or max(ids) >= base.vocab_size:
         raise wrong(
             f"the prompt is empty or holds tokens outside 0 to {base.vocab_size - 1}. Encode it "
@@ -113,7 +87,8 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
             f"{base.name!r} ({base.context_window}). Lower max_tokens, or shorten the prompt.",
             "max_tokens",
         )
-    end_ids, stops = _ends(base, params.stop)
+    given = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    end_ids = tuple(one for one in given if isinstance(one, int))
     generation = GenerationRequest(
         prompt=tuple(ids),
         max_tokens=most,
@@ -122,22 +97,12 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
         temperature=params.temperature,
         top_k=params.top_k if params.top_k > 0 else None,
         top_p=params.top_p,
-        end_ids=end_ids,
+        end_ids=base.end_ids if params.stop is None else end_ids,
         returns_token_ids=True,
     )
     _ = generation.options  # validates them
+    stops = tuple(one for one in given if isinstance(one, str))
     return SampleRequest(source, body, generation, stops)
-
-
-def _ends(
-    base: Base, stop: str | Sequence[str] | Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if stop is None:
-        return base.end_ids, ()
-    if isinstance(stop, str):
-        return (), (stop,)
-    ids = tuple(one for one in stop if isinstance(one, int))
-    return ids, tuple(one for one in stop if isinstance(one, str))
 
 
 class Samplers:
@@ -148,7 +113,6 @@ class Samplers:
         self._held: OrderedDict[str, HuggingFaceLanguageModel] = OrderedDict()
 
     def answer(self, requests: Sequence[SampleRequest]) -> list[bytes]:
-        """Answer requests for one source."""
         policy = self._policy(requests[0].source)
         progress = policy.complete([one.generation for one in requests], max_rows=MAX_ROWS)
         return [
@@ -176,15 +140,11 @@ class Samplers:
         progress: Sequence[Progress],
     ) -> SampleAnswer:
         answers = [_cut(policy, request, one) for one in progress]
-        body = request.body
-        if body.topk_sample_logprobs:
+        count = request.body.topk_sample_logprobs
+        if count:
+            prompt = request.generation.prompt
             answers = [
-                SampledAnswer(
-                    one.ids,
-                    one.logprobs,
-                    one.has_stopped,
-                    _likeliest_of(policy, request.ids, one.ids, body.topk_sample_logprobs),
-                )
+                replace(one, likeliest=_likeliest_of(policy, prompt, one.ids, count))
                 for one in answers
             ]
         return _with_prompt(policy, request, answers)
@@ -206,7 +166,7 @@ def _cut(
 def _first_stop(
     policy: HuggingFaceLanguageModel, ids: list[int], stops: Sequence[str]
 ) -> int | None:
-    """Fewest tokens whose text holds a stop text; None if no number does."""
+    """Fewest tokens whose text holds a stop text, if any."""
 
     def holds(length: int) -> bool:
         text = policy.tokenizer.decode(ids[:length], skip_special_tokens=False)
@@ -235,7 +195,7 @@ def _with_prompt(
     policy: HuggingFaceLanguageModel, request: SampleRequest, answers: list[SampledAnswer]
 ) -> SampleAnswer:
     """The answer with the requested log-probabilities of the prompt."""
-    body, ids = request.body, request.ids
+    body, ids = request.body, request.generation.prompt
     needs_any = (
         body.prompt_logprobs
         or body.topk_prompt_logprobs

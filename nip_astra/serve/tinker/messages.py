@@ -1,10 +1,11 @@
-"""What Tinker's SDK sends and reads as protocol buffers.
+"""The protocol buffers of Tinker's SDK.
 
 Shape suffixes: `T` token, `K` candidate.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,32 +16,26 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import MissingDependencyError
-from nip_astra.serve.api_errors import wrong
+from nip_astra.serve.requests import wrong
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 PROTOBUF = "application/x-protobuf"
 MAX_VALUES = 1 << 26
-"""Most values of a tensor of which only some are sent."""
+"""Most values of a sparse tensor."""
 NO_LOGPROB = -99999.0
-"""What fills a place of the likeliest tokens at which nothing was scored."""
+"""Log-probability at positions that were not scored."""
 
 
 def schema() -> ModuleType:
-    """The messages of Tinker's SDK.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where it is not installed.
-    """
+    """The message classes of Tinker's SDK; `MissingDependencyError` without it."""
     try:
         from tinker.proto import tinker_public_pb2
     except ImportError as error:
         raise MissingDependencyError(
-            "Tinker's protocol was to be served, and its messages are described in the package "
-            "tinker. Install it with: pip install 'nip_astra[tinker]'."
+            "Tinker's protocol needs the package tinker. Install it with: pip install "
+            "'nip_astra[tinker]'."
         ) from error
     module: ModuleType = tinker_public_pb2
     return module
@@ -48,14 +43,12 @@ def schema() -> ModuleType:
 
 @dataclass(frozen=True)
 class Datum:
-    """Tokens, and what the loss reads of each.
+    """Tokens that the model reads, and inputs of the loss.
 
     Attributes
     ----------
-    ids : tuple of int
-        What the model reads.
     inputs : Mapping[str, Tensor]
-        `target_tokens` `[T]` or `[T, K]` int64 and, of the same shape, what else the loss reads.
+        `target_tokens` `[T]` or `[T, K]` int64, and further inputs of the same shape.
     """
 
     ids: tuple[int, ...]
@@ -63,22 +56,14 @@ class Datum:
 
     @property
     def targets(self) -> Tensor:
-        """The tokens whose log-probabilities the loss is made of."""
+        """The tokens whose log-probabilities the loss reads."""
         return self.inputs["target_tokens"]
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """A request for a loss and its gradients.
+    """A request for a loss and, unless it is forward only, its gradients."""
 
-    Attributes
-    ----------
-    is_forward_only : bool
-        Whether no gradients are wanted.
-    """
-
-    model_id: str
-    seq_id: int
     data: list[Datum]
     loss: str
     config: dict[str, float | str]
@@ -86,32 +71,18 @@ class ForwardBackward:
 
 
 def read_head(body: bytes) -> tuple[str, int]:
-    """Model and number of a request.
-
-    Raises
-    ------
-    ApiError
-        Where it is no such message.
-    """
+    """Model and number of a request."""
     message = _parsed(body)
     return str(message.model_id), int(message.seq_id)
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The whole request.
-
-    Raises
-    ------
-    ApiError
-        Where it holds what is not trained here.
-    """
+    """The whole request; `ApiError` 400 when it is invalid."""
     message = _parsed(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else float(value.number)
     return ForwardBackward(
-        str(message.model_id),
-        int(message.seq_id),
         [_datum(number, one) for number, one in enumerate(message.data)],
         str(message.loss_fn),
         config,
@@ -127,8 +98,7 @@ def _parsed(body: bytes) -> Any:
         message.ParseFromString(body)
     except DecodeError as error:
         raise wrong(
-            f"a request for gradients was sent that is no message of Tinker's SDK: {error}. Use "
-            "tinker 0.25 or later.",
+            f"the request is not a message of Tinker's SDK: {error}. Use tinker 0.25 or later.",
             code="invalid_message",
         ) from error
     return message
@@ -140,8 +110,7 @@ def _datum(number: int, message: Any) -> Datum:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise wrong(
-                f"datum {number} holds a part of the kind {kind!r}, but this service reads tokens "
-                "alone. Leave images and sounds out."
+                f"datum {number} holds a part of the kind {kind!r}; this service reads tokens only."
             )
         ids += _numbers(chunk.encoded_text.tokens, np.int32, f"tokens of datum {number}").tolist()
     inputs = {
@@ -151,25 +120,24 @@ def _datum(number: int, message: Any) -> Datum:
     targets = inputs.get("target_tokens")
     if targets is None or targets.dtype != torch.int64:
         raise wrong(
-            f"datum {number} has no target_tokens of whole numbers. Give, for each token that the "
-            "model reads, the one that is to follow."
+            f"datum {number} lacks integer target_tokens. Give the next token of each token."
         )
     if targets.ndim not in (1, 2) or len(targets) != len(ids) or not ids:
         raise wrong(
-            f"target_tokens of datum {number} has the shape {list(targets.shape)}, but the datum "
-            f"has {len(ids)} tokens. Give one or several targets for each."
+            f"target_tokens of datum {number} has the shape {list(targets.shape)} for {len(ids)} "
+            "tokens. Give one or several targets per token."
         )
     for name, value in inputs.items():
         if value.shape != targets.shape:
             raise wrong(
-                f"{name} of datum {number} has the shape {list(value.shape)}, but target_tokens "
-                f"{list(targets.shape)}. Give both the same."
+                f"{name} of datum {number} has the shape {list(value.shape)}, target_tokens "
+                f"{list(targets.shape)}. Give both the same shape."
             )
     return Datum(tuple(ids), inputs)
 
 
 def read_tensor(message: Any, name: str) -> Tensor:
-    """A tensor of a request; sparse rows become dense ones with zeros."""
+    """A tensor of a request; sparse rows become dense."""
     pb = schema()
     kinds: dict[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
     if message.dtype not in kinds:
@@ -181,19 +149,17 @@ def read_tensor(message: Any, name: str) -> Tensor:
         found = torch.from_numpy(_numbers(message.dense, kind, name))
         return found.reshape(shape) if shape else found
     except (ValueError, RuntimeError, IndexError) as error:
-        raise wrong(f"{name} cannot be read: {error}. Send as many values as its shape has.") from (
-            error
-        )
+        fault = f"{name} cannot be read: {error}. Send as many values as its shape has."
+        raise wrong(fault) from error
 
 
 def _dense(csr: Any, shape: list[int], kind: type[np.generic], name: str) -> Tensor:
-    """A tensor of which only some values were sent."""
     values = _numbers(csr.values, kind, name)
     rows, columns = (_numbers(one, np.int64, name) for one in (csr.crow_indices, csr.col_indices))
     if len(shape) != 2 or len(rows) != shape[0] + 1 or math.prod(shape) > MAX_VALUES:
         raise wrong(
-            f"{name} has the shape {shape} and {len(rows)} bounds of rows. Send two dimensions of "
-            f"at most {MAX_VALUES} values, with one bound more than rows."
+            f"{name} has the shape {shape} and {len(rows)} row bounds. Send two dimensions, at "
+            f"most {MAX_VALUES} values, and one bound more than rows."
         )
     if columns.size and columns.min() < 0:
         raise wrong(f"{name} has the column {columns.min()}. Send columns from 0.")
@@ -203,35 +169,21 @@ def _dense(csr: Any, shape: list[int], kind: type[np.generic], name: str) -> Ten
 
 
 def _numbers(sent: bytes, kind: type[np.generic], name: str) -> Any:
-    """Numbers as an array of its own."""
     try:
         return np.frombuffer(sent, dtype=kind).copy()
     except ValueError as error:
-        raise wrong(f"{name} has {len(sent)} bytes: {error}. Send whole numbers of bytes.") from (
-            error
-        )
+        raise wrong(f"{name} has {len(sent)} bytes: {error}. Send whole values.") from error
 
 
 def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:
-    """The answer to a request for gradients.
-
-    Parameters
-    ----------
-    outputs : Mapping[str, Sequence[Tensor]]
-        By name, a tensor a datum.
-    metrics : Mapping[str, float]
-        By `name:reduction`.
-    """
+    """The response to a request for gradients: outputs per datum, metrics by `name:reduction`."""
     pb = schema()
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    count = len(next(iter(outputs.values())))
-    # One record a run of data with as many candidates: within it all must be of one shape.
+    shapes = [list(one.shape[1:]) for one in next(iter(outputs.values()))]
     start = 0
-    while start < count:
-        trailing = list(next(iter(outputs.values()))[start].shape[1:])
-        stop = start
-        while stop < count and list(next(iter(outputs.values()))[stop].shape[1:]) == trailing:
-            stop += 1
+    # One record per run of data with equally many candidates.
+    for trailing, run in itertools.groupby(shapes):
+        stop = start + len(list(run))
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=stop - start)
         for name, tensors in outputs.items():
             parts = [one.detach().cpu().float().numpy() for one in tensors[start:stop]]
@@ -251,19 +203,13 @@ def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The likeliest tokens at each place.
-
-    Attributes
-    ----------
-    ids_TK, logprobs_TK : Tensor
-        The likeliest first.
-    """
+    """The likeliest tokens at each position, the likeliest first."""
 
     ids_TK: Tensor
     logprobs_TK: Tensor
 
     def after(self, num_places: int) -> Likeliest:
-        """The same with places before it at which nothing was scored."""
+        """The same after `num_places` positions that were not scored."""
         width = self.ids_TK.shape[1]
         return Likeliest(
             torch.cat([torch.zeros(num_places, width, dtype=torch.long), self.ids_TK]),
@@ -283,17 +229,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """What became of a request for samples.
-
-    Attributes
-    ----------
-    prompt_logprobs : Tensor or None
-        float32, NaN where nothing was scored.
-    targets : Tensor or None
-        Log-probabilities of named tokens.
-    alternatives : Likeliest or None
-        Tokens drawn at each place of the prompt, in no order.
-    """
+    """The response to a request for samples; log-probabilities are NaN if not scored."""
 
     sequences: list[SampledAnswer]
     prompt_logprobs: Tensor | None = None
@@ -302,7 +238,6 @@ class SampleAnswer:
     alternatives: Likeliest | None = None
 
     def encoded(self) -> bytes:
-        """As the SDK reads it."""
         pb = schema()
         message = pb.SampleResponse()
         for one in self.sequences:

@@ -1,4 +1,4 @@
-"""What Tinker's SDK sends as JSON; an option that this service cannot honour is refused."""
+"""The JSON requests of Tinker's SDK; an option that this service cannot honour is refused."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from nip_astra.serve.api_errors import wrong
-from nip_astra.serve.bodies import Body
-from nip_astra.serve.training.hosted import MAX_WEIGHT_DECAY
+from nip_astra.serve.requests import Body, wrong
+from nip_astra.serve.training import MAX_WEIGHT_DECAY
 
 Seconds = Annotated[int, Field(ge=1, le=10 * 365 * 24 * 3600)]
-"""For which a checkpoint is kept; up to ten years."""
+"""Lifetime of a checkpoint; at most ten years."""
 Number = Annotated[int, Field(ge=1, lt=1 << 53)]
-"""Which of a model's operations, in the order in which they take effect."""
+"""Number of a model's operation, in the order in which they take effect."""
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Top = Annotated[int, Field(ge=0, le=1024)]
-"""How many candidates to tell of each token."""
+"""Number of candidates to report per token."""
 MAX_SAMPLES = 4096
 """Most answers of one request."""
 
 
 class TinkerBody(Body):
-    """A request; `type` and the like are the SDK's own."""
+    """A request; the SDK sends `type` with each."""
 
     model_config = ConfigDict(
         strict=False, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -42,7 +41,7 @@ class SessionBody(TinkerBody):
 
 
 class HeartbeatBody(TinkerBody):
-    """A session goes on."""
+    """A client reports that it is alive."""
 
     session_id: str
 
@@ -64,11 +63,9 @@ class OptimizerBody(TinkerBody):
     type: str = "adamw"
 
     def check(self) -> None:
-        """Refuse another one than Adam."""
         if self.type != "adamw":
             raise wrong(
-                f"a model was to be trained with the optimizer {self.type!r}, but this service has "
-                "adamw. Leave optimizer out.",
+                f"unknown optimizer {self.type!r}; available: adamw. Leave optimizer out.",
                 "optimizer_config",
             )
 
@@ -85,7 +82,7 @@ class CreateModelBody(TinkerBody):
 
 
 class LoadBody(TinkerBody):
-    """A saved state for a model, or a model of its own from one."""
+    """A saved state to load into a model, or to create a model from."""
 
     model_id: str | None = None
     seq_id: Number | None = None
@@ -99,29 +96,29 @@ class LoadBody(TinkerBody):
     weights_access_token: str | None = None
 
     def check(self) -> None:
-        """Refuse what belongs to accounts."""
+        """Refuse the options of accounts."""
         if self.weights_access_token is not None:
             raise wrong(
-                "a checkpoint was to be loaded with a weights_access_token, but this service has "
-                "no accounts: every client may load every checkpoint. Leave it out.",
+                "this service has no accounts: every client may load every checkpoint. Leave "
+                "weights_access_token out.",
                 "weights_access_token",
             )
 
 
 class AdamBody(TinkerBody):
-    """The step of an optimizer."""
+    """The parameters of an optimizer step."""
 
     learning_rate: float = 1e-4
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    # Weights without a gradient are divided by it; float32 takes less for 0.
+    # Weights without a gradient are divided by it; smaller numbers are 0 in float32.
     eps: float = Field(default=1e-12, ge=1e-30, le=1)
     weight_decay: float = Field(default=0.0, ge=0, le=MAX_WEIGHT_DECAY)
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 class OptimStepBody(TinkerBody):
-    """A step along the gradients."""
+    """An optimizer step."""
 
     model_id: str
     seq_id: Number
@@ -130,12 +127,10 @@ class OptimStepBody(TinkerBody):
 
     @property
     def adam(self) -> AdamBody:
-        """The parameters, which must be Adam's."""
         if self.adam_params is None:
             kind = (self.optimizer_params or {}).get("type")
             raise wrong(
-                f"a step of the optimizer {kind!r} was asked for, but this service has adamw. Give "
-                "AdamParams.",
+                f"unknown optimizer {kind!r}; available: adamw. Give AdamParams.",
                 "optimizer_params",
             )
         return self.adam_params
@@ -163,6 +158,14 @@ class SaveForSamplerBody(TinkerBody):
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
 
+    def check(self) -> None:
+        """Refuse weights that change while a client samples."""
+        if self.kind != "snapshot":
+            raise wrong(
+                f"unknown kind {self.kind[:50]!r} of weights; available: snapshot. Leave kind out.",
+                "kind",
+            )
+
 
 class SamplingSessionBody(TinkerBody):
     """A new sampling session."""
@@ -174,7 +177,7 @@ class SamplingSessionBody(TinkerBody):
 
 
 class ModelIdBody(TinkerBody):
-    """Something about a model."""
+    """A question about a model."""
 
     model_id: str
 
@@ -186,13 +189,13 @@ class JoinBody(TinkerBody):
 
 
 class WeightsInfoBody(TinkerBody):
-    """Something about a checkpoint."""
+    """A question about a checkpoint."""
 
     tinker_path: str
 
 
 class TtlBody(TinkerBody):
-    """For how long a checkpoint is kept; None for ever."""
+    """Lifetime of a checkpoint; None for no limit."""
 
     ttl_seconds: Seconds | None = None
 
@@ -208,7 +211,7 @@ class TokensBody(TinkerBody):
     def _check_kind(cls, given: Any) -> Any:
         kind = given.get("type", "encoded_text") if isinstance(given, dict) else "encoded_text"
         if kind != "encoded_text":
-            raise ValueError("this service reads tokens (encoded_text) alone, no images or sounds")
+            raise ValueError("this service reads tokens (encoded_text) only, no images or sounds")
         return given
 
 
@@ -218,12 +221,11 @@ class PromptBody(TinkerBody):
     chunks: list[TokensBody]
 
     def ids(self) -> list[int]:
-        """Its tokens."""
         return [token for chunk in self.chunks for token in chunk.tokens]
 
 
 class SamplingBody(TinkerBody):
-    """How to sample."""
+    """How tokens are drawn."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: Integer | None = None
@@ -244,7 +246,7 @@ class TensorBody(TinkerBody):
 
 
 class SampleBody(TinkerBody):
-    """A request for samples and for what the model thinks of the prompt."""
+    """A request for samples, and for log-probabilities of the prompt."""
 
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     prompt: PromptBody
@@ -263,7 +265,7 @@ class SampleBody(TinkerBody):
 
 
 class FutureBody(TinkerBody):
-    """A result that is asked for."""
+    """A request for a result."""
 
     request_id: str
     allow_metadata_only: bool = False

@@ -5,7 +5,6 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import tempfile
 import uuid
@@ -26,7 +25,7 @@ from torch import Tensor
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import CheckpointError, NipAstraError
 from nip_astra.language_models.adapters import LoraParameters
-from nip_astra.language_models.base import SamplingOptions, TokenCount
+from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.services.http_training import (
     DONE_HEADER,
     KEY_HEADER,
@@ -40,12 +39,16 @@ from nip_astra.language_models.services.http_training import (
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.parameters.parameters_base import RegisteredName
 from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
-from nip_astra.serve.api_errors import ApiError, held, wrong
-from nip_astra.serve.bodies import Body, read_body
+from nip_astra.serve.requests import ApiError, Body, overloaded, read_body, wrong
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.serve.training.bases import Bases
-from nip_astra.serve.training.hosted import MAX_WEIGHT_DECAY, HostedModel
-from nip_astra.serve.training.work import Operation, WorkQueue
+from nip_astra.serve.training import (
+    MAX_WEIGHT_DECAY,
+    Bases,
+    HostedModel,
+    Operation,
+    WorkQueue,
+    lookup,
+)
 from nip_astra.trainers.optimization import build_optimizer
 
 SECONDS_TO_WAIT = 20.0
@@ -54,6 +57,10 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """`(context_BC, context_mask_BC, ids_BT, mask_BT)`, as `LanguageModel.logprobs` takes them."""
 Number = Annotated[int, PathPart(ge=1, lt=1 << 53)]
 """Number of a model's operation, in the order in which they take effect."""
+_LOST = (
+    "this service holds no model {name}: it was closed or idle for too long, or the service was "
+    "restarted. Create one from a saved state, of a run by: nip-astra resume RUN."
+)
 
 
 class LoraBody(Body):
@@ -65,15 +72,7 @@ class LoraBody(Body):
 
 
 class ModelBody(Body):
-    """A model to train.
-
-    Attributes
-    ----------
-    seed : int
-        Of an adapter's first weights.
-    vocabulary, weights : str or None
-        Digests of the client's model.
-    """
+    """A model to train; `vocabulary` and `weights` are digests of the client's model."""
 
     base_model: str
     lora: LoraBody | None = None
@@ -87,33 +86,21 @@ class ModelBody(Body):
 
 @dataclass
 class HttpModel(HostedModel):
-    """A model in training by the routes of this file.
-
-    Attributes
-    ----------
-    key : str
-        Of the request that made it.
-    """
+    """A model in training by the routes of this file; `key` is that of the request for it."""
 
     key: str = ""
 
     def do(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out an operation, and count its tokens.
-
-        Raises
-        ------
-        ApiError
-            When it is unknown or refused.
-        """
+        """Run an operation, and count its tokens; raises `ApiError` when it is refused."""
         operations: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "logprobs": self._logprobs,
             "backward": self._backward,
             "optim_step": self._optim_step,
             "sample": self._sample,
-            "save_state": self._save_state,
+            "save_state": lambda _: _files_of(self.service.save_state),
             "load_state": self._load_state,
             "load_weights": self._load_weights,
-            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "save_weights_for_sampler": lambda _: _files_of(self.service.save_weights_for_sampler),
         }
         kind = str(message.get("kind"))
         if kind not in operations:
@@ -131,7 +118,7 @@ class HttpModel(HostedModel):
                     f"wrong arguments of the operation {kind}: {type(error).__name__}: "
                     f"{str(error)[:300]}. Use a client of this version."
                 ) from error
-        return {**result, "tokens": _counted(spent)}
+        return {**result, "tokens": {name: value for name, value in asdict(spent).items() if value}}
 
     def _logprobs(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {"logprobs": self.service.compute_logprobs(*self._rows(message["rows"]))}
@@ -184,41 +171,29 @@ class HttpModel(HostedModel):
         found = self.service.sample(contexts, count, uniforms_BT, options)
         return {"ids": found.ids_BT, "mask": found.mask_BT, "logprobs": found.logprobs_BT}
 
-    def _save_state(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _folder() as folder:
-            self.service.save_state(folder)
-            return {"files": pack_folder(folder)}
-
     def _load_state(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _folder() as folder:
-            unpack_folder(message["files"], folder)
+        with _unpacked(message["files"]) as folder:
             self.service.load_state(folder)
         self.service.optimizer.zero_grad(set_to_none=True)
         return {}
 
     def _load_weights(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _folder() as folder:
-            unpack_folder(message["files"], folder)
+        with _unpacked(message["files"]) as folder:
             self.policy.restore(folder)
         return {}
-
-    def _save_weights_for_sampler(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _folder() as folder:
-            self.service.save_weights_for_sampler(folder)
-            return {"files": pack_folder(folder)}
 
     def _rows(self, rows: Any) -> Rows:
         context_BC, context_mask_BC, ids_BT, mask_BT = rows
         masks = context_mask_BC, mask_BT
-        is_right = all(mask.dtype == torch.bool and mask.ndim == 2 for mask in masks) and (
+        is_valid = all(mask.dtype == torch.bool and mask.ndim == 2 for mask in masks) and (
             context_BC.shape == context_mask_BC.shape
             and ids_BT.shape == mask_BT.shape
             and len(context_BC) == len(ids_BT)
         )
-        if not is_right:
+        if not is_valid:
             raise wrong(
-                "the parts of the rows to score have different shapes. Send contexts and "
-                "continuations of as many rows, each with a boolean mask of its shape."
+                "the rows have tensors of different shapes. Send contexts and continuations of as "
+                "many rows, each with a boolean mask of its shape."
             )
         length = context_mask_BC.sum(dim=1) + mask_BT.sum(dim=1)
         for ids in (context_BC, ids_BT):
@@ -226,8 +201,21 @@ class HttpModel(HostedModel):
         return context_BC, context_mask_BC, ids_BT, mask_BT
 
 
+def _files_of(write: Callable[[Path], None]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="nip-astra-state-") as folder:
+        write(Path(folder))
+        return {"files": pack_folder(Path(folder))}
+
+
+@contextmanager
+def _unpacked(files: Mapping[str, Tensor]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nip-astra-state-") as folder:
+        unpack_folder(files, Path(folder))
+        yield Path(folder)
+
+
 def training_routes(bases: Bases, work: WorkQueue, settings: ServiceSettings) -> APIRouter:
-    """The routes of one service; `work` carries out the operations on its models."""
+    """The routes of one service; `work` runs the operations on its models."""
     routes = _TrainingRoutes(bases, work, settings)
     router = APIRouter(prefix=ROUTE)
     router.add_api_route("", routes.list_bases, methods=["GET"])
@@ -245,35 +233,28 @@ class _TrainingRoutes:
         self.models: dict[str, HttpModel] = {}
 
     def _model(self, name: str) -> HttpModel:
-        reason = (
-            "this service holds no model {name}: it was closed, was idle for too long, or the "
-            "service was restarted. Make one from a saved state, of a run by: nip-astra resume RUN."
-        )
-        return held(self.models, name, reason=reason, code="model_lost")
+        return lookup(self.models, name, reason=_LOST, code="model_lost")
 
     def _with_key(self, key: str) -> HttpModel | None:
         return next((one for one in self.models.values() if one.key == key), None)
 
-    def _drop(self, name: str) -> None:
+    def _close(self, name: str) -> None:
         self.models.pop(name, None)
         self.work.close_lane(name)
 
     def _make_room(self) -> None:
-        """Drop models that were idle for long, when the service is full."""
+        """Close models that were idle for long, when the service is full."""
         limit, seconds = self.settings.max_training_models, self.settings.training_idle_seconds
         if len(self.models) < limit:
             return
         for name in list(self.models):
             if self.work.is_given_up(name, seconds):
-                self._drop(name)
+                self._close(name)
         if len(self.models) >= limit:
-            raise ApiError(
-                429,
-                f"{limit} models are in training, the most that this service holds. Close one, "
-                "try again later, or raise max_training_models.",
-                kind="rate_limit_error",
-                code="models_full",
-                retry_after=1,
+            raise overloaded(
+                f"{limit} models are in training, the limit of this service. Close one, retry "
+                "later, or start it with a higher max_training_models.",
+                "models_full",
             )
 
     async def list_bases(self) -> Response:
@@ -284,14 +265,14 @@ class _TrainingRoutes:
         key = _key(request)
         known = self._with_key(key)
         if known is None:
-            operation = Operation(lambda: self._build(body, key), key)
-            known = await _result(self.work.submit(operation))
-        if known is None:
-            return JSONResponse({"status": "working"}, 202)
+            operation = self.work.submit(Operation(lambda: self._build(body, key), key))
+            try:
+                known = await operation.result(SECONDS_TO_WAIT)
+            except TimeoutError:
+                return JSONResponse({"status": "working"}, 202)
         return JSONResponse(_card(known))
 
     async def report(self, name: str) -> Response:
-        """Note that a client is alive."""
         model = self._model(name)
         self.work.report(name)
         return JSONResponse(_card(model))
@@ -336,15 +317,13 @@ class _TrainingRoutes:
         operation = self.work.find(name, number)
         if operation is None or operation.key != _key(request):
             raise ApiError(
-                404,
-                f"operation {number} is unknown. Send it again.",
-                code="operation_unknown",
+                404, f"operation {number} is unknown. Send it again.", code="operation_unknown"
             )
         return await _answer(operation)
 
     async def close(self, name: str) -> Response:
         self._model(name)
-        self._drop(name)
+        self._close(name)
         return JSONResponse({"closed": name})
 
 
@@ -356,23 +335,14 @@ def _card(model: HttpModel) -> dict[str, Any]:
     }
 
 
-async def _result(operation: Operation) -> Any:
-    """The result of an operation; None when it takes longer than a client waits."""
-    waited = asyncio.shield(asyncio.wrap_future(operation.future))
-    try:
-        return await asyncio.wait_for(waited, SECONDS_TO_WAIT)
-    except TimeoutError:
-        return None
-
-
 async def _answer(operation: Operation) -> Response:
     done = {DONE_HEADER: "done"}
     try:
-        result = await _result(operation)
-    except ApiError as error:
-        return JSONResponse(error.body, error.status, headers={**error.headers, **done})
-    if result is None:
+        result = await operation.result(SECONDS_TO_WAIT)
+    except TimeoutError:
         return JSONResponse({"status": "working"}, 202)
+    except ApiError as error:
+        return error.response(**done)
     return Response(result, media_type=MESSAGE, headers=done)
 
 
@@ -389,20 +359,9 @@ def _key(request: Request) -> str:
 
 def _check_same(name: str, what: str, given: str | None, own: str) -> None:
     if given is not None and given != own:
-        raise ApiError(
-            400,
+        raise wrong(
             f"the {what} of the model {name!r} differ between service and client. Start the "
             "service with the model that the parameters name as language_model.model.",
-            param=what,
-            code="other_model",
+            what,
+            "other_model",
         )
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="nip-astra-state-") as folder:
-        yield Path(folder)
-
-
-def _counted(spent: TokenCount) -> dict[str, int]:
-    return {name: value for name, value in asdict(spent).items() if value}

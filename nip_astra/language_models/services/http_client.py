@@ -1,4 +1,4 @@
-"""The official client of OpenAI's protocol, and its errors as failures of requests.
+"""HTTP clients that limit responses, and the official client of OpenAI's protocol.
 
 The package `openai` (versions 2 and 3) handles connections, credentials and the form of requests,
 without retries and without redirections, which could leak a key.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 from nip_astra.errors import (
     AnswerTooLargeError,
@@ -17,16 +18,86 @@ from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
 )
-from nip_astra.language_models.services.bounded_http import (
-    MIB,
-    bounded,
-    check_address,
-)
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
+    import httpx
     from openai import APIStatusError, AsyncOpenAI
+
+MIB = 2**20
+ENCODINGS = ("gzip", "deflate")
+"""Accepted compressions, which expand by at most a factor of 1,000; nested or other ones may expand
+without limit."""
+
+
+def check_address(address: str, what: str) -> SplitResult:
+    """The parts of an HTTP address; `ConfigurationError` for an invalid one."""
+    try:
+        parts = urlsplit(address)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid or not address.isascii() or not address.isprintable() or " " in address:
+        raise ConfigurationError(
+            f"{address!r} is not an HTTP address of {what}. Example: http://127.0.0.1:8000."
+        )
+    return parts
+
+
+def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
+    """A subclass of an HTTP client that raises if a response is longer than `max_bytes`.
+
+    Without streaming: `send` returns the complete response.
+    """
+    import httpx
+
+    class Bounded(base):  # type: ignore[valid-type, misc]  # a base that is known here alone
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.headers["Accept-Encoding"] = ", ".join(ENCODINGS)
+
+        async def send(
+            self, request: httpx.Request, *, stream: bool = False, **options: Any
+        ) -> httpx.Response:
+            answer = await super().send(request, stream=True, **options)
+            try:
+                content = await _read(answer, max_bytes)
+            finally:
+                await answer.aclose()
+            kept = [
+                (name, value)
+                for name, value in answer.headers.multi_items()
+                if name not in ("content-encoding", "content-length", "transfer-encoding")
+            ]
+            return httpx.Response(
+                answer.status_code, headers=kept, content=content, request=request
+            )
+
+    return Bounded
+
+
+async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
+    """The body, uncompressed; `AnswerTooLargeError` as soon as the limit is exceeded."""
+    encoding = answer.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", *ENCODINGS):
+        raise AnswerTooLargeError(
+            f"the answer is compressed as {encoding[:40]!r}; supported: {', '.join(ENCODINGS)}"
+        )
+    announced = answer.headers.get("content-length", "0")
+    size = int(announced[:18]) if announced.isascii() and announced.isdigit() else 0
+    pieces: list[bytes] = []
+    if size <= max_bytes:
+        size = 0
+        async for piece in answer.aiter_bytes():
+            size += len(piece)
+            if size > max_bytes:
+                break
+            pieces.append(piece)
+    if size > max_bytes:
+        raise AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:g} MiB")
+    return b"".join(pieces)
+
 
 LARGEST_ANSWER = 64 * MIB
 """Largest response in bytes; those of chat models have a few kilobytes."""
@@ -40,12 +111,10 @@ FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "
 
 
 class OpenAIConnection:
-    """An address with its key; opens a client per event loop.
+    """An address with its key, which is never shown; opens a client per event loop.
 
     Parameters
     ----------
-    api_key : str or None
-        Never part of a message; None sends no key.
     timeout : float
         Seconds without data after which an attempt fails.
     what : str
@@ -79,29 +148,24 @@ class OpenAIConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def client(self) -> AsyncOpenAI:
-        """The client of the running event loop."""
+        """The client of the running event loop, to which connections belong."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            # Connections belong to their event loop.
-            self._client, self._loop = self._open(), loop
-        return self._client
-
-    def _open(self) -> AsyncOpenAI:
-        openai = _import_openai()
-        hooks = {"request": [_drop_key]} if self._api_key is None else {}
-        client: AsyncOpenAI = openai.AsyncOpenAI(
-            api_key=self._api_key or NO_KEY,
-            base_url=self.base_url,
-            timeout=self._timeout,
-            max_retries=0,
-            http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
-                follow_redirects=False,
+            openai = _import_openai()
+            client: AsyncOpenAI = openai.AsyncOpenAI(
+                api_key=self._api_key or NO_KEY,
+                base_url=self.base_url,
                 timeout=self._timeout,
-                event_hooks=hooks,
-                trust_env=self._uses_proxies,
-            ),
-        )
-        return client
+                max_retries=0,
+                http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
+                    follow_redirects=False,
+                    timeout=self._timeout,
+                    event_hooks={"request": [_drop_key]} if self._api_key is None else {},
+                    trust_env=self._uses_proxies,
+                ),
+            )
+            self._client, self._loop = client, loop
+        return self._client
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
@@ -116,15 +180,7 @@ class OpenAIConnection:
         return " ".join(text.split())[:200]
 
     def failure_of(self, error: Exception) -> ChatFailure:
-        """The failure that an error of the client means for a request.
-
-        Raises
-        ------
-        ConfigurationError
-            If every request would fail.
-        BudgetExhaustedError
-            If the account has no money left.
-        """
+        """The failure that an error means for a request; raises if every request would fail."""
         openai = _import_openai()
         for one in (error, error.__cause__):
             # Versions of the package wrap it differently.
@@ -143,52 +199,39 @@ class OpenAIConnection:
         raise error
 
     def _failure_of_status(self, error: APIStatusError) -> ChatFailure:
-        status, said = error.status_code, self.shown(error.response.text)
-        told = f"status {status} {said}".rstrip()
+        status, text = error.status_code, self.shown(error.response.text)
+        shown = f"status {status} {text}".rstrip()
         if error.code == "insufficient_quota" or status == 402:
             raise BudgetExhaustedError(
                 f"the account of {self.what} at {self.base_url} has nothing left to spend "
-                f"({told}). Add funds, then resume the run."
+                f"({shown}). Add funds, then resume the run."
             ) from error
-        if status == 429:
-            wait = _seconds(error.response.headers.get("Retry-After", ""))
-            return ChatFailure(FailureReason.RATE_LIMITED, told, wait)
         if status in PASSING or status >= 500:
             wait = _seconds(error.response.headers.get("Retry-After", ""))
-            return ChatFailure(FailureReason.UNAVAILABLE, told, wait)
+            is_limit = status == 429
+            reason = FailureReason.RATE_LIMITED if is_limit else FailureReason.UNAVAILABLE
+            return ChatFailure(reason, shown, wait)
         if any(word in error.response.text.lower() for word in FORMAT_WORDS):
-            return ChatFailure(FailureReason.UNKNOWN_FORM, told)
+            return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
         if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
-            self._refuse(error, said)
-        return ChatFailure(FailureReason.REFUSED, told)
-
-    def _refuse(self, error: APIStatusError, said: str) -> NoReturn:
-        # A message about the key may contain it.
-        shown = "" if error.status_code in (401, 403) else f" {said}".rstrip()
-        raise ConfigurationError(
-            f"{self.what} at {error.request.url} answered with status {error.status_code}{shown}. "
-            "Check base_url, model, api_key_variable and the fields that this service supports."
-        ) from error
+            # A message about the key may contain it.
+            answer = f"status {status}" if status in (401, 403) else shown
+            raise ConfigurationError(
+                f"{self.what} at {error.request.url} answered with {answer}. Check base_url, "
+                "model, api_key_variable and the fields that this service supports."
+            ) from error
+        return ChatFailure(FailureReason.REFUSED, shown)
 
 
 def read_key(variable: str | None, *, what: str = "the chat model") -> str | None:
-    """The key that a variable of the environment holds; None where none is named.
-
-    Raises
-    ------
-    ConfigurationError
-        When the variable is not set.
-    UntrustedRunError
-        When a run of others names the variable.
-    """
+    """The key in an environment variable; None without a variable."""
     if variable is None:
         return None
     key = (read_variable(variable) or "").strip()
     if not key:
         raise ConfigurationError(
-            f"{what}'s key was to be read from the environment variable {variable!r}, but that "
-            "is not set. Set it before the run, or set api_key_variable to null where the "
-            "service wants no key."
+            f"api_key_variable of {what} names {variable!r}, which is not set. Set it, or set "
+            "api_key_variable to null if the service needs no key."
         )
     return key
 
@@ -199,7 +242,7 @@ async def _drop_key(request: Any) -> None:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds of a Retry-After header; 0 for a date or nonsense."""
+    """The seconds of a Retry-After header; 0 for a date or an invalid one."""
     try:
         seconds = float(retry_after)
     except ValueError:
