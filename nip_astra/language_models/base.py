@@ -167,15 +167,7 @@ class TokenSampler(TokenModel):
     ) -> list[list[Progress]]:
         """Answer requests, each by its own options and seeds: the final progress of each answer.
 
-        Parameters
-        ----------
-        max_rows : int
-            Most answers generated at once.
-
-        Raises
-        ------
-        NonFiniteOutputError
-            If the model's logits are NaN.
+        At most `max_rows` answers are generated at once.
         """
         cpu, end_ids = torch.device("cpu"), frozenset(self.end_ids)
         sequences = [
@@ -399,13 +391,7 @@ def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
-    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score.
-
-    Parameters
-    ----------
-    to : str
-        Purpose, for the message.
-    """
+    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score."""
     if not isinstance(model, TokenScorer):
         raise _lacks(model, "TokenScorer", role, to)
     return model

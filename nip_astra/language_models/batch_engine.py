@@ -70,25 +70,7 @@ class EngineLimits:
 class BatchEngine:
     """Answers requests with one set of weights, many at once; for one thread.
 
-    Parameters
-    ----------
-    weights : Weights
-        Must not change.
-    tokenizer
-        Used in the thread that calls `step` only.
-    end_ids : Sequence[int]
-        Tokens that end every answer.
-    banned_ids : Sequence[int]
-        Tokens never drawn for an answer that is returned as text.
-
-    Attributes
-    ----------
-    waiting : deque of GenerationRequest
-        Requests that have not started.
-    rows : list of RunningSequence
-        Answers that are being generated.
-    token_count : TokenCount
-        Work done.
+    The weights must not change. `banned_ids` are never drawn for an answer returned as text.
     """
 
     def __init__(

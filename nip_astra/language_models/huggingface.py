@@ -28,7 +28,11 @@ from nip_astra.language_models.adapters import (
     LoraParameters,
     adapter_state,
     add_adapter,
+    has_adapter,
     merged_copy,
+    restore_weights,
+    save_adapter_config,
+    save_weights,
 )
 from nip_astra.language_models.base import (
     Generation,
@@ -49,22 +53,17 @@ from nip_astra.language_models.plain_forward import (
     layers_of,
     score_rows,
 )
-from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sampling import (
     ConstrainedSampler,
     SupportMask,
     find_banned_ids,
     find_end_ids,
 )
-from nip_astra.language_models.saved_weights import (
-    has_adapter,
-    restore_weights,
-    save_adapter_config,
-    save_weights,
-)
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
+    find_tokenizer,
+    load_model,
     round_weights,
 )
 from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
@@ -431,13 +430,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return scores
 
     def recompute_layers(self) -> None:
-        """Recompute activations of layers in the backward pass, to save memory.
-
-        Raises
-        ------
-        ConfigurationError
-            If the layers of the model are unknown.
-        """
+        """Recompute activations of layers in the backward pass, to save memory."""
         if self._decoder is None:
             layers_of(self._causal_lm)
         else:

@@ -125,20 +125,6 @@ class RowReader(torch.nn.Module):
 
     FSDP, which watches a module's calls, sees whole passes; the head is applied to the scored
     positions only.
-
-    Parameters
-    ----------
-    causal_lm : Module
-        A model of transformers.
-    dtype : torch.dtype
-        Precision, by torch's autocast if the weights have another.
-    recomputes_layers : bool
-        Whether activations of layers are recomputed in the backward pass.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is to recompute layers that are unknown.
     """
 
     def __init__(
@@ -171,13 +157,7 @@ def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContext
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model of transformers.
-
-    Raises
-    ------
-    ConfigurationError
-        If they are unknown.
-    """
+    """The layers of a model of transformers."""
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
@@ -216,15 +196,7 @@ def score_rows(
     needs_hidden: bool = False,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, and count the work.
-
-    Parameters
-    ----------
-    max_batch_tokens : int or None
-        Most positions in a pass; None for one pass.
-    transform : LogitsTransform, optional
-        To the logits of another distribution.
-    """
+    """Score each continuation token, and count the work."""
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     lengths = [width + ids_BT.shape[1] for width in widths]

@@ -21,23 +21,15 @@ from nip_astra.language_models.base import (
     TokenModel,
     register_language_model,
 )
-from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.sampling import find_end_ids
+from nip_astra.language_models.sources import find_tokenizer
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import LanguageModelType
 
 
 @register_language_model(LanguageModelType.REMOTE)
 class RemoteLanguageModel(LanguageModel):
-    """The tokenizer of a model that a training service samples, scores and trains.
-
-    Attributes
-    ----------
-    lora : LoraParameters or None
-        The adapter that the service trains; None for all weights.
-    source : str
-        Name of the model in the parameters.
-    """
+    """The tokenizer of a model that a training service samples, scores and trains."""
 
     class Parameters(TokenModel.Parameters):
         """Description of a model whose weights are at a training service."""

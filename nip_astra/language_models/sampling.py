@@ -185,15 +185,7 @@ Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
 
 
 class ConstrainedSampler:
-    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`.
-
-    Parameters
-    ----------
-    banned_ids : Sequence[int]
-        Tokens that are never drawn.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn.
-    """
+    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`."""
 
     def __init__(
         self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
@@ -259,11 +251,6 @@ def sample_tokens(
         Float; -inf for a token that must not be drawn.
     uniforms_B : Tensor
         Float in [0, 1).
-
-    Returns
-    -------
-    Tensor
-        Token ids, int64, `[B]`.
     """
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
@@ -317,11 +304,6 @@ def sample_with_noise(
         0 is greedy.
     cuts : Sequence[tuple[int or None, float]]
         `top_k` and `top_p` of each row.
-
-    Returns
-    -------
-    Tensor
-        Token ids, int64, `[B]`.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]

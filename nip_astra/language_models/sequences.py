@@ -134,19 +134,7 @@ class GenerationRequest:
 
 
 class RunningSequence:
-    """An answer that is being generated.
-
-    Attributes
-    ----------
-    index : int
-        Number of the answer within its request.
-    generator : torch.Generator
-        Source of all its draws.
-    last : int
-        The newest token, which has not been forwarded yet.
-    finish_reason : FinishReason or None
-        None while it continues.
-    """
+    """An answer that is being generated."""
 
     def __init__(
         self,
@@ -241,11 +229,6 @@ class IncrementalDetokenizer:
 
     Text is held back while it may be the beginning of a stop text, or part of a character whose
     other bytes are missing.
-
-    Attributes
-    ----------
-    is_stopped : bool
-        Whether a stop text was generated; nothing from it on is returned.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:

@@ -101,13 +101,7 @@ class TokenCount:
 
 
 class Counted:
-    """Base class of objects whose work is counted.
-
-    Attributes
-    ----------
-    token_count : TokenCount
-        Running count of work done.
-    """
+    """Base class of objects whose work is counted."""
 
     token_count: TokenCount
 

@@ -18,15 +18,7 @@ from nip_astra.reward_terms.history import ProbeHistory
 
 
 class EmbeddedHistory:
-    """A `ProbeHistory` with embeddings, to compare probes with earlier ones.
-
-    Parameters
-    ----------
-    embedder : Embedder
-        Embeds the probes.
-    max_size : int
-        Maximum number of distinct probes.
-    """
+    """A `ProbeHistory` with embeddings, to compare probes with earlier ones."""
 
     def __init__(self, embedder: Embedder, max_size: int) -> None:
         self._embedder = embedder

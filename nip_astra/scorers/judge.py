@@ -245,13 +245,7 @@ class _RatingModel(ChatModel):
 
 
 def read_rating(answer: str, max_rating: int) -> float | None:
-    """The score in an answer, in [0, 1]; None for a null rating.
-
-    Raises
-    ------
-    MalformedAnswerError
-        Without a valid rating.
-    """
+    """The score in an answer, in [0, 1]; None for a null rating."""
     rating = find_rating(answer)["rating"]
     if rating is None:
         return None
@@ -263,13 +257,7 @@ def read_rating(answer: str, max_rating: int) -> float | None:
 
 
 def find_rating(answer: str) -> dict[str, Any]:
-    """The last JSON object with a "rating" in an answer, also within other text.
-
-    Raises
-    ------
-    MalformedAnswerError
-        Without such an object.
-    """
+    """The last JSON object with a "rating" in an answer, also within other text."""
     decoder = json.JSONDecoder()
     last: dict[str, Any] | None = None
     start = answer.find("{")

@@ -95,13 +95,7 @@ class ModelScorer(Scorer):
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
-    """Index of a label among a classifier's labels.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is no such label; the message lists the nearest and all labels.
-    """
+    """Index of a label among a classifier's labels."""
     if label in labels:
         return list(labels).index(label)
     near = nearest_names(label, labels)
@@ -121,15 +115,7 @@ def load_pretrained(
     advice: str,
     from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
 ) -> tuple[Any, Any]:
-    """Tokenizer and model of a reference; a model with missing weights is refused.
-
-    Parameters
-    ----------
-    kind, is_no, advice : str
-        For messages: "classifier", "trained classifier", and the advice to give.
-    from_name : Callable
-        Loads tokenizer, model and transformers' loading info from a folder or hub id.
-    """
+    """Tokenizer and model of a reference; a model with missing weights is refused."""
     name, gguf_file = resolve_model(reference, scenario_dir)
     if gguf_file is not None:
         raise ModelLoadError(

@@ -84,15 +84,7 @@ class StringArraySpec(ArraySpec):
 
 
 class CompositeSpec:
-    """Specs by name, whose shapes begin with the same batch size.
-
-    Parameters
-    ----------
-    specs : Mapping
-        Specs, or further mappings of them, by name.
-    shape : sequence of int
-        The batch size.
-    """
+    """Specs by name, whose shapes begin with the same batch size."""
 
     def __init__(
         self, specs: Mapping[str, Any], shape: Sequence[int] = (), dim_names: Sequence[str] = ()

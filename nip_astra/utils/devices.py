@@ -25,13 +25,7 @@ def threads_for(num_parameters: int, requested: int | None) -> Iterator[None]:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device for "cpu", "cuda", "cuda:1" or "auto".
-
-    Raises
-    ------
-    ConfigurationError
-        When the name is another, or the GPU that is asked for is not there.
-    """
+    """The device for "cpu", "cuda", "cuda:1" or "auto"."""
     name = str(name)
     kind, _, number = name.partition(":")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):

@@ -48,11 +48,6 @@ class BleuReferences:
 
     Asking costs time in proportion to the texts asked about, not to the references: what matters
     of these is how many have a given n-gram at least k times, and their lengths.
-
-    Parameters
-    ----------
-    max_order : int
-        Longest n-gram that will be asked for.
     """
 
     def __init__(self, *, max_order: int) -> None:

@@ -62,18 +62,7 @@ def blocked_signals() -> Iterator[None]:
 
 
 def fork(name: str) -> Child | None:
-    """Fork while signals are blocked; returns the child, or None in it.
-
-    Parameters
-    ----------
-    name : str
-        Task of the child, for errors.
-
-    Raises
-    ------
-    WorkerProcessError
-        When the system cannot start another process.
-    """
+    """Fork while signals are blocked; returns the child, or None in it. `name` is for errors."""
     # Buffered output must be written once. A closed stream may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):
@@ -142,11 +131,6 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     """Run calls at the same time: the first here, the others in forked processes.
 
     Each has one torch thread. Results of forked processes must be picklable; all else is lost.
-
-    Raises
-    ------
-    WorkerProcessError
-        When another process cannot be started or ends early.
     """
     workers: list[Child] = []
     pipes: list[Connection] = []

@@ -48,11 +48,6 @@ def call_in_interpreter(
 
     All calls share the state of one interpreter, a process of its own. `cpu_seconds` bounds each
     call, `seconds` all of them, and `memory_mib` the values that it holds.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        When the code needs a part of Python that the interpreter lacks.
     """
     from pydantic_monty import Monty
 

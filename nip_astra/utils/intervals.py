@@ -292,13 +292,7 @@ class _Spread:
         )
 
     def effective_size(self, num_added: int) -> float:
-        """Number of independent observations that tell as much, at least that of the clusters.
-
-        Parameters
-        ----------
-        num_added : int
-            Clusters of like observations that are counted beside those unlike the rest.
-        """
+        """Number of independent observations that tell as much, at least that of the clusters."""
         own = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size
         if self.num_unlike and own > 0.0 and self.num_clusters > 1:

@@ -30,13 +30,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
 
 
 def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with their digest, to a file that is whole or not there, whoever else does.
-
-    Raises
-    ------
-    OSError
-        When the file cannot be written.
-    """
+    """Write tensors with their digest, to a file that is whole or not there, whoever else does."""
     # A copy: safetensors refuses tensors that share memory.
     own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     partial = path.with_suffix(f".{uuid4().hex}.partial")

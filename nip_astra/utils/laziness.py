@@ -196,11 +196,6 @@ _Scope = (
 class IteratorUses:
     """How a program uses iterators.
 
-    Parameters
-    ----------
-    code : str
-        The program, which must be free of errors of syntax.
-
     Attributes
     ----------
     refused : str

@@ -68,13 +68,7 @@ class NestedArrayDict:
         tuple_keys: Sequence[tuple[str, ...]],
         batch_size: int | Sequence[int] = (),
     ) -> NestedArrayDict:
-        """Make one of arrays and, without batch dimensions, scalars, each with its key.
-
-        Raises
-        ------
-        DataError
-            For another number of keys than of arrays, and as the constructor does.
-        """
+        """Make one of arrays and, without batch dimensions, scalars, each with its key."""
         if len(arrays_and_scalars) != len(tuple_keys):
             raise DataError(
                 f"{len(arrays_and_scalars)} arrays have {len(tuple_keys)} keys; give each one key"
@@ -292,13 +286,7 @@ class NestedArrayDict:
 
 
 def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> NestedArrayDict:
-    """Equal-shaped dictionaries in a new batch dimension.
-
-    Raises
-    ------
-    DataError
-        When there are none, or their keys or batch sizes differ.
-    """
+    """Equal-shaped dictionaries in a new batch dimension."""
     first = _check_alike(items)
     place = dim if dim >= 0 else len(first.batch_size) + 1 + dim
     batch_size = (*first.batch_size[:place], len(items), *first.batch_size[place:])
@@ -308,13 +296,7 @@ def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> 
 def concatenate_nested_array_dicts(
     items: Sequence[NestedArrayDict], dim: int = 0
 ) -> NestedArrayDict:
-    """Dictionaries one after the other along a batch dimension.
-
-    Raises
-    ------
-    DataError
-        When there are none, their keys differ, or their batch sizes elsewhere than along `dim`.
-    """
+    """Dictionaries one after the other along a batch dimension."""
     first = _check_alike(items, but=dim)
     place = dim if dim >= 0 else len(first.batch_size) + dim
     length = sum(one.batch_size[place] for one in items)
@@ -398,11 +380,6 @@ def as_array(value: object) -> Array:
     -------
     numpy.ndarray
         int64, float64, bool or `TEXT`. An array that has one of these types is not copied.
-
-    Raises
-    ------
-    DataError
-        When the value is ragged, or holds anything else: objects are never kept.
     """
     try:
         array = np.asarray(value)

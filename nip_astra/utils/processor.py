@@ -70,11 +70,6 @@ def keep_freed_memory(is_kept: bool = True) -> bool:
 
     By default glibc maps every large tensor anew, and touching its pages for the first time takes
     several times as long as computing an elementwise operation on it.
-
-    Returns
-    -------
-    bool
-        Whether the C library has this setting (glibc has).
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -28,13 +28,6 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
         environment holds; without that, Ray is started here and ends with this process.
     num_cpus : float
         Cores that Ray counts on this machine at least, where it is started here.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed.
-    ConfigurationError
-        When there is no cluster at the address.
     """
     # Ray would tell its makers about the machine; whoever wants that sets the variable.
     os.environ.setdefault(_USAGE, "0")
@@ -78,11 +71,6 @@ def check_ray_lives(ray: Any) -> None:
     """Refuse to go on with a Ray of this machine of which a process has ended.
 
     Its library would end this process too, without a word, at the next use of its object store.
-
-    Raises
-    ------
-    WorkerProcessError
-        With the name of the process.
     """
     node = getattr(getattr(getattr(ray, "_private", None), "worker", None), "_global_node", None)
     for name, process in () if node is None else node.dead_processes():

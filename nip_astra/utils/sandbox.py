@@ -149,15 +149,6 @@ def run_in_sandbox(
 ) -> SandboxResult:
     """Run a Python program where it can reach nothing.
 
-    Parameters
-    ----------
-    code : str
-        The program.
-    stdin : str
-        What it reads from standard input.
-    limits : SandboxLimits, optional
-        What it may use.
-
     Raises
     ------
     SandboxUnavailableError
@@ -186,11 +177,6 @@ def call_in_sandbox(
         Its name.
     calls : sequence of sequence
         Arguments of each call, as JSON can hold them.
-
-    Returns
-    -------
-    list of CallResult
-        One a call, in order.
 
     Raises
     ------
@@ -263,13 +249,7 @@ def run_beside_in_sandbox(
 
 
 def check_sandbox() -> None:
-    """Refuse to go on where this machine offers no sandbox for whole programs.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        With what was tried and what to install.
-    """
+    """Refuse to go on where this machine offers no sandbox for whole programs."""
     if why := why_no_bubblewrap():
         raise SandboxUnavailableError(f"{_ASKED}, but {why}. {_TODO}")
 
@@ -502,15 +482,7 @@ def _enter(group: Path | None, command: list[str]) -> list[str]:
 
 
 def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> list[str]:
-    """The command that runs the launcher in the sandbox; as root, after ceasing to be it.
-
-    Parameters
-    ----------
-    told : int
-        Descriptor to which the number of the sandbox's first process is written.
-    filtering : int, optional
-        Descriptor from which the filter of system calls is read.
-    """
+    """The command that runs the launcher in the sandbox; as root, after ceasing to be it."""
     bwrap = shutil.which("bwrap") or "bwrap"
     prefix = os.path.realpath(sys.base_prefix)
     python = f"{_PYTHON}/bin/python{sysconfig.get_python_version()}"

@@ -13,13 +13,7 @@ _SUFFIXES = {".py", ".c", ".h"}
 
 
 def digest_of_code(names: Iterable[str]) -> str:
-    """The sha256 of the source of modules, of packages with all that is in them.
-
-    Parameters
-    ----------
-    names : Iterable[str]
-        Names of modules. One without a file, as in a notebook, counts by its name.
-    """
+    """The sha256 of the source of modules, of packages with all that is in them."""
     # Without the names of files: a plug-in's differs with its folder.
     digests = sorted({_digest_of(name) for name in names})
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()

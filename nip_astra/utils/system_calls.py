@@ -135,13 +135,7 @@ _X32 = 0x40000000
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter for a kind of processor, as `bwrap --seccomp` reads it; empty for unknown ones.
-
-    Parameters
-    ----------
-    machine : str
-        As `platform.machine` names it.
-    """
+    """The filter for a kind of processor, as `bwrap --seccomp` reads it; empty for unknown ones."""
     if (known := _MACHINES.get(machine)) is None:
         return b""
     program = [

@@ -15,8 +15,14 @@ from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sources
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import TOKENIZER_FILES, find_tokenizer, load_model
-from nip_astra.language_models.sources import computing_dtype, gguf_read_once, load_tokenizer
+from nip_astra.language_models.sources import (
+    TOKENIZER_FILES,
+    computing_dtype,
+    find_tokenizer,
+    gguf_read_once,
+    load_model,
+    load_tokenizer,
+)
 from tests.tiny import make_language_model
 
 IDS = torch.tensor([[6, 7, 8, 9]])

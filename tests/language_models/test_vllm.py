@@ -22,7 +22,7 @@ from nip_astra.language_models.base import SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend import remote_engines
-from nip_astra.language_models.vllm_backend.requests import sampling_arguments, seed_of
+from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
 from tests.language_models import fake_vllm
 from tests.tiny import make_language_model
 

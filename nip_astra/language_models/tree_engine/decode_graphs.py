@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
@@ -120,13 +120,7 @@ class FixedStep:
         return attended_RKGD.reshape(num_rows, -1)
 
     def fill(self, tree: KeyValueTree, lengths_R: Tensor) -> int:
-        """Take over what each row of the tree's top block sees; give the first free slot.
-
-        Parameters
-        ----------
-        lengths_R : Tensor
-            Tokens before the next of each row, which is its position.
-        """
+        """Take over what each row of the tree's top block sees; give the first free slot."""
         num_rows = len(lengths_R)
         self.bias_RL.fill_(float("-inf"))
         # Padding rows see something, so that no row's softmax is over nothing.
@@ -282,13 +276,7 @@ class FixedSteps:
 def build_fixed_steps(
     decoder: Decoder | None, device: torch.device, mode: DecodeGraphs
 ) -> FixedSteps | None:
-    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end.
-
-    Raises
-    ------
-    ConfigurationError
-        When graphs are demanded where there can be none.
-    """
+    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end."""
     if mode == "always" and (decoder is None or device.type != "cuda"):
         why = "the model runs on the CPU" if device.type != "cuda" else "it is no Llama-like model"
         raise ConfigurationError(

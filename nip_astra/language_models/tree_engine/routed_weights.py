@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.tree_engine.kernels import LinearMap
-from nip_astra.language_models.tree_engine.weights import Weights
+from nip_astra.language_models.tree_engine.weights import LinearMap, Weights
 
 JOINED: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,13 +40,7 @@ Adapter = Mapping[tuple[int, str], LowRank]
 
 @dataclass
 class Routes:
-    """Which tokens of the next forward pass go through which adapter.
-
-    Attributes
-    ----------
-    current : list of (Adapter, Tensor or None)
-        Adapters, and the indices of their tokens; None stands for all tokens.
-    """
+    """Which tokens of the next forward pass go through which adapter."""
 
     current: list[tuple[Adapter, Tensor | None]] = field(default_factory=list)
 
@@ -100,13 +93,7 @@ def routed(weights: Weights, routes: Routes) -> Weights:
 
 
 def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Read an adapter that peft wrote, for the layers of a model of the Llama family.
-
-    Raises
-    ------
-    ModelLoadError
-        When it is more than low-rank updates of linear layers, or cannot be read.
-    """
+    """Read an adapter that peft wrote, for the layers of a model of the Llama family."""
     from safetensors.torch import load_file
 
     try:

@@ -51,13 +51,7 @@ class TokenTrie:
         return len(self.ids_N)
 
     def row_masks(self) -> list[Tensor]:
-        """Say for each row which token attends to which: to itself and what precedes it.
-
-        Returns
-        -------
-        list[Tensor]
-            bool `[L, L]` on the device of the ids; True where the column may be seen.
-        """
+        """Say for each row which token attends to which: to itself and what precedes it."""
         masks = []
         start = 0
         for length in self.row_lengths:

@@ -15,8 +15,8 @@ from nip_astra.language_models.base import TokenCount, TokenScores
 from nip_astra.language_models.plain_forward import spread
 from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.tree_engine.attention import trie_attention, uses_flex_attention
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.flex_attention import trie_attention, uses_flex_attention
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.language_models.tree_engine.weights import Weights
 
@@ -56,15 +56,7 @@ def score_trie(
     needs_hidden: bool,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, and count the work.
-
-    Parameters
-    ----------
-    trie : TokenTrie
-        Of `sequences_to_read`, in the order of the rows.
-    transform : LogitsTransform, optional
-        To the logits of another distribution.
-    """
+    """Score each continuation token, and count the work."""
     device = weights.embedding_VX.device
     trie = trie.to(device)
     # The mask of block attention takes memory quadratic in the tokens of a pass.

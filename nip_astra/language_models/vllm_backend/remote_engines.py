@@ -14,27 +14,18 @@ from torch import Tensor
 
 from nip_astra.language_models.vllm_backend.engine import (
     EngineOptions,
+    Reply,
+    Request,
     VllmEngine,
     refuse_other_vocabulary,
     start_engine,
 )
-from nip_astra.language_models.vllm_backend.requests import Reply, Request
 from nip_astra.utils.actors import MAX_RESTARTS, results_of
 from nip_astra.utils.ray_cluster import open_ray
 
 
 class _Held(NamedTuple):
-    """What engines are to sample from, and where it is.
-
-    Attributes
-    ----------
-    version : int
-        Counted up whenever it changes.
-    reference : Any
-        To named weights, or to the files of an adapter by name.
-    is_adapter : bool
-        Which of them.
-    """
+    """What engines are to sample from, and where it is."""
 
     version: int
     reference: Any
@@ -87,13 +78,6 @@ class RemoteEngines:
     """Engines of one model in actors of Ray, used as one `VllmEngine` is.
 
     Which of them samples a turn changes no random number: each request has its own seed.
-
-    Parameters
-    ----------
-    ray : module
-        The package Ray, connected.
-    actors : Sequence
-        Handles of `EngineActor`s.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any], options: EngineOptions) -> None:
@@ -141,15 +125,7 @@ class RemoteEngines:
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        """Sample a turn for each request; each engine takes neighbours, which begin alike.
-
-        Raises
-        ------
-        ContextLengthError
-            When a context and its turn are longer than the engines' window.
-        WorkerProcessError
-            When an engine died, and those that took its place too.
-        """
+        """Sample a turn for each request; each engine takes neighbours, which begin alike."""
         held = [one for one in (self._weights, adapter) if one is not None]
         count = len(self._actors)
         ends = [len(requests) * place // count for place in range(count + 1)]
@@ -169,15 +145,7 @@ class RemoteEngines:
 def start_remote_engines(
     name: str, options: EngineOptions, *, num_engines: int, num_gpus: float
 ) -> RemoteEngines:
-    """Load a model into engines of their own, each in an actor of Ray.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed, or vLLM is not where the actors are.
-    ModelLoadError
-        When vLLM cannot load the model.
-    """
+    """Load a model into engines of their own, each in an actor of Ray."""
     ray = open_ray()
     kind = ray.remote(num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(
         EngineActor

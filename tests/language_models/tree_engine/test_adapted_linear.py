@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.tree_engine.adapted_linear import Adapter, Matrix, adapted_linear
+from nip_astra.language_models.tree_engine.weights import Adapter, Matrix, adapted_linear
 
 
 def _matrix(num_outputs: int, *, has_bias: bool = False) -> Matrix:

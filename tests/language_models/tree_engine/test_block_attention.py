@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.tree_engine import attention, block_attention
+from nip_astra.language_models.tree_engine import attention
 from nip_astra.language_models.tree_engine.attention import TrieAttention
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
 
@@ -38,7 +38,7 @@ def test_blocks_give_the_values_and_gradients_of_whole_rows(
     assert len(trie.row_lengths) == (1 if pair_cost == 0 else 3)
     whole = _attended_with_gradients(TrieAttention(trie, torch.float32), torch.float32)
     monkeypatch.setattr(attention, "SMALLEST_IN_BLOCKS", 0)
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 16)
     in_blocks = _attended_with_gradients(TrieAttention(trie, torch.float32), torch.float32)
     for found, expected in zip(in_blocks, whole, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -56,15 +56,15 @@ def test_in_bfloat16_blocks_are_no_less_exact_than_whole_rows(
 
     whole = error()
     monkeypatch.setattr(attention, "SMALLEST_IN_BLOCKS", 0)
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 16)
     for in_blocks, in_rows in zip(error(), whole, strict=True):
         assert in_blocks < 1.2 * in_rows
 
 
 def test_a_block_leaves_out_what_none_of_its_tokens_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", 15)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 15)
     trie = _trie()
-    last = block_attention.blocks_of(trie, group=3)[-1]
+    last = attention.blocks_of(trie, group=3)[-1]
     # The last branch sees the beginning and itself, of 170 tokens.
     assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
     assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.tree_engine import elementwise
-from nip_astra.language_models.tree_engine.elementwise import rms_norm, silu_gated, unsaved
+from nip_astra.language_models.tree_engine import decoder
+from nip_astra.language_models.tree_engine.decoder import rms_norm, silu_gated, unsaved
 
 
 @pytest.fixture(params=["small", "large"])
 def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "large":
-        monkeypatch.setattr(elementwise, "SMALLEST_UNSAVED", 0)
+        monkeypatch.setattr(decoder, "SMALLEST_UNSAVED", 0)
 
 
 def _agree(one: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -52,7 +52,7 @@ def test_a_gate_is_that_of_torch() -> None:
 
 def test_a_norm_in_bfloat16_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(elementwise, "SMALLEST_UNSAVED", 0)
+    monkeypatch.setattr(decoder, "SMALLEST_UNSAVED", 0)
     x, weight, upstream = torch.randn(64, 96), torch.rand(96), torch.randn(64, 96)
 
     def gradient(dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ def test_what_is_computed_again_has_the_same_gradient() -> None:
 
 
 def test_nothing_of_a_large_functions_inside_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "SMALLEST_UNSAVED", 0)
+    monkeypatch.setattr(decoder, "SMALLEST_UNSAVED", 0)
     x, weight = torch.randn(6, 8, requires_grad=True), torch.rand(8)
     kept: list[Tensor] = []
 

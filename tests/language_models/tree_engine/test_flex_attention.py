@@ -11,9 +11,12 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.tree_engine import flex_attention, tree_scores
-from nip_astra.language_models.tree_engine.attention import TrieAttention
-from nip_astra.language_models.tree_engine.flex_attention import FlexTrieAttention, trie_attention
+from nip_astra.language_models.tree_engine import attention, tree_scores
+from nip_astra.language_models.tree_engine.attention import (
+    FlexTrieAttention,
+    TrieAttention,
+    trie_attention,
+)
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
 from nip_astra.language_models.tree_engine.weights import live_weights
 
@@ -32,7 +35,7 @@ def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
 
 @pytest.fixture(autouse=True)
 def _small_and_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "SMALLEST", 128)
+    monkeypatch.setattr(attention, "SMALLEST_FLEX", 128)
     # torch computes gradients of flex attention on a CPU, but does not promise them.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
@@ -84,7 +87,7 @@ def test_blocks_that_nobody_sees_are_left_out() -> None:
 def test_the_cpu_keeps_dense_attention() -> None:
     trie = tree(0)
     assert isinstance(trie_attention(trie, torch.float32), TrieAttention)
-    assert not flex_attention.uses_flex_attention(torch.device("cpu"))
+    assert not attention.uses_flex_attention(torch.device("cpu"))
 
 
 def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
@@ -94,11 +97,11 @@ def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
         raise RuntimeError("no working compiler\nlong trace")
 
     monkeypatch.setattr(torch, "randn", fail)
-    flex_attention.compiled_flex_attention.cache_clear()
+    attention.compiled_flex_attention.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert flex_attention.compiled_flex_attention() is None
+        assert attention.compiled_flex_attention() is None
     assert "flex attention failed: no working compiler" in caplog.text
-    flex_attention.compiled_flex_attention.cache_clear()
+    attention.compiled_flex_attention.cache_clear()
 
 
 def test_the_mask_of_a_pass_with_gradients_is_bounded(

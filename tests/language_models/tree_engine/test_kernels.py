@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nip_astra.language_models.tree_engine import kernels, weights
-from nip_astra.language_models.tree_engine.kernels import (
+from nip_astra.language_models.tree_engine import weights
+from nip_astra.language_models.tree_engine.weights import (
     OneDnnLinear,
     dense_linear,
     has_onednn,
@@ -60,17 +60,17 @@ def test_the_faster_kernel_is_measured_and_stated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seconds, expected in ((1.0, True), (9.0, False)):
-        kernels._measure.cache_clear()
+        weights._measure.cache_clear()
         times = iter([seconds, 2.0])
-        monkeypatch.setattr(kernels, "_fastest", lambda *_, times=times: next(times))
-        with caplog.at_level(logging.INFO, logger=kernels.__name__):
+        monkeypatch.setattr(weights, "_fastest", lambda *_, times=times: next(times))
+        with caplog.at_level(logging.INFO, logger=weights.__name__):
             assert is_packing_faster(torch.Size([512, 512]), torch.float32) is expected
         assert caplog.messages[-1].endswith("taking oneDNN" if expected else "taking torch")
-    kernels._measure.cache_clear()
+    weights._measure.cache_clear()
 
 
 def test_small_matrices_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_fastest", lambda *_: pytest.fail("was measured"))
+    monkeypatch.setattr(weights, "_fastest", lambda *_: pytest.fail("was measured"))
     assert not is_packing_faster(torch.Size([64, 64]), torch.float32)
 
 
@@ -87,7 +87,7 @@ def test_where_bfloat16_cannot_be_packed_torch_multiplies(monkeypatch: pytest.Mo
         num_attention_heads=8,
     )
     module = LlamaForCausalLM(config)
-    assert module.model.layers[0].mlp.down_proj.weight.numel() >= kernels.SMALLEST_MEASURED
+    assert module.model.layers[0].mlp.down_proj.weight.numel() >= weights.SMALLEST_MEASURED
     frozen = weights.frozen_weights(module, torch.bfloat16, use_adapter=False)
     assert frozen.layers[0].down(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
     assert has_onednn(torch.device("cpu"), torch.float32)
