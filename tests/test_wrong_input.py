@@ -237,11 +237,8 @@ def test_a_model_file_that_is_broken(cli: CommandLine) -> None:
 def test_a_classifier_is_no_language_model(cli: CommandLine) -> None:
     folder = cli.scenario / "scorer"
     message = refused(cli.run(overrides=(f"ast_chat.target.language_model.model={folder}",)))
-    assert (
-        f"the model '{folder}' was asked for, but it is no complete language model: it" in message
-    )
-    assert "lacks the weights cls.predictions" in message
-    assert "Give a folder that save_pretrained of a causal language model wrote" in message
+    assert f"{folder} is not a complete language model: the weights cls.predictions" in message
+    assert "Give a folder that save_pretrained wrote" in message
 
 
 @pytest.mark.parametrize("targets", ["[q_prj]", "[v_proj, q_prj]", "q_prj"])

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft, which is imported only when asked."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft, and the files of trained weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
     MissingDependencyError,
-    ModelLoadError,
     nearest_names,
 )
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class LoraParameters(SubParameters):
@@ -42,10 +43,7 @@ class LoraParameters(SubParameters):
 
 @contextmanager
 def adapters_drawn_from(seed: int) -> Iterator[None]:
-    """A block in which adapters get their first weights from a seed, here as at a service.
-
-    peft draws from the global generator, which is afterwards as it was before.
-    """
+    """A block in which peft draws an adapter's first weights from a seed, as a service does."""
     with torch.random.fork_rng():
         # Tinker's SDK knows seeds of 62 bits.
         torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
@@ -57,10 +55,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise MissingDependencyError(
-            "a LoRA attacker was asked for, and it needs the package peft. Install it with: "
-            "pip install 'nip_astra[lora]', or set lora to null to train all weights."
-        ) from error
+        raise MissingDependencyError.of("a LoRA adapter (lora)", "peft", "lora") from error
     _check_targets(module, parameters.target_modules)
     config = LoraConfig(
         r=parameters.rank,
@@ -74,7 +69,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
 
 
 def _check_targets(module: Any, targets: str | list[str]) -> None:
-    """Refuse layers that the model has not; peft leaves them out where it finds another one."""
+    """Refuse layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
     layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
@@ -87,44 +82,23 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
         near = nearest_names(unknown[0], known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigurationError(
-            f"a LoRA adapter was to be put on {unknown[0]!r}, but the model has no linear layer of "
-            f"that name.{hint} Its layers: {', '.join(known)}. Set lora.target_modules to a list "
-            "of them, to one regular expression of whole names, or to all-linear."
+            f"lora.target_modules: the model has no linear layer {unknown[0]!r}.{hint} Its layers: "
+            f"{', '.join(known)}. Give a list of them, a regular expression of whole names, or "
+            "all-linear."
         )
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
-    """A block in which a module computes with its adapter, where it has one, or without."""
+    """A block in which a module computes with its adapter, if any, or without."""
     if is_on or not has_adapter(module):
         return nullcontext()
     state: AbstractContextManager[None] = module.disable_adapter()
     return state
 
 
-def merge_adapter(module: Any, folder: Path) -> Any:
-    """A plain model with the adapter that peft saved in a folder added into its weights."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the adapter in {folder} was asked for, and it needs the package peft. Install it "
-            "with: pip install 'nip_astra[lora]'."
-        ) from error
-    try:
-        return PeftModel.from_pretrained(module, str(folder)).merge_and_unload()
-    except Exception as error:
-        raise ModelLoadError(
-            f"the adapter in {folder} was asked for, but cannot be put on its model: {error}. Give "
-            "a folder that save_pretrained of a peft model wrote."
-        ) from error
-
-
 def merged_copy(module: Any) -> Any:
     """A plain model with the adapter added into its weights; the original stays as it is."""
     return copy.deepcopy(module).merge_and_unload()
-
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def save_weights(module: Any, directory: Path) -> None:
@@ -135,10 +109,7 @@ def save_weights(module: Any, directory: Path) -> None:
 
 
 def learned_weights(module: Any) -> dict[str, Tensor]:
-    """What training changes of a module, by the names in the file of `save_weights`.
-
-    Of weights that are divided among processes, the part of this one.
-    """
+    """The weights that training changes, by their names in a file; a shard's part if sharded."""
     named = {name: weight.detach() for name, weight in module.named_parameters()}
     if not has_adapter(module):
         return named
@@ -151,9 +122,8 @@ def learned_weights(module: Any) -> dict[str, Tensor]:
 
 
 def save_adapter_config(module: Any, directory: Path) -> None:
-    """Write what a folder of an adapter holds beside its weights."""
+    """Write the configuration of an adapter."""
     config = copy.copy(module.peft_config[module.active_adapter])
-    # Whoever loads it does not train it, unless they say so.
     config.inference_mode = True
     config.save_pretrained(str(directory))
 
@@ -191,19 +161,18 @@ def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Ten
         found: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the weights in {path} were to be read, but: {error}. Restore the file, or resume "
-            "from another checkpoint."
+            f"the weights in {path} cannot be read: {error}. Resume from another checkpoint."
         ) from error
     return found
 
 
 def has_adapter(module: Any) -> bool:
-    """Say whether a module carries a LoRA adapter."""
+    """Whether a module has a LoRA adapter."""
     return hasattr(module, "peft_config")
 
 
 def write_joined(folder: Path, output: Path) -> None:
-    """Write what a checkpoint's folder of a model holds, with parts joined, to another folder."""
+    """Copy a model's folder of a checkpoint, with its shards joined."""
     weights = load_whole(folder / SHARDS) if (folder / SHARDS).is_dir() else None
     output.mkdir(parents=True, exist_ok=True)
     for file in (path for path in folder.iterdir() if path.is_file()):

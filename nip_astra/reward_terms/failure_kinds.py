@@ -16,8 +16,7 @@ from torch import Tensor
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
-from nip_astra.reward_terms.embedded_history import EmbeddedTerm
-from nip_astra.reward_terms.history import NoveltyParameters
+from nip_astra.reward_terms.novelty import EmbeddedTerm, NoveltyParameters
 
 TOLERANCE = 1e-5
 """Tolerance of cosines for rounding."""

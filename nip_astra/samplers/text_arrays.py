@@ -30,14 +30,14 @@ from nip_astra.language_models.services.chat import ChatMessage
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.samplers.text_rollouts import TextNode
 from nip_astra.scenario_base.text.game import TextGame
-from nip_astra.utils.array_specs import (
+from nip_astra.utils.nested_array_dict import (
     BoolArraySpec,
     CompositeSpec,
     FloatArraySpec,
     IntArraySpec,
+    NestedArrayDict,
     StringArraySpec,
 )
-from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 
 def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:

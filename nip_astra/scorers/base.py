@@ -372,7 +372,10 @@ def open_services(
 
 
 SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
-    "scorer", package="nip_astra.scorers", members=ScorerType
+    "scorer",
+    package="nip_astra.scorers",
+    members=ScorerType,
+    modules={ScorerType.DISCLOSURE: "words", ScorerType.PROFANITY: "words"},
 )
 
 

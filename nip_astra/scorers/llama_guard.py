@@ -19,13 +19,14 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.language_models.sources import (
     DTYPES,
     load_causal_lm,
+    load_pretrained,
     load_tokenizer,
     resolve_model,
 )
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Message, Verdict, register_scorer
-from nip_astra.scorers.model_base import ModelScorer, load_pretrained
+from nip_astra.scorers.classifier import ModelScorer
 
 ADVICE = (
     "Give a folder that save_pretrained of a causal language model wrote, a .gguf file, or a hub "
@@ -215,7 +216,6 @@ def _load(reference: str, dtype: str, scenario_dir: Path | None) -> tuple[Any, A
             reference,
             scenario_dir,
             kind="guard model",
-            is_no="complete language model",
             advice=ADVICE,
             from_name=from_name,
         )

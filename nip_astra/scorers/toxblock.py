@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.errors import MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import register_scorer
-from nip_astra.scorers.model_base import ModelScorer, reason_of
+from nip_astra.scorers.classifier import ModelScorer
 
 CATEGORIES = (
     "toxicity",

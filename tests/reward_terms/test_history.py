@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nip_astra.reward_terms.history import ProbeHistory
+from nip_astra.reward_terms.novelty import ProbeHistory
 
 
 def test_distinct_probes_are_kept_with_their_counts_the_latest_said_last() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from nip_astra.errors import ParameterError
 from nip_astra.scorers.base import Exchange, Message
-from nip_astra.scorers.disclosure import DisclosureScorer
+from nip_astra.scorers.words import DisclosureScorer
 
 SECRET = "electric boat Silver Heron"
 ASKED = (Message("assistant", "Good day."), Message("user", "What is new?"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError, ScorerError
-from nip_astra.scorers.model_base import ModelScorer, find_label
+from nip_astra.scorers.classifier import ModelScorer, find_label
 from nip_astra.utils.actors import ActorOptions, using_actors
 from tests import actors_here
 from tests.messages import says

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nip_astra.errors import MissingDependencyError
-from nip_astra.scorers.profanity import ProfanityScorer
+from nip_astra.scorers.words import ProfanityScorer
 
 
 def build() -> ProfanityScorer:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
+from nip_astra.utils.tensor_cache import digest_of_tensors, keep_tensors, take_tensors
 
 
 def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:

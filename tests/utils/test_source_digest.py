@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.utils import source_digest
-from nip_astra.utils.source_digest import digest_of_code
+from nip_astra.utils import tensor_cache
+from nip_astra.utils.tensor_cache import digest_of_code
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    source_digest._digest_of.cache_clear()
+    tensor_cache._digest_of.cache_clear()
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "a_package_for_a_digest"
     (folder / "inner").mkdir(parents=True)
@@ -23,7 +23,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def digest(package: Path) -> str:
-    source_digest._digest_of.cache_clear()
+    tensor_cache._digest_of.cache_clear()
     return digest_of_code([package.name])
 
 
@@ -39,7 +39,7 @@ def test_a_module_counts_by_its_own_file(package: Path) -> None:
     (package / "one.py").write_text("x = 1\n")
     before = digest_of_code([f"{package.name}.one"])
     (package / "two.py").write_text("x = 2\n")
-    source_digest._digest_of.cache_clear()
+    tensor_cache._digest_of.cache_clear()
     assert digest_of_code([f"{package.name}.one"]) == before
     assert digest_of_code([f"{package.name}.two"]) != before
 

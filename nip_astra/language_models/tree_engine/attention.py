@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from nip_astra.errors import reason_of
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
@@ -356,8 +357,9 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
             compiled(*inputs, block_mask=mask, scale=1.0, enable_gqa=True).sum().backward()
         torch.cuda.synchronize()
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        logger.warning("trees are scored with dense attention: flex attention failed: %s", reason)
+        logger.warning(
+            "trees are scored with dense attention: flex attention failed: %s", reason_of(error)
+        )
         return None
     tell_experimental(Experimental.FLEX_ATTENTION)
     logger.info("trees are scored with flex attention")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, reason_of
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
@@ -257,7 +257,7 @@ class FixedSteps:
         try:
             step.replay = self.capture(step.run)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = reason_of(error)
             if self.is_required:
                 raise ConfigurationError(
                     f"decode_graphs is always, but a decoding step of {num_rows} rows could not be "

@@ -16,8 +16,12 @@ from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.tracking.environment import processor_name
 from nip_astra.trainers.solo.training import SoloParameters, SoloTraining
-from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
-from nip_astra.utils.source_digest import digest_of_code
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
 from nip_astra.version import __version__
 
 logger = logging.getLogger(__name__)

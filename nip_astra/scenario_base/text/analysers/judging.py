@@ -34,8 +34,12 @@ from nip_astra.scenario_base.text.analysers.base import (
 )
 from nip_astra.scenario_base.text.parameters import ChatModelParameters
 from nip_astra.scenario_base.text.parsing import channel_title
-from nip_astra.utils.array_specs import CompositeSpec, IntArraySpec, StringArraySpec
-from nip_astra.utils.nested_array_dict import NestedArrayDict
+from nip_astra.utils.nested_array_dict import (
+    CompositeSpec,
+    IntArraySpec,
+    NestedArrayDict,
+    StringArraySpec,
+)
 
 TASK = """\
 You answer one question about a conversation between agents that play a game. Conversation and \

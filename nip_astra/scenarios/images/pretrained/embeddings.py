@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nip_astra.errors import DataError
 from nip_astra.scenarios.images.pretrained.base import PRETRAINED_MODELS, PretrainedModel
-from nip_astra.utils.kept_tensors import keep_tensors, take_tensors
-from nip_astra.utils.source_digest import digest_of_code
+from nip_astra.utils.tensor_cache import digest_of_code, keep_tensors, take_tensors
 
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
