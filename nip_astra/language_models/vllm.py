@@ -44,7 +44,6 @@ from nip_astra.language_models.sources import (
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
-    AbsentEngine,
     EngineOptions,
     Reply,
     Request,
@@ -163,7 +162,7 @@ class VllmLanguageModel(LanguageModel):
         engine: SamplingEngine
         if parameters.num_engines and rank_of_process() > 0:
             # Only the first process of a run samples.
-            engine = AbsentEngine(options)
+            engine = SamplingEngine(options)
         elif parameters.num_engines:
             engine = start_remote_engines(
                 name,
@@ -362,14 +361,14 @@ class VllmLanguageModel(LanguageModel):
     def _trained(self) -> HuggingFaceLanguageModel:
         if self.scorer is None:
             raise ModelLoadError(
-                f"the frozen model {self.source!r} was to be written or restored, but its weights "
-                "are in vLLM alone. Copy the files that it was loaded from."
+                f"the frozen model {self.source!r} cannot be saved or restored: its weights are in "
+                "vLLM only. Copy the files that it was loaded from."
             )
         return self.scorer
 
 
 class VllmSession(GenerationSession):
-    """Turns by vLLM, whose prefix cache takes the place of caches of our own."""
+    """Turns by vLLM, whose prefix cache replaces our own caches."""
 
     def __init__(self, model: VllmLanguageModel) -> None:
         self.model = model
@@ -384,7 +383,7 @@ class VllmSession(GenerationSession):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        # A request a row: with vLLM's n, siblings would have neighbouring seeds instead of theirs.
+        # One request per row: with vLLM's n, siblings would not have their own seeds.
         seeds = [seed_of(row_T) for row_T in uniforms_RT]
         requests = [
             Request(
@@ -405,7 +404,7 @@ class VllmSession(GenerationSession):
 
 
 class LearntWeights:
-    """The weights of a model that learns, of which an engine is sent what it has not."""
+    """The weights of a model that learns, sent to an engine when they have changed."""
 
     def __init__(self, scorer: HuggingFaceLanguageModel) -> None:
         self.scorer = scorer
@@ -414,14 +413,14 @@ class LearntWeights:
 
     @property
     def version(self) -> tuple[object, int, tuple[int, ...]]:
-        """What differs whenever the weights may."""
-        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
-        # 8-bit) nor writes through `.data`: passes with gradients are counted too.
+        """Differs whenever the weights may."""
+        # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version:
+        # passes with gradients are counted too.
         versions = tuple(parameter._version for parameter in self.scorer.parameters())
         return self._identity, self.num_passes, versions
 
     def send(self, engine: SamplingEngine, *, use_adapter: bool) -> Any:
-        """Send an engine what has changed, and give the adapter to sample with, or None."""
+        """Send changes to an engine; the adapter to sample with, if any."""
         module = self.scorer.module
         if self.scorer.has_adapter:
             if not use_adapter:
@@ -436,14 +435,14 @@ class LearntWeights:
 
 
 def _engine_dtype(asked: str, num_parameters: int) -> str:
-    """What an engine without a scorer computes in."""
+    """The precision of an engine without a scorer."""
     if asked == "fastest":
         return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
     return "float32" if asked == "auto" else asked
 
 
 def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
-    """Say whether an engine is as asked for; what is left at its default is not asked for."""
+    """Whether an engine fits a model's parameters, those at their defaults aside."""
     fields = type(parameters).model_fields
     held = {
         "max_model_len": options.max_model_len,
@@ -457,8 +456,7 @@ def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
     ]
     if others:
         logger.info(
-            "%r gets an engine of its own, since its %s differs from that of the engine of the "
-            "model that learns",
+            "%r gets a separate engine: its %s differs from that of the model that learns",
             parameters.model,
             " and ".join(others),
         )
