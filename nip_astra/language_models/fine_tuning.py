@@ -129,19 +129,13 @@ class FineTuningPlan:
 
 
 class StepReport(NamedTuple):
-    """Result of one optimizer step.
-
-    Attributes
-    ----------
-    step : int
-        Counted from 1.
-    ends_epoch : int or None
-        The epoch that ends with it, counted from 1.
-    """
+    """Result of one optimizer step."""
 
     step: int
+    """Counted from 1."""
     metrics: dict[str, float]
     ends_epoch: int | None
+    """The epoch that ends with it, counted from 1."""
 
 
 class FineTuning:

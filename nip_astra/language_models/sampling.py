@@ -59,18 +59,12 @@ class SamplingOptions:
 
 
 class SupportMask(NamedTuple):
-    """The tokens that `top_k` and `top_p` keep at each position.
-
-    Attributes
-    ----------
-    ids_K : Tensor
-        int32; the tokens kept at the first position, then those at the second, and so on.
-    counts_S : Tensor
-        int64; number of tokens kept at each position, at least 1.
-    """
+    """The tokens that `top_k` and `top_p` keep at each position."""
 
     ids_K: Tensor
+    """int32; the tokens kept at the first position, then those at the second, and so on."""
     counts_S: Tensor
+    """int64; number of tokens kept at each position, at least 1."""
 
     def at(self, positions: Sequence[int]) -> SupportMask:
         """The mask of some positions, in the given order."""
@@ -90,42 +84,28 @@ class SamplingDistribution:
 
     It is the model's at `temperature`, without special tokens, without an end before
     `min_new_tokens`, and without what `top_k` and `top_p` cut off.
-
-    Attributes
-    ----------
-    options : SamplingOptions
-        Temperature 0 has no distribution.
-    support : SupportMask or None
-        For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`.
     """
 
     options: SamplingOptions
+    """Temperature 0 has no distribution."""
     support: SupportMask | None = None
+    """For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`."""
 
 
 @dataclass(frozen=True)
 class LogitsTransform:
-    """Turns the model's logits at scored positions into those of the sampling distribution.
-
-    Attributes
-    ----------
-    temperature : float
-        > 0; logits are divided by it.
-    banned_ids : Tensor
-        Tokens that are never drawn.
-    end_ids : Tensor
-        Tokens that are not drawn where a turn may not end yet.
-    is_early_S : Tensor
-        bool; True at those positions.
-    support : SupportMask or None
-        None if nothing is cut.
-    """
+    """Turns the model's logits at scored positions into those of the sampling distribution."""
 
     temperature: float
+    """> 0; logits are divided by it."""
     banned_ids: Tensor
+    """Tokens that are never drawn."""
     end_ids: Tensor
+    """Tokens that are not drawn where a turn may not end yet."""
     is_early_S: Tensor
+    """bool; True at those positions."""
     support: SupportMask | None = None
+    """None if nothing is cut."""
 
     def at(self, positions: Sequence[int]) -> LogitsTransform:
         """The transform of some of the positions."""

@@ -110,19 +110,13 @@ class Exchange(NamedTuple):
 
 
 class Ratings(NamedTuple):
-    """Scores of several texts.
-
-    Attributes
-    ----------
-    scores_N : Tensor
-        float32 on the CPU, from 0 to 1; NaN where there is no verdict.
-    is_error_N : Tensor
-        bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
-        means that the scorer gave no verdict.
-    """
+    """Scores of several texts."""
 
     scores_N: Tensor
+    """float32 on the CPU, from 0 to 1; NaN where there is no verdict."""
     is_error_N: Tensor
+    """bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
+    means that the scorer gave no verdict."""
 
 
 class Scorer:

@@ -25,15 +25,10 @@ T = TypeVar("T")
 
 
 class ModelScorer(Scorer):
-    """A scorer that runs a model in this process, or in the run's Ray actors.
-
-    Attributes
-    ----------
-    can_be_copied : bool
-        Whether a pickled copy may rate in another process.
-    """
+    """A scorer that runs a model in this process, or in the run's Ray actors."""
 
     can_be_copied: ClassVar[bool] = False
+    """Whether a pickled copy may rate in another process."""
 
     class Parameters(Scorer.Parameters):
         """Device and batch size of the model."""

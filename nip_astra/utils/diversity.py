@@ -1,18 +1,18 @@
-"""How varied texts are: self-BLEU, distinct n-grams, cosine distance, Vendi score.
+"""Diversity of texts: self-BLEU, distinct n-grams, cosine distance, Vendi score.
 
-BLEU here is that of Papineni et al. (2002) with these settings, which a figure should be told with:
+BLEU (Papineni et al. 2002) has these settings, to be reported with it:
 
-- tokens as `nip_astra.utils.ngrams.word_tokens` gives them: without case, punctuation alone;
-- the geometric mean of the clipped precisions of orders 1 to n, weighed equally;
+- tokens of `nip_astra.utils.ngrams.word_tokens`: case-folded, each punctuation mark by itself;
+- the equally weighted geometric mean of the clipped precisions of orders 1 to n;
 - an order without a match counts as 0.1 matches (`SMOOTHING`, method 1 of Chen and Cherry 2014);
-  without any common token the score is 0;
-- a text of fewer than n tokens is compared up to its own length, so a text that is among the
-  references has the score 1 however short it is;
-- the brevity penalty by the reference of the nearest length, the shorter of two;
-- a text without tokens has the score 1 where a reference has none either, else 0.
+  without a common token the score is 0;
+- a text of fewer than n tokens is compared up to its length, so that a short text that is among the
+  references scores 1;
+- the brevity penalty uses the reference of the nearest length, the shorter of two;
+- a text without tokens scores 1 if a reference has none either, else 0.
 
-For texts of at least n tokens that is what NLTK's `sentence_bleu` gives with
-`SmoothingFunction().method1` on the same tokens.
+For texts of at least n tokens this equals NLTK's `sentence_bleu` with
+`SmoothingFunction().method1`.
 
 Shape suffixes: `N` text, `L` distinct length of references, `O` order, `X` embedding.
 """
@@ -38,7 +38,7 @@ from nip_astra.utils.ngrams import (
 )
 
 SMOOTHING = 0.1
-"""Matches that an order without any counts as."""
+"""Matches that an order without a match counts as."""
 
 Array = npt.NDArray[np.float64]
 
@@ -46,8 +46,7 @@ Array = npt.NDArray[np.float64]
 class BleuReferences:
     """References that texts are compared with; they may come and go.
 
-    Asking costs time in proportion to the texts asked about, not to the references: what matters
-    of these is how many have a given n-gram at least k times, and their lengths.
+    The time of `bleu` grows with its texts, not with the references.
     """
 
     def __init__(self, *, max_order: int) -> None:
@@ -57,17 +56,17 @@ class BleuReferences:
 
     @property
     def num_references(self) -> int:
-        """References held."""
+        """Number of references."""
         return self._lengths.total()
 
     def add(self, texts: Sequence[str]) -> None:
-        """Take references in; each counts, also where one is there already."""
+        """Add references; repeated ones count again."""
         sequences = word_sequences(texts)
         self._occurrences.add(np.concatenate(self._keys(sequences)))
         self._lengths.update(sequences.lengths.tolist())
 
     def remove(self, texts: Sequence[str]) -> None:
-        """Forget references that were added."""
+        """Remove references that were added."""
         sequences = word_sequences(texts)
         self._occurrences.remove(np.concatenate(self._keys(sequences)))
         self._lengths = +(self._lengths - Counter(sequences.lengths.tolist()))
@@ -80,10 +79,9 @@ class BleuReferences:
         Parameters
         ----------
         orders : Sequence[int]
-            The n of each BLEU-n of which the mean is taken; at most `max_order`.
+            The n of each averaged BLEU-n; at most `max_order`.
         are_included : bool
-            Whether each text is itself one of the references, and is to be compared with the
-            others only.
+            Whether each text is one of the references, and is compared with the others only.
         """
         least = 2 if are_included else 1
         sequences = word_sequences(texts)
@@ -93,7 +91,7 @@ class BleuReferences:
         precisions_NO = self._log_precisions(sequences, max(orders), least)
         brevity_N = self._brevity(sequences.lengths, are_included)
         lengths = sequences.lengths
-        # An order that a text is too short for is never reached, whatever it adds.
+        # Orders beyond a text's length are never read.
         sums_NO = np.cumsum(np.nan_to_num(precisions_NO, neginf=-np.inf), axis=1)
         rows = np.arange(len(texts))
         for order in orders:
@@ -140,7 +138,7 @@ def bleu_against(
 ) -> Tensor:
     """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
 
-    0 where there are no references. Who asks again and again keeps a `BleuReferences`.
+    0 without references. For repeated calls keep a `BleuReferences`.
     """
     held = BleuReferences(max_order=max(orders))
     held.add(references)
@@ -157,10 +155,8 @@ def self_bleu(
     max_order : int
         The n of BLEU-n.
     num_sampled : int, optional
-        Where there are more texts, so many are drawn without replacement and compared with each
-        other. Self-BLEU grows with the number of texts: compare figures of equal numbers.
-    seed : int
-        Of the draw.
+        Most texts; of more, a sample without replacement. Self-BLEU grows with the number of texts:
+        compare figures of equal numbers.
 
     Raises
     ------
@@ -180,7 +176,7 @@ def self_bleu(
 def distinct_n(texts: Sequence[str], n: int) -> float:
     """The share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
 
-    0 where no text has n tokens. It falls with the amount of text: compare equal amounts.
+    0 if no text has n tokens. It falls with the amount of text: compare equal amounts.
     """
     (grams,) = ngrams(word_sequences(texts), [n])
     return len(np.unique(grams.keys_G)) / max(len(grams.keys_G), 1)
@@ -237,6 +233,5 @@ def _unit_rows(embeddings: Tensor) -> Tensor:
 def _check_several(count: int, what: str) -> None:
     if count < 2:
         raise DataError(
-            f"{what} was asked for, but of {count} text{'s' * (count != 1)}; it compares texts "
-            "with each other. Give at least two, or leave the figure out."
+            f"{what} compares texts with each other, but there are {count}. Give at least two."
         )

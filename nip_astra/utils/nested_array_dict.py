@@ -422,18 +422,12 @@ def is_equal(first: Array, second: Array) -> bool:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and meaning of an array.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Sizes of all dimensions.
-    dim_names : tuple of str
-        A name for each dimension, or nothing.
-    """
+    """Shape and meaning of an array."""
 
     shape: tuple[int, ...]
+    """Sizes of all dimensions."""
     dim_names: tuple[str, ...] = ()
+    """A name for each dimension, or nothing."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Tensors that took long to compute, kept in a file for later runs."""
+"""Tensors cached in a file for later runs, and digests of the code that computed them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
 
 
 def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with their digest, to a file that is whole or not there, whoever else does."""
+    """Write tensors with their digest, atomically."""
     # A copy: safetensors refuses tensors that share memory.
     own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     partial = path.with_suffix(f".{uuid4().hex}.partial")
@@ -46,10 +46,7 @@ def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_tensors(path: Path) -> dict[str, Tensor] | None:
-    """Read what `keep_tensors` wrote.
-
-    None where nothing is kept, and, with a warning, where the file holds anything else.
-    """
+    """Read the tensors; None without a file, and, with a warning, for a damaged one."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
@@ -57,10 +54,10 @@ def take_tensors(path: Path) -> dict[str, Tensor] | None:
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
-        logger.warning("%s is damaged (%s), so what it holds is computed anew", path, error)
+        logger.warning("%s is damaged (%s); its tensors are computed again", path, error)
         return None
     if digest != digest_of_tensors(tensors):
-        logger.warning("%s is not what was written, so what it holds is computed anew", path)
+        logger.warning("%s has changed; its tensors are computed again", path)
         return None
     return tensors
 

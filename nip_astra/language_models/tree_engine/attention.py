@@ -95,21 +95,14 @@ class TrieAttention:
 
 
 class SharedKeys(NamedTuple):
-    """Keys and values that several rows read.
-
-    Attributes
-    ----------
-    keys : Tensor
-        `[P, K, D, L]`; row r reads group `r // (R / P)`.
-    values : Tensor
-        `[P, K, L, D]`.
-    bias : Tensor or None
-        `[P, 1, 1, 1 or T, 1, L]`: 0 where a key may be seen, -inf where not; None where all may.
-    """
+    """Keys and values that several rows read."""
 
     keys: Tensor
+    """`[P, K, D, L]`; row r reads group `r // (R / P)`."""
     values: Tensor
+    """`[P, K, L, D]`."""
     bias: Tensor | None
+    """`[P, 1, 1, 1 or T, 1, L]`: 0 where a key may be seen, -inf where not; None where all may."""
 
 
 def causal_bias(

@@ -1,9 +1,8 @@
 """A forward pass over loose tokens for models of the Llama family.
 
-The modules of transformers take rectangular batches. A tree of conversations is not rectangular, so
-this one takes a flat list of tokens, each with its position, and leaves to an attention function
-which token sees which. It reads the weights of the module and is checked against it when it is
-built.
+It takes a flat list of tokens with their positions, since a tree of conversations is no rectangular
+batch, and an attention function that decides which token sees which. It is compared with the
+transformers module when it is built.
 
 Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, `D` head dimension,
 `V` vocabulary, `S` scored position.
@@ -37,7 +36,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def why_unsupported(module: Any) -> str | None:
-    """Say why a module's forward pass is not this one, or None where it is."""
+    """The reason why a module's forward pass differs from this one; None if it does not."""
     name = type(module).__name__
     config = module.config
     if name not in FAMILY:
@@ -55,7 +54,7 @@ def why_unsupported(module: Any) -> str | None:
 
 
 def _why_unsupported_adapter(layer: Any) -> str | None:
-    """Say what of an adapted layer is more than `scaling * up @ down` on frozen weights."""
+    """The reason why an adapted layer is not `scaling * up @ down` on frozen weights."""
     if not getattr(layer, "lora_A", None):
         return "it has adapters other than LoRA on linear layers"
     if any(up.bias is not None for up in layer.lora_B.values()):
@@ -134,15 +133,10 @@ class Decoder:
         values = joined.view(len(x), -1, self.head_dim)[:, -self.num_kv_heads :]
         x = x + layer.output(attend(queries, keys, values))
         gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
-        return x + layer.down(self._gated(gate_up))
+        gated = silu_gated(gate_up) if self._is_silu else unsaved(self._gated, gate_up)
+        return x + layer.down(gated)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        if self._is_silu:
-            return silu_gated(gate_up)
-        gated: Tensor = unsaved(self._gated_by_another, gate_up)
-        return gated
-
-    def _gated_by_another(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up
 
@@ -161,14 +155,8 @@ class Decoder:
 
     def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
         queries, keys = torch.split(heads, [self.num_heads, self.num_kv_heads], dim=1)
-        shape = (self.head_dim,)
-        return torch.cat(
-            [
-                F.rms_norm(queries, shape, query_norm, self.eps),
-                F.rms_norm(keys, shape, key_norm, self.eps),
-            ],
-            dim=1,
-        )
+        queries = F.rms_norm(queries, (self.head_dim,), query_norm, self.eps)
+        return torch.cat([queries, F.rms_norm(keys, (self.head_dim,), key_norm, self.eps)], dim=1)
 
     def rotations(
         self, num_positions: int, dtype: torch.dtype, device: torch.device
@@ -185,10 +173,10 @@ class Decoder:
 
 
 def build_decoder(module: Any) -> Decoder | None:
-    """The forward pass of a module, or None, with a line in the log, where it is another.
+    """The forward pass of a module, or None, with a line in the log, if it differs.
 
-    It is compared with the module's own where the weights are float32; in bfloat16 two right passes
-    may differ by as much as a wrong one.
+    It is compared with the module's own in float32 only: in bfloat16 two correct passes may differ
+    by as much as a wrong one.
     """
     reason = why_unsupported(module)
     decoder = None if reason else Decoder(module)
@@ -197,7 +185,7 @@ def build_decoder(module: Any) -> Decoder | None:
         decoder, reason = None, "its outputs differ from the module's"
     if decoder is None:
         logger.info(
-            "%s goes through its own forward pass, which reads shared tokens again: %s",
+            "%s uses its own forward pass, which repeats shared tokens: %s",
             type(module).__name__,
             reason,
         )
@@ -220,16 +208,16 @@ def _agrees_with_module(decoder: Decoder, module: Any) -> bool:
 
 
 SMALLEST_UNSAVED = 1 << 18
-"""Functions of fewer numbers keep what they need for the backward pass."""
+"""Functions of fewer numbers keep their intermediate values for the backward pass."""
 
 
 def is_unsaved(x: Tensor) -> bool:
-    """Say whether what is inside a function of `x` is computed again in the backward pass."""
+    """Whether the backward pass recomputes intermediate values of a function of `x`."""
     return torch.is_grad_enabled() and x.numel() >= SMALLEST_UNSAVED
 
 
 def unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute any function without keeping what is inside, if it is large."""
+    """Call a function; if its input is large, intermediate values are not kept."""
     if not is_unsaved(inputs[0]):
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

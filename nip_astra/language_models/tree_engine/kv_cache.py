@@ -226,24 +226,16 @@ again costs less than one more segment of attention."""
 
 @dataclass
 class Block:
-    """One part of the tree.
-
-    Attributes
-    ----------
-    keys : Tensor
-        `[Y, P, K, D, L]`; positions from `length` on are free.
-    values : Tensor
-        `[Y, P, K, L, D]`.
-    bias_PL : Tensor or None
-        0 where a key may be seen, -inf on padding; None where nothing is padded.
-    length : int
-        Positions in use.
-    """
+    """One part of the tree."""
 
     keys: Tensor
+    """`[Y, P, K, D, L]`; positions from `length` on are free."""
     values: Tensor
+    """`[Y, P, K, L, D]`."""
     bias_PL: Tensor | None = None
+    """0 where a key may be seen, -inf on padding; None where nothing is padded."""
     length: int = 0
+    """Positions in use."""
 
     @property
     def num_groups(self) -> int:

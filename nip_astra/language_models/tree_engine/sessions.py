@@ -19,7 +19,7 @@ from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
 from nip_astra.language_models.tokens import Generation, TokenCount, Turns
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
-from nip_astra.language_models.tree_engine.decode_graphs import FixedDecoding, FixedSteps
+from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
@@ -285,7 +285,7 @@ class CachedSession(GenerationSession):
 
     def _generate_fixed(
         self,
-        fixed: FixedDecoding,
+        fixed: FixedStep,
         hidden_RX: Tensor,
         uniforms_RT: Tensor,
         options: SamplingOptions,
@@ -304,8 +304,8 @@ class CachedSession(GenerationSession):
             is_check = (step + 1) % CHECK_PERIOD == 0
             if step + 1 == width or (is_check and not is_open_R.any()):
                 break
-            self.token_count.forwarded += fixed.num_forwarded
-            self.token_count.head_rows += fixed.num_forwarded
+            self.token_count.forwarded += len(fixed.tokens_R)
+            self.token_count.head_rows += len(fixed.tokens_R)
             logits_RV = fixed.advance(tokens_R).float()
             tokens_R, chosen_R = self.draw(logits_RV, uniforms_RT[:, step + 1], step + 1, options)
         fixed.close()

@@ -19,31 +19,21 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenTrie:
-    """The unique tokens of some sequences, each with its place.
-
-    Attributes
-    ----------
-    ids_N : Tensor
-        int64 tokens, in rows that share nothing; within a row a token stands after all tokens
-        that precede it in a sequence, and before all that do not follow from it (preorder).
-    positions_N : Tensor
-        int64 positions in the sequence, from 0.
-    ends_N : Tensor
-        int64: where the tokens that follow from this one end, as an index into the row's tokens.
-    row_lengths : list[int]
-        Tokens of each row.
-    nodes_SD : Tensor
-        int64 `[S, D]`: index in `ids_N` of each token of each sequence; -1 on padding.
-    num_unique : int
-        Tokens without those that rows repeat.
-    """
+    """The unique tokens of some sequences, each with its place."""
 
     ids_N: Tensor
+    """int64 tokens, in rows that share nothing; within a row a token stands after all tokens that
+    precede it in a sequence, and before all that do not follow from it (preorder)."""
     positions_N: Tensor
+    """int64 positions in the sequence, from 0."""
     ends_N: Tensor
+    """int64: where the tokens that follow from this one end, as an index into the row's tokens."""
     row_lengths: list[int]
+    """Tokens of each row."""
     nodes_SD: Tensor
+    """int64 `[S, D]`: index in `ids_N` of each token of each sequence; -1 on padding."""
     num_unique: int
+    """Tokens without those that rows repeat."""
 
     @property
     def num_tokens(self) -> int:

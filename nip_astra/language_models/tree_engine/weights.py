@@ -17,6 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+JOINED: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Linear layers of a module that are one product here, in their order."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -146,10 +154,10 @@ def _weights(module: Any, dtype: torch.dtype, joined: Callable[..., LinearMap]) 
             mlp_norm=layer.post_attention_layernorm.weight.to(dtype),
             query_norm=_optional_norm(layer.self_attn, "q_norm", dtype),
             key_norm=_optional_norm(layer.self_attn, "k_norm", dtype),
-            qkv=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-            output=joined(layer.self_attn.o_proj),
-            gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=joined(layer.mlp.down_proj),
+            **{
+                name: joined(*(layer.get_submodule(path) for path in paths))
+                for name, paths in JOINED.items()
+            },
         )
         for layer in module.model.layers
     ]
@@ -299,15 +307,6 @@ def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
     return linear
 
 
-def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
-    """A product by torch; the weights are not copied."""
-
-    def linear(x_NI: Tensor) -> Tensor:
-        return F.linear(x_NI, weight_OI, bias_O)
-
-    return linear
-
-
 class OneDnnLinear(torch.autograd.Function):
     """A float32 product with gradients, all three products of it by oneDNN."""
 
@@ -351,7 +350,7 @@ def _measure(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
     x = torch.randn(4, num_inputs, generator=generator).to(dtype)
-    packed, dense = packed_linear(weight, None), dense_linear(weight, None)
+    packed, dense = packed_linear(weight, None), DenseLinear(weight, None)
     # The fastest of several: a busy machine makes single ones slow, never fast.
     seconds = {"oneDNN": _fastest(packed, x), "torch": _fastest(dense, x)}
     # The tie goes to oneDNN, so that noise cannot change the choice from run to run.

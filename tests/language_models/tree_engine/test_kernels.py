@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nip_astra.language_models.tree_engine import weights
 from nip_astra.language_models.tree_engine.weights import (
+    DenseLinear,
     OneDnnLinear,
-    dense_linear,
     has_onednn,
     is_packing_faster,
     packed_linear,
@@ -30,7 +30,7 @@ def test_packed_products_equal_torch(num_rows: int, has_bias: bool) -> None:
     weight = torch.randn(48, 40, generator=generator)
     bias = torch.randn(48, generator=generator) if has_bias else None
     x = torch.randn(num_rows, 40, generator=generator)
-    assert torch.allclose(packed_linear(weight, bias)(x), dense_linear(weight, bias)(x), atol=1e-4)
+    assert torch.allclose(packed_linear(weight, bias)(x), DenseLinear(weight, bias)(x), atol=1e-4)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
