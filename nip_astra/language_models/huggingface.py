@@ -404,11 +404,11 @@ class HuggingFaceLanguageModel(LanguageModel):
             needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
         if self._reader is not None:
             # One pass, as in every process that holds a part of the weights.
-            scores, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
+            scores, spent = score_rows(self._reader, rows, max_batch_tokens=None, **needs)
             self.token_count.add(spent)
             return scores
         pair_cost = pair_cost_of(self._decoder, self.device)
-        trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
+        trie = build_trie(sequences_to_read(rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None and not self.scores_by_module:
@@ -416,7 +416,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                     self._decoder,
                     self._weights_for_scoring(),
                     trie,
-                    *rows[1:],
+                    rows,
                     max_batch_tokens=self.max_batch_tokens,
                     **needs,
                 )
@@ -425,7 +425,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                     recomputes = self.recomputes_layers
                     reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
-                    scores, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
+                    scores, spent = score_rows(reader, rows, max_batch_tokens=limit, **needs)
         self.token_count.add(spent)
         return scores
 

@@ -21,30 +21,22 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    Draw,
+from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
+from nip_astra.language_models.scoring import chosen_logprobs
+from nip_astra.language_models.tokens import (
     Generation,
-    SamplingOptions,
     TokenCount,
+    TokenRows,
     TokenScores,
     pad_left,
 )
-from nip_astra.language_models.sampling import LogitsTransform
-from nip_astra.language_models.scoring import chosen_logprobs
 
 
 class _Draw(LogitsProcessor):
     """Draws the token itself, and forces `generate` to take it."""
 
-    def __init__(
-        self,
-        draw: Draw,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> None:
-        self.draw = draw
-        self.uniforms_BT = uniforms_BT
-        self.options = options
+    def __init__(self, draw: Draw, uniforms_BT: Tensor, options: SamplingOptions) -> None:
+        self.draw, self.uniforms_BT, self.options = draw, uniforms_BT, options
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 
@@ -135,16 +127,8 @@ class RowReader(torch.nn.Module):
         self.autocast = autocast_to(causal_lm, dtype)
         self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
-    def forward(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        **needs: Any,
-    ) -> TokenScores:
+    def forward(self, *rows: Tensor, **needs: Any) -> TokenScores:
         """Scores of each continuation token; see `score_rows`."""
-        rows = context_BC, context_mask_BC, ids_BT, mask_BT
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
             return _score_batch(self.causal_lm, *rows, **needs)
 
@@ -186,17 +170,15 @@ def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 def score_rows(
     reader: RowReader,
-    context_BC: Tensor,
-    context_mask_BC: Tensor,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
+    rows: TokenRows,
     *,
     max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, and count the work."""
+    """Score each continuation token, in one pass without `max_batch_tokens`; count the work."""
+    context_BC, context_mask_BC, ids_BT, mask_BT = rows
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     lengths = [width + ids_BT.shape[1] for width in widths]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Generation:
     logprobs_BT: Tensor
     """float32, nats, no gradient: log p of each sampled token under the unmodified distribution
     (temperature 1, nothing cut off); 0 on padding."""
+
+
+TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
 
 
 class Turns(NamedTuple):

@@ -309,7 +309,7 @@ class VllmLanguageModel(LanguageModel):
     ) -> Tensor:
         before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
         after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
-        trie = build_trie(sequences_to_read(context_BC, context_mask_BC, ids_BT, mask_BT))
+        trie = build_trie(sequences_to_read((context_BC, context_mask_BC, ids_BT, mask_BT)))
         self.token_count.scored += trie.num_unique
         requests = [
             scoring_request([*a, *b], self.context_window)

@@ -58,9 +58,9 @@ class FailureRarity(EmbeddedTerm):
         """Embeds the probes."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        cosines_NH = self._history.cosines(nodes.probes)
+        cosines_NH = self._cosines(nodes.probes)
         is_similar_NH = cosines_NH >= self.parameters.similarity - TOLERANCE
-        counts_H = self._history.counts.double()
+        counts_H = self._counts().double()
         num_similar_N = is_similar_NH.double() @ counts_H
         rarity_N: Tensor
         if self.parameters.shape == "inverse_root":

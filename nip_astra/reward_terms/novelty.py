@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
+from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
 from nip_astra.utils.diversity import BleuReferences
@@ -95,64 +95,8 @@ class ProbeHistory:
         self.remember([])
 
 
-class EmbeddedHistory:
-    """A `ProbeHistory` with embeddings, to compare probes with earlier ones."""
-
-    def __init__(self, embedder: Embedder, max_size: int) -> None:
-        self._embedder = embedder
-        self._history = ProbeHistory(max_size)
-        self._vectors_HX = torch.zeros(0, embedder.num_dimensions)
-        self._latest: tuple[list[str], Tensor] | None = None
-
-    def __len__(self) -> int:
-        return len(self._history)
-
-    def __contains__(self, probe: str) -> bool:
-        return probe in self._history
-
-    @property
-    def counts(self) -> Tensor:
-        """Number of occurrences of each stored probe, float32 `[H]`."""
-        return torch.tensor(self._history.counts, dtype=torch.float32)
-
-    def cosines(self, probes: Sequence[str]) -> Tensor:
-        """Cosine of each probe to each stored one, float32 `[N, H]`."""
-        return self._embedded(probes) @ self._vectors_HX.T
-
-    def remember(self, probes: Sequence[str], kept: Sequence[int]) -> None:
-        """Store the probes of a rollout at the indices `kept`."""
-        vectors_KX = self._embedded(probes)[kept]
-        stored = [probes[node] for node in kept]
-        row_of = {probe: row for row, probe in enumerate(self._history.probes)}
-        first_new = len(row_of)
-        for row, probe in enumerate(stored):
-            row_of.setdefault(probe, first_new + row)
-        self._history.remember(stored)
-        vectors = torch.cat([self._vectors_HX, vectors_KX])
-        # In the history's order, which a checkpoint restores, so that sums are bit-identical.
-        self._vectors_HX = vectors[[row_of[probe] for probe in self._history.probes]]
-        self._latest = None
-
-    def state(self) -> dict[str, Any]:
-        """The history for a checkpoint."""
-        return self._history.state() | {"vectors": self._vectors_HX}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; a smaller `max_size` drops the oldest."""
-        self._history.load_state(state)
-        vectors_HX: Tensor = state["vectors"]
-        self._vectors_HX = vectors_HX[len(vectors_HX) - len(self._history) :].clone()
-        self._latest = None
-
-    def _embedded(self, probes: Sequence[str]) -> Tensor:
-        """Embeddings of a rollout, computed once for its values and its storage."""
-        if self._latest is None or self._latest[0] != list(probes):
-            self._latest = list(probes), self._embedder.compute(probes)
-        return self._latest[1]
-
-
 class EmbeddedTerm(RewardTerm):
-    """A term that compares probes with the embedded history.
+    """A term that compares probes with a history of embedded probes.
 
     Its `Parameters` are `NoveltyParameters` with an `embedder`.
     """
@@ -161,17 +105,47 @@ class EmbeddedTerm(RewardTerm):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        embedder = build_embedder(parameters.embedder, device=device, scenario_dir=scenario_dir)
-        self._history = EmbeddedHistory(embedder, parameters.max_history)
+        self._embedder = build_embedder(
+            parameters.embedder, device=device, scenario_dir=scenario_dir
+        )
+        self._history = ProbeHistory(parameters.max_history)
+        self._vectors_HX = torch.zeros(0, self._embedder.num_dimensions)
+        self._latest: tuple[list[str], Tensor] | None = None
+
+    def _counts(self) -> Tensor:
+        """Number of occurrences of each stored probe, float32."""
+        return torch.tensor(self._history.counts, dtype=torch.float32)
+
+    def _cosines(self, probes: Sequence[str]) -> Tensor:
+        """Cosine of each probe to each stored one, float32."""
+        return self._embedded(probes) @ self._vectors_HX.T
+
+    def _embedded(self, probes: Sequence[str]) -> Tensor:
+        """Embeddings of a rollout, computed once for its values and its storage."""
+        if self._latest is None or self._latest[0] != list(probes):
+            self._latest = list(probes), self._embedder.compute(probes)
+        return self._latest[1]
 
     def observe(self, nodes: RatedProbes) -> None:
-        self._history.remember(nodes.probes, self.parameters.remembered(nodes))
+        kept = self.parameters.remembered(nodes)
+        vectors_HX = torch.cat([self._vectors_HX, self._embedded(nodes.probes)[kept]])
+        stored = [nodes.probes[node] for node in kept]
+        row_of: dict[str, int] = {}
+        for row, probe in enumerate([*self._history.probes, *stored]):
+            row_of.setdefault(probe, row)
+        self._history.remember(stored)
+        # In the history's order, which a checkpoint restores, so that sums are bit-identical.
+        self._vectors_HX = vectors_HX[[row_of[probe] for probe in self._history.probes]]
+        self._latest = None
 
     def state(self) -> dict[str, Any]:
-        return self._history.state()
+        return self._history.state() | {"vectors": self._vectors_HX}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._history.load_state(state)
+        vectors_HX: Tensor = state["vectors"]
+        self._vectors_HX = vectors_HX[len(vectors_HX) - len(self._history) :].clone()
+        self._latest = None
 
 
 @register_reward_term(RewardTermType.COSINE_NOVELTY)
@@ -195,14 +169,14 @@ class CosineNovelty(EmbeddedTerm):
     def _values(self, nodes: RatedProbes) -> Tensor:
         if len(self._history) == 0:
             return (~nodes.is_empty).float()
-        cosines_NH = self._history.cosines(nodes.probes)
+        cosines_NH = self._cosines(nodes.probes)
         if self.parameters.reduction == "max":
             cosine_N = cosines_NH.amax(dim=1)
             # Exactly 1 for repeated probes, despite rounding.
             is_known_N = torch.tensor([probe in self._history for probe in nodes.probes])
             cosine_N = cosine_N.masked_fill(is_known_N, 1.0)
         else:
-            counts_H = self._history.counts
+            counts_H = self._counts()
             cosine_N = cosines_NH @ counts_H / counts_H.sum()
         return (1.0 - cosine_N).clamp(0.0, 1.0).masked_fill(nodes.is_empty, 0.0)
 

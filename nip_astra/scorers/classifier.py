@@ -28,6 +28,9 @@ class ModelScorer(Scorer):
     """A scorer that runs a model in this process, or in the run's Ray actors."""
 
     can_be_copied: ClassVar[bool] = False
+    _tokenizer: Any
+    _model: Any
+    _max_length: int
     """Whether a pickled copy may rate in another process."""
 
     class Parameters(Scorer.Parameters):
@@ -83,6 +86,18 @@ class ModelScorer(Scorer):
         except Exception as error:
             raise self._error_of(len(batch), error) from error
         return values
+
+    def _logits(self, texts: Sequence[str]) -> torch.Tensor:
+        """Logits of `_model` for texts cut to `_max_length`, float32 `[text, label]`."""
+        inputs = self._tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._max_length,
+            return_tensors="pt",
+        ).to(self.device)
+        logits: torch.Tensor = self._model(**inputs).logits.float()
+        return logits
 
     def to_send(self) -> ModelScorer:
         """A copy without cached verdicts, for another process."""
@@ -152,14 +167,7 @@ class ClassifierScorer(ModelScorer):
 
     def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
         """Each label's probability for each text, float32 `[text, label]`."""
-        inputs = self._tokenizer(
-            [text if text.strip() else self._blank for text in texts],
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self.device)
-        logits: torch.Tensor = self._model(**inputs).logits.float()
+        logits = self._logits([text if text.strip() else self._blank for text in texts])
         is_multi_label = self._model.config.problem_type == "multi_label_classification"
         if is_multi_label or logits.shape[1] == 1:
             return logits.sigmoid()

@@ -142,19 +142,7 @@ class DetoxifyScorer(ModelScorer):
         )
 
     def _score(self, texts: Sequence[str]) -> list[float]:
-        # Not Detoxify.predict: of a single text it gives a number in place of a list.
+        # Not Detoxify.predict, which returns a number instead of a list for a single text.
         return self._in_batches(
-            texts, lambda part: self._probabilities(part)[:, self._category], len
+            texts, lambda part: self._logits(part).sigmoid()[:, self._category], len
         )
-
-    def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
-        """Each category's probability for each text, float32 `[text, category]`."""
-        inputs = self._tokenizer(
-            list(texts),
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self.device)
-        probabilities: torch.Tensor = self._model(**inputs).logits.float().sigmoid()
-        return probabilities

@@ -165,14 +165,14 @@ def actor_options(
 
 
 def refuse_actors_without_device(settings: ExperimentSettings) -> None:
-    """Refuse actors without a GPU if models are on one."""
+    """Refuse actors without a GPU (`actor_gpus` 0) if models are on one."""
     if not settings.num_actors or settings.actor_gpus or settings.device == "cpu":
         return
     device = resolve_device(settings.device)
     if device.type != "cpu":
         raise ConfigurationError(
-            f"{settings.num_actors} actors need a GPU for models on {str(device)!r}, but "
-            "actor_gpus is 0. Set it to 1, or to a fraction that actors share, or --device cpu."
+            f"actor_gpus is 0, but models are on {str(device)!r}. Set it to 1, or to a fraction "
+            "that actors share, or use --device cpu."
         )
 
 
@@ -261,7 +261,7 @@ class Actors:
             except BaseException as error:
                 made.set_exception(error)
 
-        # The thread only submits calls. If a run ends meanwhile, nothing waits for it.
+        # Nothing waits for the thread if the run ends meanwhile.
         threading.Thread(target=work, name="calls-of-actors", daemon=True).start()
         return made.result
 

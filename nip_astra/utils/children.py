@@ -109,9 +109,9 @@ class AdoptedChild(Child):
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a process in the system's own unit; None where it has ended or is unknown.
+    """Start time of a process in system units; None if it has ended or is unknown.
 
-    With the process id it identifies a process for good: ids are reused.
+    With the id, which may be reused, it identifies a process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -135,9 +135,9 @@ def is_running(pid: int | None, started: str | None) -> bool:
 
 
 def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: Any) -> Child:
-    """Start Python with this package; its output is appended to a file.
+    """Start Python with this package and further `Popen` options; output is appended to a file.
 
-    A signal of the terminal does not reach it: its starter decides when it ends.
+    Signals of the terminal do not reach it.
     """
     path = [str(_PACKAGE_HOME), read_variable("PYTHONPATH") or ""]
     with log.open("ab") as output:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -74,8 +74,7 @@ def fork(name: str) -> Child | None:
     worker = -1
     try:
         with warnings.catch_warnings():
-            # The other threads of this process draw progress bars and send figures; none of them
-            # computes, so none holds a lock that a worker needs to compute.
+            # Other threads draw progress bars and send figures; none holds a lock for computing.
             warnings.simplefilter("ignore", DeprecationWarning)
             worker = os.fork()
     except OSError as error:
@@ -97,10 +96,10 @@ def fork(name: str) -> Child | None:
 
 
 def _become_worker(first: int) -> None:
-    """Leave signals, threads and the terminal to the process with the id `first`."""
+    """Leave signals, threads and the terminal to the parent, `first`."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    # This process must not outlive the first: both hold the lock of the run.
+    # Both processes hold the lock of the run.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
@@ -109,14 +108,9 @@ def _become_worker(first: int) -> None:
     # A progress bar's lock may have been held at the fork and is never released here.
     logging.disable()
     if sys.stdout is not None:
-        sys.stdout = _own_stream(1)
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     if sys.stderr is not None:
-        sys.stderr = _own_stream(2)
-
-
-def _own_stream(number: int) -> TextIO:
-    """A new stream to the system's stream of that number."""
-    return os.fdopen(os.dup(number), "w", buffering=1)
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 
 
 class _Outcome(NamedTuple):

@@ -1,7 +1,12 @@
-"""Call functions that a model wrote in Monty, an interpreter that has no access to the machine.
+"""Call functions that a model wrote in Monty, an interpreter without access to the machine.
 
-Monty knows a part of Python. What it lacks is not taken for a fault of the code: the code is
-refused then. https://github.com/pydantic/monty
+Code that needs a part of Python that Monty lacks is refused. https://github.com/pydantic/monty
+
+In Monty generators, `zip`, `map`, `filter`, `enumerate` and `reversed` are lists. An iterator that
+is consumed where it is made is replaced by a class, whose iterators Monty consumes one by one; any
+other use is refused, since it may depend on the rest of the iterator. A list remains if all of it
+is taken at once. Sets have the order of insertion in Monty and are built in Python's order here;
+for elements added later, or beyond 9,999, the order may differ.
 """
 
 from __future__ import annotations
@@ -27,16 +32,15 @@ if TYPE_CHECKING:
 PACKAGE = "pydantic-monty"
 _MIB = 2**20
 _SLACK_SECONDS = 1.0
-"""After its limit of time, an interpreter that has not ended by itself is killed."""
+"""Time beyond its limit after which an interpreter is killed."""
 _ARGUMENTS = "_arguments_of_this_call"
 
-# Monty is found by Python's paths. They are worked out when they are first asked for, and whoever
-# asks in another thread meanwhile gets a KeyError or AttributeError; so they are asked for here.
+# Python's paths, by which Monty is found, are computed at their first use: not thread-safe.
 sysconfig.get_config_vars()
 
 
 def why_no_interpreter() -> str:
-    """Why there is no such interpreter on this machine; empty where there is one."""
+    """Why Monty is not available; empty if it is."""
     if importlib.util.find_spec("pydantic_monty") is None:
         return f"the package {PACKAGE} is not installed"
     return ""
@@ -47,8 +51,8 @@ def call_in_interpreter(
 ) -> list[CallResult]:
     """Call a function that untrusted code defines, as `call_in_sandbox` does.
 
-    All calls share the state of one interpreter, a process of its own. `cpu_seconds` bounds each
-    call, `seconds` all of them, and `memory_mib` the values that it holds.
+    One interpreter process makes all calls. `cpu_seconds` bounds each, `seconds` all of them, and
+    `memory_mib` the interpreter's values.
     """
     from pydantic_monty import Monty
 
@@ -107,14 +111,14 @@ def _run(
         is_over = told.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
         return CallResult(error=told[:200]), is_over
     except (TypeError, ValueError, RecursionError) as error:
-        # What it gave is nothing that JSON can hold.
+        # The result cannot be written as JSON.
         return CallResult(error=f"{type(error).__name__}: {str(error)[:200]}"), False
 
 
 def _refusal(lacks: str) -> SandboxUnavailableError:
     return SandboxUnavailableError(
-        f"code of a model cannot be run by {PACKAGE}, which lacks {lacks}. Install bubblewrap "
-        "(Debian: apt install bubblewrap), or leave this program out."
+        f"{PACKAGE} lacks {lacks}, which the code needs. Install bubblewrap (Debian: apt install "
+        "bubblewrap)."
     )
 
 
@@ -128,7 +132,7 @@ def _told(error: MontyError) -> str:
 
 
 def what_is_lacking(told: str) -> str:
-    """The part of Python that an error complains of, where Python itself has it; else empty."""
+    """The part of Python that Monty lacks according to an error; empty if Python lacks it too."""
     kind, _, message = told.partition(": ")
     names = re.findall(r"'([^']*)'", message)
     if "not yet support" in message:

@@ -1,7 +1,7 @@
-"""Nested dictionaries of NumPy arrays with a common batch shape: what text is kept in.
+"""Nested dictionaries of NumPy arrays with a common batch shape, and specs of them.
 
-`TensorDict` holds no strings; this holds arrays of them (`numpy.dtypes.StringDType`, a missing text
-is None) beside numbers and truth values, under the same names for the same methods.
+Unlike `TensorDict`, they also hold arrays of strings (`numpy.dtypes.StringDType`; a missing text is
+None). Methods have the same names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FORMAT = "nested_array_dict/1"
 class NestedArrayDict:
     """A nested dictionary of arrays that share their leading dimensions.
 
-    A key is a name, or a tuple of names, one a level. An index that is no key selects from the
-    batch dimensions of every array at once. Looking a key up takes as many steps as it has names.
+    A key is a name, or a tuple of names, one per level. Any other index selects from the batch
+    dimensions of every array at once.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class NestedArrayDict:
         tuple_keys: Sequence[tuple[str, ...]],
         batch_size: int | Sequence[int] = (),
     ) -> NestedArrayDict:
-        """Make one of arrays and, without batch dimensions, scalars, each with its key."""
+        """Make one of arrays (without batch dimensions also scalars) and their keys."""
         if len(arrays_and_scalars) != len(tuple_keys):
             raise DataError(
                 f"{len(arrays_and_scalars)} arrays have {len(tuple_keys)} keys; give each one key"
@@ -88,8 +88,8 @@ class NestedArrayDict:
         parts = value if isinstance(value, NestedArrayDict) else NestedArrayDict(value)
         if set(parts.keys(True, True)) != set(self.keys(True, True)):
             raise DataError(
-                f"a part with the keys {list(parts.keys(True, True))} cannot be put into one with "
-                f"{list(self.keys(True, True))}: set each key by itself"
+                f"the keys {list(parts.keys(True, True))} differ from "
+                f"{list(self.keys(True, True))}; set each key separately"
             )
         for key, array in self.items(True, True):
             array[index] = parts[key]
@@ -161,7 +161,7 @@ class NestedArrayDict:
 
     def clone(self, recurse: bool = True) -> NestedArrayDict:
         """A copy; with `recurse` False its dictionaries are new and its arrays are shared."""
-        return self.apply(np.copy if recurse else _same, self.batch_size)
+        return self.apply(np.copy if recurse else lambda array: array, self.batch_size)
 
     def zeros_like(self) -> NestedArrayDict:
         """The same keys and shapes with 0, False and missing texts."""
@@ -207,7 +207,7 @@ class NestedArrayDict:
         except OSError as error:
             raise RunDirectoryError(
                 f"{path} could not be written: {error.strerror or error}. Free space or change the "
-                "permissions; what was there before is unchanged."
+                "permissions; an earlier file is unchanged."
             ) from error
 
     @classmethod
@@ -231,8 +231,7 @@ class NestedArrayDict:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} holds no NestedArrayDict that can be read: {error!r}. Write it anew with "
-                "`save`"
+                f"{path} is no readable NestedArrayDict: {error!r}. Write it with `save`."
             ) from error
         return result
 
@@ -244,7 +243,7 @@ class NestedArrayDict:
         return found
 
     def _look(self, names: tuple[str, ...]) -> Value | None:
-        """What is under a key; None where there is nothing. Takes a step a name."""
+        """The value of a key; None if there is none."""
         value: Value | None = self
         for name in names:
             if not isinstance(value, NestedArrayDict):
@@ -272,7 +271,7 @@ class NestedArrayDict:
         self._values[first] = kept
 
     def _index(self, index: Any) -> NestedArrayDict:
-        # A dummy of the batch's shape says what the index leaves of it, and refuses one too long.
+        # A dummy of the batch's shape gives the new shape, and refuses a long index.
         batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
         return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
 
@@ -333,15 +332,9 @@ def _dimensions_of(part: Any) -> int:
     return part.ndim if is_mask else 1
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 def _check_alike(items: Sequence[NestedArrayDict], but: int | None = None) -> NestedArrayDict:
     if not items:
-        raise DataError(
-            "no NestedArrayDict was given; one at least is needed to know keys and shapes"
-        )
+        raise DataError("no NestedArrayDict was given; give at least one")
     first = items[0]
     sizes = [list(one.batch_size) for one in items]
     if but is not None:
@@ -439,7 +432,7 @@ class ArraySpec:
             )
 
     def zero(self) -> Array:
-        """An array of this shape with 0, False or missing texts."""
+        """An array of 0, False or missing texts."""
         return zeros(self.shape, self.dtype)
 
     def check(self, value: object, key: Key = "") -> None:

@@ -34,7 +34,7 @@ def test_what_is_no_device_is_told_with_those_that_are(num_gpus: int, name: str)
 
 def test_a_gpu_that_is_not_there_is_told(num_gpus: int) -> None:
     with pytest.raises(
-        ConfigurationError, match="'cuda:2': torch sees 2 GPUs|no GPU for the device 'cuda:2'"
+        ConfigurationError, match=r"'cuda:2': torch sees 2 GPUs|no GPU for the device 'cuda:2'"
     ):
         resolve_device("cuda:2")
 

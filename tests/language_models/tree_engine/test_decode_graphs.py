@@ -142,9 +142,7 @@ def test_a_step_that_cannot_be_captured_is_computed_and_told(
         "decoding steps are not captured: operation not permitted when stream is capturing"
     ]
     fix(tiny_model, fail, is_required=True)
-    with pytest.raises(
-        ConfigurationError, match="decode_graphs is always, but a decoding step of 6"
-    ):
+    with pytest.raises(ConfigurationError, match="decode_graphs is always, but a step of 6"):
         grow(tiny_model)
 
 
