@@ -1,8 +1,7 @@
 """Continuous batching: requests join a running batch, and leave it when they end.
 
 Steps alternate between prefilling prompts and decoding one token of every running sequence. An
-answer depends on its request alone: its draws come from its seed, and the arithmetic differs from
-that of a lone request by rounding at most.
+answer depends on its request alone, up to rounding.
 
 Shape suffixes: `N` token, `R` row, `V` vocabulary, `X` hidden unit.
 """

@@ -176,10 +176,7 @@ def build_embedder(
 ) -> Embedder:
     """The embedder that the parameters describe.
 
-    Raises
-    ------
-    ModelLoadError
-        When the encoder cannot be loaded.
+    Raises `ModelLoadError` if the encoder cannot be loaded.
     """
     if parameters.kind == "ngram":
         return NgramEmbedder(batch_size=parameters.batch_size)

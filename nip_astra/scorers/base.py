@@ -55,9 +55,8 @@ class TimeLimitExceeded(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """End the block with `TimeLimitExceeded` after some seconds.
 
-    The timer interrupts waiting (for a network, a lock, another process) and Python code; native
-    code is interrupted when it returns to Python. It works in the main thread only: in another
-    thread, or if a timer is already running, the block has no limit.
+    Native code is interrupted when it returns to Python. In another thread than the main one, or if
+    a timer is already running, there is no limit.
     """
     can_set = threading.current_thread() is threading.main_thread()
     if not can_set or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
@@ -84,24 +83,16 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A text to rate, with its context in the conversation.
-
-    Attributes
-    ----------
-    text : str
-        The text to rate.
-    history : tuple[Message, ...]
-        Messages before it, oldest first.
-    role : str
-        Author of the text: "assistant" is the target, "user" the attacker.
-    columns : Columns
-        Further columns of the conversation's row in the prompt dataset.
-    """
+    """A text to rate, with its context in the conversation."""
 
     text: str
+    """The text to rate."""
     history: tuple[Message, ...] = ()
+    """Messages before it, oldest first."""
     role: Role = "assistant"
+    """Author of the text: "assistant" is the target, "user" the attacker."""
     columns: Columns = ()
+    """Further columns of the conversation's row in the prompt dataset."""
 
     @property
     def conversation(self) -> tuple[Message, ...]:
@@ -186,11 +177,8 @@ class Scorer:
     def rate(self, exchanges: Sequence[Exchange]) -> Ratings:
         """Rate exchanges.
 
-        Raises
-        ------
-        ScorerError
-            With `on_failure` "stop", if the scorer fails, returns the wrong number of scores, or a
-            score outside [0, 1]. A failed score never counts as 0.
+        Raises `ScorerError` with `on_failure` "stop", if the scorer fails, returns the wrong number
+        of scores, or a score outside [0, 1]. A failed score never counts as 0.
         """
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
@@ -284,7 +272,12 @@ class Scorer:
             verdicts = [faults.get(number, verdict) for number, verdict in enumerate(verdicts)]
         if len(exchanges) > 1:
             for number in retried:
-                verdicts[number] = self._verdict_alone(exchanges[number])
+                exchange = exchanges[number]
+                try:
+                    (verdict,) = self._call_hook([exchange])
+                    verdicts[number] = self._fault(exchange, verdict) or verdict
+                except ScorerError as error:
+                    verdicts[number] = error
         errors = [verdict for verdict in verdicts if isinstance(verdict, ScorerError)]
         if errors:
             logger.warning(
@@ -295,13 +288,6 @@ class Scorer:
                 errors[0],
             )
         return verdicts
-
-    def _verdict_alone(self, exchange: Exchange) -> Verdict:
-        try:
-            (verdict,) = self._call_hook([exchange])
-        except ScorerError as error:
-            return error
-        return self._fault(exchange, verdict) or verdict
 
     def _call_hook(self, exchanges: list[Exchange]) -> list[Verdict]:
         """One verdict per exchange from the hook."""

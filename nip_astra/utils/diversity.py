@@ -158,10 +158,7 @@ def self_bleu(
         Most texts; of more, a sample without replacement. Self-BLEU grows with the number of texts:
         compare figures of equal numbers.
 
-    Raises
-    ------
-    DataError
-        With fewer than two texts.
+    Raises `DataError` with fewer than two texts.
     """
     _check_several(len(texts), "self-BLEU")
     if num_sampled is not None and len(texts) > num_sampled:
@@ -190,10 +187,7 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
     embeddings : Tensor
         `[N, X]`; rows of any length but 0.
 
-    Raises
-    ------
-    DataError
-        With fewer than two rows.
+    Raises `DataError` with fewer than two rows.
     """
     num = len(embeddings)
     _check_several(num, "the mean cosine distance")

@@ -347,22 +347,9 @@ _OF_MODULES = {
 _TAKING_METHODS = {"extend": "_lazy_extend", "update": "_lazy_update"}
 
 _IGNORED_METHODS = {
-    "__bool__",
-    "__format__",
-    "__ge__",
-    "__getattr__",
-    "__getitem__",
-    "__gt__",
-    "__iadd__",
-    "__iand__",
-    "__imul__",
-    "__ior__",
-    "__isub__",
-    "__le__",
-    "__len__",
-    "__lt__",
-    "__ne__",
-    "__reversed__",
+    *("__bool__", "__format__", "__ge__", "__getattr__", "__getitem__", "__gt__"),
+    *("__iadd__", "__iand__", "__imul__", "__ior__", "__isub__", "__le__"),
+    *("__len__", "__lt__", "__ne__", "__reversed__"),
 }
 """Methods of classes that Python calls and Monty does not; `__getitem__` in iterations alone."""
 
@@ -411,16 +398,19 @@ class IteratorUses:
     def _names_by_scope(self) -> dict[ast.AST, set[str]]:
         bound: dict[ast.AST, set[str]] = defaultdict(set)
         for node in ast.walk(self._tree):
+            name = None
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                bound[self._scopes(node)[0]].add(node.id)
+                name = node.id
             elif isinstance(node, ast.arg):
-                bound[self._scopes(node)[0]].add(node.arg)
+                name = node.arg
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                bound[self._scopes(node)[0]].add(node.name)
+                name = node.name
             elif isinstance(node, ast.alias):
-                bound[self._scopes(node)[0]].add((node.asname or node.name).partition(".")[0])
+                name = (node.asname or node.name).partition(".")[0]
             elif isinstance(node, ast.Global):
                 bound[self._tree].update(node.names)
+            if name is not None:
+                bound[self._scopes(node)[0]].add(name)
         return bound
 
     def _scopes(self, node: ast.AST) -> list[ast.AST]:

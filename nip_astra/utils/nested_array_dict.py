@@ -42,10 +42,7 @@ class NestedArrayDict:
     batch_size : int or sequence of int
         Leading shape of every array.
 
-    Raises
-    ------
-    DataError
-        For a value of another leading shape, or of a type that is not kept.
+    Raises `DataError` for a value of another leading shape, or of a type that is not kept.
     """
 
     def __init__(
@@ -184,10 +181,7 @@ class NestedArrayDict:
     def save(self, path: str | Path) -> None:
         """Write everything as JSON; the file is whole or as it was.
 
-        Raises
-        ------
-        RunDirectoryError
-            When it cannot be written, for instance on a full disk.
+        Raises `RunDirectoryError` if it cannot be written, for instance on a full disk.
         """
         path = Path(path)
         leaves = [
@@ -214,10 +208,7 @@ class NestedArrayDict:
     def load(cls, path: str | Path) -> NestedArrayDict:
         """Read what `save` has written; nothing in the file is run.
 
-        Raises
-        ------
-        DataError
-            When the file is missing, cut off, or of another kind.
+        Raises `DataError` if the file is missing, cut off, or of another kind.
         """
         try:
             body = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -153,10 +153,7 @@ def run_in_sandbox(
 ) -> SandboxResult:
     """Run a Python program in a sandbox.
 
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox; the code is not run.
+    Raises `SandboxUnavailableError` if this machine offers no sandbox; the code is not run.
     """
     check_sandbox()
     return _run(code, stdin, limits or SandboxLimits(), _filter())
@@ -182,10 +179,8 @@ def call_in_sandbox(
     calls : sequence of sequence
         Arguments of each call, as JSON can hold them.
 
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox, or none that knows all that the code needs.
+    Raises `SandboxUnavailableError` if this machine offers no sandbox, or none that knows all that
+    the code needs.
     """
     if why := why_no_bubblewrap():
         if missing := why_no_interpreter():
@@ -222,10 +217,7 @@ def run_beside_in_sandbox(
     limits : SandboxLimits, optional
         What each of the two may use.
 
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox; nothing is run.
+    Raises `SandboxUnavailableError` if this machine offers no sandbox; nothing is run.
     """
     check_sandbox()
     limits, program, mark = limits or SandboxLimits(), _filter(), f"{os.urandom(8).hex()}:"

@@ -166,14 +166,9 @@ class FixedStep:
 
 
 class FixedSteps:
-    """The steps of one model, by size.
+    """The steps of one model, by size; without `capture` they run uncaptured.
 
-    Parameters
-    ----------
-    capture : Capture or None
-        None to compute each step anew.
-    is_required : bool
-        Whether a step that cannot be captured is an error.
+    With `is_required`, a step that cannot be captured is an error.
     """
 
     def __init__(self, decoder: Decoder, capture: Capture | None, *, is_required: bool) -> None:

@@ -67,13 +67,7 @@ def _why_unsupported_adapter(layer: Any) -> str | None:
 
 
 class Decoder:
-    """The forward pass of one module.
-
-    Parameters
-    ----------
-    module : PreTrainedModel
-        The causal language model itself, not wrapped by peft, though its linear layers may be.
-    """
+    """The forward pass of a causal language model, whose linear layers alone peft may wrap."""
 
     def __init__(self, module: Any) -> None:
         config = module.config

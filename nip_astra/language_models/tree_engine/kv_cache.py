@@ -21,23 +21,11 @@ from nip_astra.language_models.tree_engine.attention import (
 STEP_POSITIONS = 64
 """Positions by which rows grow at a time; each growth copies all of them."""
 MAX_IDLE_BYTES = 64 << 20
-"""Most memory for keys held without a row."""
+"""Most memory for keys that is kept without a row."""
 
 
 class PrefilledPrompt:
-    """A prompt with the keys and values of the tokens read so far.
-
-    Attributes
-    ----------
-    ids : tuple of int
-        All tokens of the prompt.
-    keys : Tensor
-        `[Y, K, D, L]`.
-    values : Tensor
-        `[Y, K, L, D]`.
-    num_read : int
-        Positions that are filled.
-    """
+    """A prompt with keys `[Y, K, D, L]` and values `[Y, K, L, D]` of its first tokens."""
 
     def __init__(
         self,
@@ -53,7 +41,7 @@ class PrefilledPrompt:
         self.values = torch.zeros(layers, heads, len(ids), dim, dtype=dtype, device=device)
 
     def take(self, other: PrefilledPrompt, length: int) -> None:
-        """Copy the first positions of another prompt, which has the same tokens there."""
+        """Copy the first positions of a prompt with the same tokens there."""
         self.keys[..., :length] = other.keys[..., :length]
         self.values[:, :, :length] = other.values[:, :, :length]
         self.num_read = length
@@ -137,7 +125,7 @@ class KVCache:
         self.lengths += [length] * count
 
     def keep(self, are_kept: Sequence[bool]) -> list[int]:
-        """Drop rows, moving the last ones into their places; give the old indices of the rest."""
+        """Drop rows, moving the last ones into their places; the old indices of the rest."""
         count = sum(are_kept)
         gaps = [row for row in range(count) if not are_kept[row]]
         movers = [row for row in range(count, len(are_kept)) if are_kept[row]]
@@ -182,15 +170,7 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one new token of every row to its row.
-
-    Parameters
-    ----------
-    keys, values : Tensor
-        `[Y, R or more, K, D, L]` and `[Y, R or more, K, L, D]`.
-    lengths : Sequence[int]
-        Filled positions of each row; the new token comes after them.
-    """
+    """Attention of one new token of every row to its row, after `lengths` filled positions."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
         self.keys, self.values = keys, values
@@ -276,9 +256,9 @@ class KeyValueTree:
         self.blocks = []
 
     def grow(self, num_groups: int, capacity: int) -> Block:
-        """Add a block of `num_groups` with room for `capacity` positions, and give it.
+        """Add and return a block of `num_groups` with room for `capacity` positions.
 
-        Where it is cheap the block below is copied into it instead of being read beside it.
+        If it is cheap, the block below is copied into it instead of being read beside it.
         """
         layers, num_heads, dim = self.shape
         below = self.blocks[-1] if self.blocks else None
@@ -324,10 +304,11 @@ class KeyValueTree:
         block.bias_PL = bias
 
     def read_below(self, layer: int, rows: slice, num_rows: int) -> list[SharedKeys]:
-        """What some rows of the top block read of the blocks below it."""
+        """The keys and values that some rows of the top block read from the blocks below."""
         found = []
         for block in self.blocks[:-1]:
-            groups = _groups_of(rows, num_rows // block.num_groups)
+            sharing = num_rows // block.num_groups
+            groups = slice(rows.start // sharing, -(-rows.stop // sharing))
             bias = None
             if block.bias_PL is not None:
                 bias = block.bias_PL[groups, None, None, None, None]
@@ -345,7 +326,3 @@ class KeyValueTree:
             times -= 1
         step = base * times
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-
-def _groups_of(rows: slice, sharing: int) -> slice:
-    return slice(rows.start // sharing, -(-rows.stop // sharing))

@@ -7,7 +7,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class TokenTrie:
         return len(self.ids_N)
 
     def row_masks(self) -> list[Tensor]:
-        """Say for each row which token attends to which: to itself and what precedes it."""
+        """Per row a bool mask `[L, L]`: True where the row's token sees the column's."""
         masks = []
         start = 0
         for length in self.row_lengths:
@@ -64,29 +64,20 @@ class TokenTrie:
             ):
                 stop += self.row_lengths[last]
                 last += 1
-            parts.append(
-                TokenTrie(
-                    self.ids_N[start:stop],
-                    self.positions_N[start:stop],
-                    self.ends_N[start:stop],
-                    self.row_lengths[first:last],
-                    self.nodes_SD,
-                    self.num_unique,
-                )
-            )
+            tokens = {
+                name: getattr(self, name)[start:stop] for name in ("ids_N", "positions_N", "ends_N")
+            }
+            parts.append(replace(self, row_lengths=self.row_lengths[first:last], **tokens))
             first, start = last, stop
         return parts
 
     def to(self, device: torch.device) -> TokenTrie:
         """The same trie on a device."""
-        return TokenTrie(
-            self.ids_N.to(device),
-            self.positions_N.to(device),
-            self.ends_N.to(device),
-            self.row_lengths,
-            self.nodes_SD.to(device),
-            self.num_unique,
-        )
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("ids_N", "positions_N", "ends_N", "nodes_SD")
+        }
+        return replace(self, **moved)
 
 
 def build_trie(

@@ -140,9 +140,7 @@ def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weigh
         adapters = [_live_adapters(linear) if use_adapter else [] for linear in linears]
         if any(adapters):
             return adapted_linear(matrices, adapters)
-        return lambda x: _side_by_side(
-            [multiply(x, weight, bias) for weight, bias, multiply in matrices]
-        )
+        return lambda x: _products(x, matrices)
 
     return _weights(module, dtype, joined)
 
@@ -195,7 +193,13 @@ def _live_matrix(linear: Any, dtype: torch.dtype) -> Matrix:
     base = _base(linear)
     weight = base.weight.to(dtype)
     bias = None if base.bias is None else base.bias.to(dtype)
-    return Matrix(weight, bias, _gradient_kernel(weight))
+    # oneDNN if torch would use a slower library.
+    is_packed = (
+        dtype == torch.float32
+        and has_onednn(weight.device, dtype)
+        and is_packing_faster(weight.shape, dtype)
+    )
+    return Matrix(weight, bias, OneDnnLinear.apply if is_packed else F.linear)
 
 
 def _live_adapters(linear: Any) -> list[Adapter]:
@@ -203,21 +207,6 @@ def _live_adapters(linear: Any) -> list[Adapter]:
         Adapter(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
         for name in _adapters(linear)
     ]
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-
-
-def _gradient_kernel(weight: Tensor) -> Callable[..., Tensor]:
-    """Torch's product, or oneDNN's where torch would use a slower library."""
-    if (
-        weight.dtype == torch.float32
-        and has_onednn(weight.device, weight.dtype)
-        and is_packing_faster(weight.shape, weight.dtype)
-    ):
-        return OneDnnLinear.apply
-    return F.linear
 
 
 class WeightSnapshot:
@@ -241,8 +230,8 @@ class WeightSnapshot:
 
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
         """The snapshot as long as these parameters have not changed, else a new one."""
-        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
-        # 8-bit) nor writes through `.data`: an update says itself that it begins.
+        # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version: an
+        # update also calls `make_room`.
         versions = tuple(parameter._version for parameter in parameters)
         is_old = self._is_stale or versions != self._versions
         if self._weights is None or (is_old and not self.is_released):
@@ -382,7 +371,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Matrix(NamedTuple):
-    """A matrix with its bias, in the precision that is computed in, and how it is multiplied."""
+    """A matrix and its bias in the computing precision, with the function that multiplies."""
 
     weight: Tensor
     bias: Tensor | None
@@ -390,11 +379,17 @@ class Matrix(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """What is learnt beside a matrix: `scaling * up @ down`."""
+    """A trained update of a matrix: `scaling * up @ down`."""
 
     down: Tensor
     up: Tensor
     scaling: float
+
+
+def _products(x_NI: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+    """The products with all matrices side by side."""
+    products = [multiply(x_NI, weight, bias) for weight, bias, multiply in matrices]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 def adapted_linear(matrices: Sequence[Matrix], adapters: Sequence[Sequence[Adapter]]) -> LinearMap:
@@ -432,9 +427,7 @@ class _AdaptedLinear(torch.autograd.Function):
         inner_NR = x_NI @ down_RI.t()
         ctx.save_for_backward(x_NI, inner_NR, down_RI, up_OR)
         ctx.matrices = matrices
-        products = [multiply(x_NI, weight, bias) for weight, bias, multiply in matrices]
-        product_NO = products[0] if len(products) == 1 else torch.cat(products, dim=1)
-        return product_NO.addmm_(inner_NR, up_OR.t())
+        return _products(x_NI, matrices).addmm_(inner_NR, up_OR.t())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
