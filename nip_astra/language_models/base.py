@@ -253,11 +253,8 @@ class TokenScorer(TokenModel):
     ) -> TokenScores:
         """`logprobs` with entropies and hidden states from the same pass.
 
-        Parameters
-        ----------
-        distribution : SamplingDistribution, optional
-            Score under the distribution that tokens were drawn from; default: the model's own
-            (temperature 1, nothing cut off).
+        They are of `distribution`, from which tokens were drawn, or by default of the model's own
+        (temperature 1, nothing cut off).
 
         Raises `ModelLoadError` if the backend does not support an option.
         """
@@ -301,12 +298,7 @@ class TokenScorer(TokenModel):
         """The log-probability with which `generate` draws each token at temperature 1.
 
         Special tokens, and ends before `min_new_tokens`, have no mass there. Temperature, top_k
-        and top_p are ignored.
-
-        Returns
-        -------
-        Tensor or None
-            `[B, T]` float32, nats, no gradient, 0 on padding; None if the backend does not know.
+        and top_p are ignored. `[B, T]` float32, nats, no gradient, 0 on padding; None if unknown.
         """
         return None
 

@@ -74,24 +74,11 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True)
 class FineTuningPlan:
-    """Everything that decides the result of a job.
-
-    Attributes
-    ----------
-    source : str
-        The model to train: folder, hub id or `.gguf` file.
-    start_from : str or None
-        Folder of an adapter to continue with.
-    lora_rank : int or None
-        Rank of a new adapter; None trains all weights.
-    num_threads : int
-        CPU cores; they decide the last digits.
-
-    The other attributes are those of `FineTuningOptions`.
-    """
+    """Everything that decides the result of a job; see also `FineTuningOptions`."""
 
     method: Method
     source: str
+    """The model to train: folder, hub id or `.gguf` file."""
     num_epochs: int
     batch_size: int
     lr_multiplier: float
@@ -102,10 +89,13 @@ class FineTuningPlan:
     truncate_prompts: bool
     seed: int
     lora_rank: int | None
+    """Rank of a new adapter; None trains all weights."""
     lora_alpha: float
     start_from: str | None
+    """Folder of an adapter to continue with."""
     device: str
     num_threads: int
+    """CPU cores; they affect the last digits."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:

@@ -224,13 +224,7 @@ def sample_tokens(
     `top_k` keeps the k most likely tokens, then `top_p` the smallest set of the most likely whose
     mass reaches p (the token that crosses p included), as in Hugging Face's warpers.
     `temperature=0` is greedy. On a CPU the vocabulary is sorted only for rows with a large nucleus.
-
-    Parameters
-    ----------
-    logits_BV : Tensor
-        Float; -inf for a token that must not be drawn.
-    uniforms_B : Tensor
-        Float in [0, 1).
+    Logits are -inf for a forbidden token; uniform numbers are in [0, 1).
     """
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
@@ -272,18 +266,9 @@ def sample_with_noise(
 ) -> Tensor:
     """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
 
-    The noise is the row's own, so that a draw does not depend on the batch. Inverting the
-    cumulative distribution would take one number per token, but for unlikely tokens the last digit
-    of a sum decides, and that digit depends on the batch size.
-
-    Parameters
-    ----------
-    logits_BV : Tensor
-        float32; -inf for a token that must not be drawn.
-    temperatures : Sequence[float]
-        0 is greedy.
-    cuts : Sequence[tuple[int or None, float]]
-        `top_k` and `top_p` of each row.
+    The noise is the row's own, so that a draw does not depend on the batch. A sum, by which a
+    cumulative distribution is inverted, would: its last digit depends on the batch size. Logits are
+    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]

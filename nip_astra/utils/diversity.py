@@ -148,17 +148,10 @@ def bleu_against(
 def self_bleu(
     texts: Sequence[str], *, max_order: int = 4, num_sampled: int | None = 500, seed: int = 0
 ) -> float:
-    """The mean BLEU of each text against all others, from 0 to 1; larger is less varied.
+    """The mean BLEU-`max_order` of each text against all others, 0 to 1; larger is less varied.
 
-    Parameters
-    ----------
-    max_order : int
-        The n of BLEU-n.
-    num_sampled : int, optional
-        Most texts; of more, a sample without replacement. Self-BLEU grows with the number of texts:
-        compare figures of equal numbers.
-
-    Raises `DataError` with fewer than two texts.
+    Of more than `num_sampled` texts, a sample without replacement counts. Self-BLEU grows with the
+    number of texts: compare figures of equal numbers. Raises `DataError` with fewer than two.
     """
     _check_several(len(texts), "self-BLEU")
     if num_sampled is not None and len(texts) > num_sampled:
@@ -180,12 +173,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def mean_cosine_distance(embeddings: Tensor) -> float:
-    """The mean of 1 - cosine over all pairs of rows, from 0 (all alike) to 2.
-
-    Parameters
-    ----------
-    embeddings : Tensor
-        `[N, X]`; rows of any length but 0.
+    """The mean of 1 - cosine over all pairs of rows `[N, X]` of any length but 0: 0 to 2.
 
     Raises `DataError` with fewer than two rows.
     """
@@ -200,13 +188,8 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
 def vendi_score(embeddings: Tensor) -> float:
     """The effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
 
-    The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines. 0 for no
-    rows.
-
-    Parameters
-    ----------
-    embeddings : Tensor
-        `[N, X]`; rows of any length but 0.
+    The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines of the rows
+    `[N, X]` of any length but 0. 0 for no rows.
     """
     num = len(embeddings)
     if num == 0:

@@ -121,11 +121,8 @@ def bounds_text(report: Mapping[str, Any]) -> str:
 def format_figure(report: Mapping[str, Any], name: str) -> str:
     """Format a figure of a report with its interval and counts, as far as they are stored.
 
-    Parameters
-    ----------
-    report : Mapping
-        Holds the figure under its name: a number, beside which `<name>_interval` and counts may
-        stand, or a mapping with `value`, `low`, `high` and counts.
+    It is a number beside `<name>_interval` and counts, or a mapping of `value`, `low`, `high` and
+    counts.
     """
     estimate = mapping(report.get(name))
     if estimate:

@@ -367,16 +367,9 @@ _Scope = (
 
 
 class IteratorUses:
-    """How a program uses iterators.
+    """How a program uses iterators: its `code` for Monty, and whether that `is_rewritten`.
 
-    Attributes
-    ----------
-    refused : str
-        The first use that Monty may get wrong, with its line; empty where there is none.
-    is_rewritten : bool
-        Whether `code` differs from what was given.
-    code : str
-        The program for Monty.
+    `refused` is the first use that Monty may get wrong, with its line, or empty.
     """
 
     def __init__(self, code: str) -> None:

@@ -33,16 +33,8 @@ class NestedArrayDict:
     """A nested dictionary of arrays that share their leading dimensions.
 
     A key is a name, or a tuple of names, one per level. Any other index selects from the batch
-    dimensions of every array at once.
-
-    Parameters
-    ----------
-    source : Mapping
-        Arrays (or what `as_array` takes), dictionaries of them, by name or tuple of names.
-    batch_size : int or sequence of int
-        Leading shape of every array.
-
-    Raises `DataError` for a value of another leading shape, or of a type that is not kept.
+    dimensions of every array at once. Raises `DataError` for a value of another leading shape than
+    `batch_size`, or of a type that `as_array` refuses.
     """
 
     def __init__(
@@ -354,17 +346,9 @@ def _join(
 
 
 def as_array(value: object) -> Array:
-    """A value as an array of whole numbers, numbers, truth values or texts.
+    """Numbers, booleans, or texts and None, as an array of int64, float64, bool or `TEXT`.
 
-    Parameters
-    ----------
-    value : array_like
-        Numbers, booleans, or texts and None; nested sequences or an array.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, float64, bool or `TEXT`. An array that has one of these types is not copied.
+    An array that has one of these types is not copied.
     """
     try:
         array = np.asarray(value)

@@ -151,10 +151,7 @@ def _ask(asking, answering, mark, longest):
 def run_in_sandbox(
     code: str, stdin: str = "", limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run a Python program in a sandbox.
-
-    Raises `SandboxUnavailableError` if this machine offers no sandbox; the code is not run.
-    """
+    """Run a Python program in a sandbox; `SandboxUnavailableError` if there is none."""
     check_sandbox()
     return _run(code, stdin, limits or SandboxLimits(), _filter())
 
@@ -168,19 +165,9 @@ def call_in_sandbox(
     """Call a function that untrusted code defines, with each of several lists of arguments.
 
     One process makes all calls in order; those cut off by the limits have an error. Compare the
-    values with the expected ones here, outside of the sandbox.
+    values with the expected ones here, outside of the sandbox. Arguments must be JSON values.
 
-    Parameters
-    ----------
-    code : str
-        Source that defines the function.
-    function : str
-        Its name.
-    calls : sequence of sequence
-        Arguments of each call, as JSON can hold them.
-
-    Raises `SandboxUnavailableError` if this machine offers no sandbox, or none that knows all that
-    the code needs.
+    Raises `SandboxUnavailableError` if this machine has no sandbox that supports the code.
     """
     if why := why_no_bubblewrap():
         if missing := why_no_interpreter():
@@ -201,23 +188,13 @@ def call_in_sandbox(
 def run_beside_in_sandbox(
     code: str, function: str, checker: str, limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run a program that calls a function of untrusted code, which runs in a sandbox of its own.
+    """Run a program that calls a function of untrusted code, which runs in another sandbox.
 
     The code sees only the arguments of each call; values are plain: those of JSON, tuples, sets and
-    dictionaries.
+    dictionaries. In `checker`, the program, a call raises RuntimeError if the function does or its
+    process ended. `limits` apply to each of the two.
 
-    Parameters
-    ----------
-    code : str
-        Source that defines the function.
-    function : str
-        Its name, under which the program calls it, too.
-    checker : str
-        The program. A call raises RuntimeError where the function does, or where its process ended.
-    limits : SandboxLimits, optional
-        What each of the two may use.
-
-    Raises `SandboxUnavailableError` if this machine offers no sandbox; nothing is run.
+    Raises `SandboxUnavailableError` if this machine has no sandbox; nothing is run.
     """
     check_sandbox()
     limits, program, mark = limits or SandboxLimits(), _filter(), f"{os.urandom(8).hex()}:"

@@ -79,16 +79,9 @@ def frozen_weights(
 ) -> Weights:
     """A snapshot for sampling: adapters merged, matrices that are used together joined.
 
-    On a CPU the matrices are copied into oneDNN's layout where that is faster; elsewhere they are
-    joined copies in `dtype`.
-
-    Parameters
-    ----------
-    release : bool
-        Free the module's own matrices one by one; it cannot compute afterwards.
-    into : Weights, optional
-        An earlier snapshot off the CPU, which is overwritten and given back, so that whoever reads
-        its memory reads the new weights.
+    Matrices are copies in `dtype`, on a CPU in oneDNN's layout if that is faster. `release` frees
+    the module's own matrices, so that it cannot compute afterwards. `into`, an earlier snapshot off
+    the CPU, is overwritten, so that captured steps read the new weights.
     """
     old_maps = iter(_maps_of(into)) if into is not None else None
 
