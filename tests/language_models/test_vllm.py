@@ -438,8 +438,9 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
     return ray
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "target_modules": ["q_proj"]}])
-@pytest.mark.parametrize("num_engines", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("lora", "num_engines"), [(None, 2), ({"rank": 4, "target_modules": ["q_proj"]}, 3)]
+)
 def test_engines_in_actors_say_what_one_here_says_though_one_dies(
     model_dir: Path, ray_here: RayHere, lora: Any, num_engines: int
 ) -> None:
