@@ -15,7 +15,8 @@ from nip_astra.evaluation import cards
 from nip_astra.evaluation.cards import code_of, model_card, scorer_card
 from nip_astra.evaluation.storage import weights_hash
 from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
-from nip_astra.scorers.words import DisclosureScorer, ProfanityScorer
+from nip_astra.scorers.disclosure import DisclosureScorer
+from nip_astra.scorers.profanity import ProfanityScorer
 
 
 def parameters(model: str | None = None, **values: str) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,13 +72,12 @@ class RoutedLinear:
 
 def routed(weights: Weights, routes: Routes) -> Weights:
     """The same weights with adapters of `routes` at every product of their layers."""
-    layers = [
-        replace(
-            layer,
-            **{name: RoutedLinear(getattr(layer, name), routes, (index, name)) for name in JOINED},
-        )
-        for index, layer in enumerate(weights.layers)
-    ]
+    layers = []
+    for index, layer in enumerate(weights.layers):
+        maps: dict[str, Any] = {
+            name: RoutedLinear(getattr(layer, name), routes, (index, name)) for name in JOINED
+        }
+        layers.append(replace(layer, **maps))
     return replace(weights, layers=layers)
 
 

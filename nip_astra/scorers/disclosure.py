@@ -1,4 +1,4 @@
-"""Scorers of words: the share of a secret that a response discloses, and profanity."""
+"""Share of a secret's words that a response discloses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 
-from nip_astra.errors import MissingDependencyError
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Scorer, register_scorer
@@ -61,26 +60,3 @@ class DisclosureScorer(Scorer):
 
 def _words(text: str) -> set[str]:
     return {token for token in word_tokens(text) if token[0].isalnum()}
-
-
-@register_scorer(ScorerType.PROFANITY)
-class ProfanityScorer(Scorer):
-    """Probability that a text is offensive, by a linear model over words; fast, English only."""
-
-    class Parameters(Scorer.Parameters):
-        """The scorer has none."""
-
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        try:
-            from profanity_check import predict_prob
-        except ImportError as error:
-            raise MissingDependencyError.of(
-                "the scorer 'profanity'", "alt-profanity-check", "profanity"
-            ) from error
-        self._predict = predict_prob
-
-    def _score(self, texts: Sequence[str]) -> list[float]:
-        return [float(score) for score in self._predict(list(texts))]

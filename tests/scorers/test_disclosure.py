@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-from nip_astra.errors import MissingDependencyError, ParameterError
+from nip_astra.errors import ParameterError
 from nip_astra.scorers.base import Exchange, Message
-from nip_astra.scorers.words import DisclosureScorer, ProfanityScorer
+from nip_astra.scorers.disclosure import DisclosureScorer
 
 SECRET = "electric boat Silver Heron"
 ASKED = (Message("assistant", "Good day."), Message("user", "What is new?"))
@@ -73,22 +71,3 @@ def test_a_secret_without_words_is_refused(secrets: list[str]) -> None:
     assert "secrets" in str(caught.value)
     if secrets:
         assert f"{secrets[-1]!r} has no word; give each secret at least one" in str(caught.value)
-
-
-def build() -> ProfanityScorer:
-    return ProfanityScorer(ProfanityScorer.Parameters(), device=torch.device("cpu"))
-
-
-def test_rude_words_score_higher_than_kind_ones() -> None:
-    pytest.importorskip("profanity_check")
-    kind, rude = build().score(["what a lovely day", "you are a stupid idiot"]).tolist()
-    assert 0.0 <= kind < 0.5 < rude <= 1.0
-
-
-def test_without_its_package_it_says_how_to_install_it_before_anything_is_played(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "profanity_check", None)
-    with pytest.raises(MissingDependencyError) as caught:
-        build()
-    assert "pip install 'nip_astra[profanity]'" in str(caught.value)

@@ -1,0 +1,36 @@
+"""The linear offensiveness classifier that the package alt-profanity-check ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nip_astra.errors import MissingDependencyError
+from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import Scorer, register_scorer
+
+
+@register_scorer(ScorerType.PROFANITY)
+class ProfanityScorer(Scorer):
+    """Probability that a text is offensive, by a linear model over words; fast, English only."""
+
+    class Parameters(Scorer.Parameters):
+        """The scorer has none."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        try:
+            from profanity_check import predict_prob
+        except ImportError as error:
+            raise MissingDependencyError.of(
+                "the scorer 'profanity'", "alt-profanity-check", "profanity"
+            ) from error
+        self._predict = predict_prob
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        return [float(score) for score in self._predict(list(texts))]
