@@ -287,10 +287,10 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import distinct_n as distinct_n
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
+    from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
     from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
     from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
-    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
@@ -426,7 +426,7 @@ _HOMES = {
     "RunResults": "nip_astra.evaluation.run_results",
     "SCORERS": "nip_astra.scorers.base",
     "Sample": "nip_astra.rollouts.samples",
-    "SandboxLimits": "nip_astra.utils.sandbox_values",
+    "SandboxLimits": "nip_astra.utils.interpreter",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",

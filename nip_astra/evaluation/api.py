@@ -399,7 +399,7 @@ def _stored_evaluation(path: Path, request: EvaluationRequest) -> Evaluation:
 def _export_weights(path: Path, output: Path | None) -> list[Path]:
     """Write the model of a checkpoint with its parts joined, or the trained models of a run."""
     from nip_astra.checkpoints.store import CheckpointStore
-    from nip_astra.language_models.saved_weights import write_joined
+    from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
 
     is_evaluation = (path / FIGURES).is_file()

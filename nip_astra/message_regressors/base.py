@@ -16,16 +16,11 @@ from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageR
 
 
 class MessageRegressor(ABC):
-    """Predicts labels from messages.
-
-    Attributes
-    ----------
-    can_go_on : bool
-        Whether a fit starts from the previous one. Such a class implements `state` and
-        `load_state`; others keep no state between fits.
-    """
+    """Predicts labels from messages."""
 
     can_go_on: ClassVar[bool] = False
+    """Whether a fit starts from the previous one. Such a class implements `state` and `load_state`;
+    others keep no state between fits."""
 
     class Parameters(MessageRegressorParameters):
         """Parameters of every message regressor; a subclass adds its own."""

@@ -176,7 +176,7 @@ MODULES: dict[str, dict[str, str]] = {
             "NestedArrayDict stack_nested_array_dicts concatenate_nested_array_dicts",
         ),
         **_at(
-            "nip_astra.utils.array_specs",
+            "nip_astra.utils.nested_array_dict",
             "IntArraySpec FloatArraySpec BoolArraySpec StringArraySpec CompositeSpec",
         ),
     },

@@ -16,10 +16,10 @@ from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import present_name
-from nip_astra.utils.plain_values import items as items
-from nip_astra.utils.plain_values import mapping as mapping
-from nip_astra.utils.plain_values import number as number
-from nip_astra.utils.plain_values import text as text
+from nip_astra.utils.formatting import items as items
+from nip_astra.utils.formatting import mapping as mapping
+from nip_astra.utils.formatting import number as number
+from nip_astra.utils.formatting import text as text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""

@@ -53,14 +53,14 @@ from nip_astra.scenario_base.text.game import (
     TextGame,
     TurnOptions,
 )
-from nip_astra.utils.array_specs import (
+from nip_astra.utils.nested_array_dict import (
     BoolArraySpec,
     CompositeSpec,
     FloatArraySpec,
     IntArraySpec,
+    NestedArrayDict,
     StringArraySpec,
 )
-from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,14 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
 from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, failed_progress
-from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sampling import find_banned_ids, find_end_ids
 from nip_astra.language_models.sequences import GenerationRequest, Listener, Progress
-from nip_astra.language_models.sources import computing_dtype, round_weights
+from nip_astra.language_models.sources import (
+    computing_dtype,
+    find_tokenizer,
+    load_model,
+    round_weights,
+)
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights

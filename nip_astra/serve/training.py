@@ -20,9 +20,9 @@ from torch import Tensor
 from nip_astra.errors import NipAstraError
 from nip_astra.language_models.adapters import LoraParameters, adapters_drawn_from, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.services.training import LocalTrainingService
+from nip_astra.language_models.sources import find_tokenizer, load_model
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.requests import ApiError, failed, overloaded, wrong
 from nip_astra.serve.served_models import find_model

@@ -31,7 +31,7 @@ from nip_astra.language_models.base import (
     as_language_model,
     pad_left,
 )
-from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.language_models.vllm import SamplerGap
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.kl import AdaptiveKl

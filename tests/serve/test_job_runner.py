@@ -15,7 +15,6 @@ import torch
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import load_model
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
     Method,
@@ -26,6 +25,7 @@ from nip_astra.language_models.services.fine_tuning import (
 )
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
+from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
 from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts
 from nip_astra.serve.job_store import JobStore

@@ -304,7 +304,7 @@ def test_a_damaged_body_is_trained_again(
         path.write_bytes(damaged[how])
     second = pretrained(tmp_path).agents.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first if "_body" in name)
-    assert caplog.text.count("computed anew") == 2
+    assert caplog.text.count("computed again") == 2
     assert {path: path.read_bytes() for path in files} == files
 
 

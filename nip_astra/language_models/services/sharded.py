@@ -26,10 +26,10 @@ from nip_astra.distributed.sharding import (
 )
 from nip_astra.distributed.team import LOST, Handler, Team, lost_process_errors
 from nip_astra.errors import CheckpointError, NipAstraError
+from nip_astra.language_models.adapters import has_adapter, learned_weights, saved_weights
 from nip_astra.language_models.base import LanguageModel, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import RowReader, layers_of
-from nip_astra.language_models.saved_weights import has_adapter, learned_weights, saved_weights
 from nip_astra.language_models.services.training import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,

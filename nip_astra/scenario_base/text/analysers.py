@@ -39,8 +39,12 @@ from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_rollouts import active_turns
 from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title
 from nip_astra.scenario_base.text.models import ChatModelParameters
-from nip_astra.utils.array_specs import CompositeSpec, IntArraySpec, StringArraySpec
-from nip_astra.utils.nested_array_dict import NestedArrayDict
+from nip_astra.utils.nested_array_dict import (
+    CompositeSpec,
+    IntArraySpec,
+    NestedArrayDict,
+    StringArraySpec,
+)
 
 Role = Literal["prover", "verifier"]
 

@@ -21,7 +21,7 @@ from nip_astra.scenario_base.protocol.datapoint_views import (
     Picture,
     rounded,
 )
-from nip_astra.utils.plain_values import items, mapping, number
+from nip_astra.utils.formatting import items, mapping, number
 
 MARGIN = 34
 MAX_NODES = 60

@@ -14,7 +14,7 @@ from nip_astra.scenario_base.protocol.datapoint_views import (
     Picture,
     rounded,
 )
-from nip_astra.utils.plain_values import items, number
+from nip_astra.utils.formatting import items, number
 
 IMAGE_WIDTH = 256
 MAX_PIXELS = 64

@@ -25,9 +25,13 @@ from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.tracking.environment import processor_name
 from nip_astra.trainers.protocol.optimizers import ADAM_EPS, Part, parts_of
-from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
 from nip_astra.utils.seeding import SeedPart, derived_generator
-from nip_astra.utils.source_digest import digest_of_code
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
 from nip_astra.version import __version__
 
 logger = logging.getLogger(__name__)

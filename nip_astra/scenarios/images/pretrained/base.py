@@ -22,8 +22,7 @@ from nip_astra.parameters.parameters_base import (
     polymorphic,
 )
 from nip_astra.parameters.types import PretrainedModelType
-from nip_astra.utils.kept_tensors import keep_tensors, take_tensors
-from nip_astra.utils.source_digest import digest_of_code
+from nip_astra.utils.tensor_cache import digest_of_code, keep_tensors, take_tensors
 
 
 class PretrainedModel(ABC):

@@ -1,11 +1,14 @@
-"""Tensors that took long to compute, kept in a file for later runs."""
+"""Tensors cached in a file for later runs, and digests of the code that computed them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,13 +33,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
 
 
 def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with their digest, to a file that is whole or not there, whoever else does.
-
-    Raises
-    ------
-    OSError
-        When the file cannot be written.
-    """
+    """Write tensors with their digest, atomically."""
     # A copy: safetensors refuses tensors that share memory.
     own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     partial = path.with_suffix(f".{uuid4().hex}.partial")
@@ -49,10 +46,7 @@ def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_tensors(path: Path) -> dict[str, Tensor] | None:
-    """Read what `keep_tensors` wrote.
-
-    None where nothing is kept, and, with a warning, where the file holds anything else.
-    """
+    """Read the tensors; None without a file, and, with a warning, for a damaged one."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
@@ -60,9 +54,43 @@ def take_tensors(path: Path) -> dict[str, Tensor] | None:
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
-        logger.warning("%s is damaged (%s), so what it holds is computed anew", path, error)
+        logger.warning("%s is damaged (%s); its tensors are computed again", path, error)
         return None
     if digest != digest_of_tensors(tensors):
-        logger.warning("%s is not what was written, so what it holds is computed anew", path)
+        logger.warning("%s has changed; its tensors are computed again", path)
         return None
     return tensors
+
+
+_SUFFIXES = {".py", ".c", ".h"}
+
+
+def digest_of_code(names: Iterable[str]) -> str:
+    """The sha256 of the source of modules, of packages with all that is in them."""
+    # Without the names of files: a plug-in's differs with its folder.
+    digests = sorted({_digest_of(name) for name in names})
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+@lru_cache
+def _digest_of(name: str) -> str:
+    file = _file_of(name)
+    if file is None:
+        return name
+    is_package = file.name == "__init__.py"
+    files = sorted(file.parent.rglob("*")) if is_package else [file]
+    digest = hashlib.sha256()
+    for path in files:
+        if path.suffix in _SUFFIXES:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _file_of(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    if module is None:
+        spec = find_spec(name)
+        found = None if spec is None else spec.origin
+    else:
+        found = getattr(module, "__file__", None)
+    return Path(found) if found and Path(found).is_file() else None

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
+from nip_astra.utils import tensor_cache
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
 
 
 def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def test_every_byte_that_differs_is_found_out(
     path.write_bytes(whole[:-1])
     caplog.clear()
     assert take_tensors(path) is None
-    assert "computed anew" in caplog.text
+    assert "computed again" in caplog.text
 
 
 def test_a_file_of_another_writer_has_no_digest(tmp_path: Path) -> None:
@@ -61,3 +67,47 @@ def test_names_types_and_shapes_count_as_values_do() -> None:
         for tensors in ({"a": x}, {"b": x}, {"a": x.view(2, 2)}, {"a": x.int()}, {"a": x + 1})
     }
     assert len(digests) == 5
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tensor_cache._digest_of.cache_clear()
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "a_package_for_a_digest"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "inner" / "fast.c").write_text("int x;")
+    (folder / "notes.txt").write_text("old")
+    return folder
+
+
+def digest(package: Path) -> str:
+    tensor_cache._digest_of.cache_clear()
+    return digest_of_code([package.name])
+
+
+def test_a_line_of_c_below_a_package_counts_and_a_note_does_not(package: Path) -> None:
+    before = digest(package)
+    (package / "notes.txt").write_text("new")
+    assert digest(package) == before
+    (package / "inner" / "fast.c").write_text("int y;")
+    assert digest(package) != before
+
+
+def test_a_module_counts_by_its_own_file(package: Path) -> None:
+    (package / "one.py").write_text("x = 1\n")
+    before = digest_of_code([f"{package.name}.one"])
+    (package / "two.py").write_text("x = 2\n")
+    tensor_cache._digest_of.cache_clear()
+    assert digest_of_code([f"{package.name}.one"]) == before
+    assert digest_of_code([f"{package.name}.two"]) != before
+
+
+def test_the_order_of_modules_does_not_count() -> None:
+    names = ["nip_astra.errors", "nip_astra.registry"]
+    assert digest_of_code(names) == digest_of_code(reversed(names))
+    assert digest_of_code(names) != digest_of_code(names[:1])
+
+
+def test_a_module_without_a_file_counts_by_its_name() -> None:
+    assert digest_of_code(["no_such_module"]) != digest_of_code(["another_such_module"])
