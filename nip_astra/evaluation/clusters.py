@@ -10,8 +10,6 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from nip_astra.evaluation.discoveries import plants_met
@@ -181,6 +179,9 @@ def _labels(vectors: Any, distance: float) -> list[int]:
     # Texts without a vector (an empty probe) have no direction: cosine distance 1 to all.
     apart = np.clip(1.0 - vectors @ vectors.T, 0.0, 2.0)
     np.fill_diagonal(apart, 0.0)
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
     merges = linkage(squareform((apart + apart.T) / 2.0, checks=False), method="average")
     labels: list[int] = fcluster(merges, t=distance, criterion="distance").tolist()
     return labels

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sources import resolve_model
@@ -212,6 +211,8 @@ def _load_encoder(reference: str, scenario_dir: Path | None) -> tuple[Any, Any]:
             f"the encoder {reference!r} was asked for, but a GGUF file holds a language model. "
             f"{_ADVICE}"
         )
+    from transformers import AutoModel, AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, info = AutoModel.from_pretrained(

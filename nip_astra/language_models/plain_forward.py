@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import (
@@ -33,7 +31,7 @@ from nip_astra.language_models.sampling import LogitsTransform
 from nip_astra.language_models.scoring import chosen_logprobs
 
 
-class _Draw(LogitsProcessor):
+class _Draw:
     """Draws the token itself, and forces `generate` to take it."""
 
     def __init__(
@@ -93,6 +91,8 @@ def generate_turns(
 def _generate_batch(
     module: Any, context_BC: Tensor, mask_BC: Tensor, processor: _Draw, end_ids: tuple[int, ...]
 ) -> Generation:
+    from transformers import GenerationConfig, LogitsProcessorList
+
     options = processor.options
     ends = sorted({*end_ids, *options.end_ids})
     module.generate(
@@ -178,6 +178,8 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     ConfigurationError
         If they are unknown.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.language_models.adapters import merge_adapter
@@ -73,6 +72,8 @@ def _base_of_adapter(name: str) -> str | None:
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a tokenizer; equal arguments share one object. An adapter has that of its model."""
+    from transformers import AutoTokenizer
+
     name = _base_of_adapter(name) or name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
@@ -94,6 +95,8 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
 
     Of an adapter's folder that is the model it was trained on, with the adapter added in.
     """
+    from transformers import AutoModelForCausalLM
+
     base = _base_of_adapter(name)
     if base is not None:
         return merge_adapter(load_causal_lm(base, None), Path(name)).eval()
@@ -149,6 +152,8 @@ class ModelDescription(NamedTuple):
 
 def describe_model(name: str) -> ModelDescription:
     """Read what a folder or hub id says of its model; no weights are loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):

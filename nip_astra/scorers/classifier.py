@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
@@ -84,6 +83,8 @@ class ClassifierScorer(ModelScorer):
 
 
 def _from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, trust_remote_code=False, output_loading_info=True
     )

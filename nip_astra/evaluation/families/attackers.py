@@ -14,10 +14,12 @@ from nip_astra.evaluation.families.base import (
     CHAT_FILES,
     EvaluationRequest,
     is_text_attacker,
+    no_attacker,
     place_of,
     refuse_unread_overrides,
     resolve_stored,
     run_of,
+    target_label,
 )
 from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.evaluation.storage import text_hash, weights_hash
@@ -136,10 +138,7 @@ def resolve_run(
     """
     resolved = resolve_stored(path, request, overrides=overrides)
     if not hasattr(getattr(resolved.hyper_params, resolved.kind), "failure_threshold"):
-        raise ConfigurationError(
-            f"{path} has no attacker that talks to a target: its scenario is of kind "
-            f"{resolved.kind!r}. Give a run of an ast_* trainer."
-        )
+        raise no_attacker(path)
     return resolved
 
 
@@ -365,11 +364,6 @@ def _newest_checkpoint(run: Path) -> Path:
 # ---- targets
 
 
-def target_label(section: Any) -> str:
-    """The name of a scenario's own target."""
-    return Path(str(getattr(_model_of(section.target), "model", "target"))).name
-
-
 def _model_of(agent: Any) -> Any:
     """The parameters of an agent's model: of a backend with weights, or of a chat model."""
     return getattr(agent, "chat_model", None) or agent.language_model
@@ -387,7 +381,7 @@ def load_target(
     """
     parameters, scenario_dir = attacker.section.target, attacker.resolved.scenario_dir
     planted: Sequence[PlantedFailure] | None = None
-    label, suffix, agent = target_label(attacker.section), "", None
+    label, suffix, agent = target_label(attacker.section.target.to_dict()), "", None
     if spec is not None and (Path(spec) / HYPER_PARAMETERS).is_file():
         resolved = resolve_run(Path(spec), request)
         section = section_of(resolved)

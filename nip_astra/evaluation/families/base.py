@@ -26,7 +26,7 @@ from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.types import TrainerType
+from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.tracking.run_directory import (
@@ -371,6 +371,15 @@ FAMILIES: Registry[type[EvaluationFamily]] = Registry(
 
 register_evaluation_family = FAMILIES.register
 
+_OF_SCENARIOS = {
+    ScenarioType.AST_CHAT: "conversation",
+    ScenarioType.TASK: "task",
+    ScenarioType.CODE_VALIDATION: "text_protocol",
+    ScenarioType.SECRET_WORD: "text_protocol",
+    ScenarioType.GRAPH_ISOMORPHISM: "protocol",
+    ScenarioType.IMAGE_CLASSIFICATION: "protocol",
+}
+"""Families of built-in trainers by scenario kind; a trainer's own module imports torch."""
 _KINDS = {"interaction_proof": "text_protocol", "task": "task"}
 """Families of evaluations, by their `kind`, written before `family` was."""
 
@@ -393,16 +402,17 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     newest = evaluations_of(run)
     if newest:
         return family_of_figures(EvaluationFolder(newest[0]).figures())
-    # Stored evaluations are read without trainers, whose modules import torch.
-    from nip_astra.trainers.registry import TRAINERS
-
     stored = directory.read_yaml(HYPER_PARAMETERS)
-    trainer = str(stored.get("trainer")) if isinstance(stored, Mapping) else ""
-    if trainer in list(TrainerType):
-        trainer_class = TRAINERS.get(trainer)
-    else:
-        trainer_class = resolve_stored(run, request).trainer_class
-    name = trainer_class.evaluation_family
+    stored = stored if isinstance(stored, Mapping) else {}
+    trainer, name = str(stored.get("trainer")), None
+    if trainer not in list(TrainerType):
+        name = resolve_stored(run, request).trainer_class.evaluation_family
+    elif trainer != TrainerType.SOLO_AGENT:
+        name = next((family for kind, family in _OF_SCENARIOS.items() if kind in stored), None)
+        if name is None:
+            from nip_astra.trainers.registry import TRAINERS
+
+            name = TRAINERS.get(trainer).evaluation_family
     if name is None:
         raise ConfigurationError(
             f"runs of the trainer {trainer!r} cannot be evaluated again. Read what {run} measured "
@@ -510,6 +520,19 @@ def place_of(spec: str | Path) -> Path:
         return run_of(spec)[0]
     is_file = Path(spec).suffix in (*_PROBE_FILES, *CHAT_FILES)
     return Path(spec).with_suffix("") if is_file else Path(re.sub(r"[^\w.-]", "_", str(spec)))
+
+
+def target_label(target: Mapping[str, Any]) -> str:
+    """The name of a target, from its parameters."""
+    model = target.get("chat_model") or target["language_model"]
+    return Path(str(model.get("model", "target"))).name
+
+
+def no_attacker(run: Path) -> ConfigurationError:
+    """The refusal of a run without an attacker."""
+    return ConfigurationError(
+        f"{run} has no attacker that talks to a target. Give a run of an ast_* trainer."
+    )
 
 
 ATTACKER_DIR, POLICY_DIR = "attacker", "policy"

@@ -24,11 +24,13 @@ from nip_astra.evaluation.families.base import (
     closing_services,
     evaluations_of,
     newest_evaluation,
+    no_attacker,
     place_of,
     register_evaluation_family,
     run_fields,
     run_of,
     service_settings,
+    target_label,
 )
 from nip_astra.evaluation.measured import known_turns
 from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
@@ -43,6 +45,8 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import as_text, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 
 LABELLED = "labelled"
@@ -221,10 +225,12 @@ class Conversations(EvaluationFamily):
         """The newest evaluation of a run, or its own test."""
         if evaluations_of(run):
             return newest_evaluation(run)
-        from nip_astra.evaluation.families.attackers import resolve_run
-
-        resolved = resolve_run(run, request)
-        section = getattr(resolved.hyper_params, resolved.kind)
+        # Not resolved, which would import torch.
+        values = convert(read_yaml_mapping(run / HYPER_PARAMETERS), source=str(run))
+        sections = [one for one in values.values() if isinstance(one, Mapping)]
+        section = next((one for one in sections if "failure_threshold" in one), None)
+        if section is None:
+            raise no_attacker(run)
         return Evaluation(run, self, _figures_after(run, section))
 
     def score(
@@ -660,10 +666,8 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figures_after(run: Path, section: Any) -> dict[str, Any]:
+def _figures_after(run: Path, section: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a run's own test, in the names of an evaluation."""
-    from nip_astra.evaluation.families.attackers import target_label
-
     directory = RunDirectory(run)
     if not directory.has_ended:
         raise DataError(
@@ -679,10 +683,9 @@ def _figures_after(run: Path, section: Any) -> dict[str, Any]:
         "diversity": {"distinct_share": after["distinct_share"]},
         "outcomes": after["outcomes"],
         "split": "test",
-        "tree_depth": section.tree_depth,
-        "failure_threshold": section.failure_threshold,
-        "scorer": str(section.scorer.type_name),
-        "target": target_label(section),
+        **{name: section[name] for name in ("tree_depth", "failure_threshold")},
+        "scorer": section["scorer"]["_type"],
+        "target": target_label(section["target"]),
         "warnings": results["warnings"],
     }
 
