@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nip_astra.errors import NipAstraError, ScorerError, UnknownNameError
 from nip_astra.evaluation.exports import _csv_text
-from nip_astra.evaluation.rows import encode_rows, read_rows
+from nip_astra.evaluation.storage import encode_rows, read_rows
 from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
 from nip_astra.progress import open_progress
 from nip_astra.report import page

@@ -21,9 +21,8 @@ from rich.console import RenderableType
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
-from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.evaluation.run_results import import_pandas
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType, TrainerType

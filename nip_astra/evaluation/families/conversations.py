@@ -32,15 +32,17 @@ from nip_astra.evaluation.families.base import (
     service_settings,
     target_label,
 )
-from nip_astra.evaluation.measured import known_turns
 from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome
-from nip_astra.evaluation.rows import Episode, Row, episodes_of, read_rows
+from nip_astra.evaluation.outcomes import Outcome, episode_outcome, known_turns
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
     PROBABILITY_ROWS,
     ROWS,
+    Episode,
     EvaluationFolder,
+    Row,
+    episodes_of,
+    read_rows,
     text_hash,
 )
 from nip_astra.evaluation.tables import as_text, evaluation_tables
@@ -156,8 +158,7 @@ class Conversations(EvaluationFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> Any:
-        from nip_astra.evaluation.playing import Player
-        from nip_astra.evaluation.reuse import reuse_conversations
+        from nip_astra.evaluation.playing import Player, reuse_conversations
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import refuse_unanswered
 
@@ -180,7 +181,7 @@ class Conversations(EvaluationFamily):
         except NothingMeasuredError:
             folder.forget_rows()
             raise
-        return episodes, ordinary, player.why_not_weighed()
+        return episodes, ordinary, player.why_not_weighed
 
     def figures(
         self, subject: Conversation, folder: EvaluationFolder, played: Any
@@ -239,8 +240,7 @@ class Conversations(EvaluationFamily):
         """Rate stored conversations again."""
         from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
         from nip_astra.evaluation.families.scorers import load_judges
-        from nip_astra.evaluation.playing import EvaluationOptions
-        from nip_astra.evaluation.rating import rate_anew
+        from nip_astra.evaluation.playing import EvaluationOptions, rate_anew
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of

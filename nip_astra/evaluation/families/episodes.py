@@ -20,7 +20,7 @@ from rich.text import Text
 
 from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.families.base import OF_ATTACKERS, Evaluation, EvaluationFamily
-from nip_astra.evaluation.rows import Row
+from nip_astra.evaluation.storage import Row
 from nip_astra.evaluation.tables import bracketed, plain_table
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS

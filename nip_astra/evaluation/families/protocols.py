@@ -26,8 +26,7 @@ from nip_astra.evaluation.families.base import (
     run_of,
 )
 from nip_astra.evaluation.families.episodes import EpisodeFamily, bounds_of_undecided
-from nip_astra.evaluation.rows import Row, encode_rows, read_rows
-from nip_astra.evaluation.storage import EvaluationFolder, weights_hash
+from nip_astra.evaluation.storage import EvaluationFolder, Row, encode_rows, read_rows, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,

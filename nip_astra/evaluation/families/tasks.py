@@ -29,8 +29,15 @@ from nip_astra.evaluation.families.base import (
     service_settings,
 )
 from nip_astra.evaluation.families.protocols import stored_material
-from nip_astra.evaluation.rows import Row, RowFile, read_rows
-from nip_astra.evaluation.storage import TASK_ROWS, EvaluationFolder, text_hash, weights_hash
+from nip_astra.evaluation.storage import (
+    TASK_ROWS,
+    EvaluationFolder,
+    Row,
+    RowFile,
+    read_rows,
+    text_hash,
+    weights_hash,
+)
 from nip_astra.evaluation.tables import bracketed, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType

@@ -34,8 +34,7 @@ from nip_astra.evaluation.families.base import (
     service_settings,
 )
 from nip_astra.evaluation.families.episodes import DECISIONS, EpisodeFamily, bounds_of_undecided
-from nip_astra.evaluation.rows import Row, encode_rows
-from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
 from nip_astra.evaluation.tables import as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
