@@ -187,4 +187,4 @@ def test_a_broken_evaluation_is_passed_over(
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
     assert said.code == 0, said.err
     assert "2 conversations are those of the evaluation test" in said.out
-    assert "the evaluation broken are not used again" in caplog.text + said.err
+    assert "the evaluation broken are not reused" in caplog.text + said.err
