@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,8 +166,8 @@ class DryRun(Printable):
     def __str__(self) -> str:
         from io import StringIO
 
+        from nip_astra.evaluation.tables import SafeConsole
         from nip_astra.report.terminal import print_dry_run
-        from nip_astra.safe_console import SafeConsole
 
         stream = StringIO()
         console = SafeConsole(file=stream, width=120)
@@ -320,6 +321,22 @@ class Entry:
     purpose: str
 
 
+@lru_cache(maxsize=1)
+def _sources() -> list[tuple[str, str]]:
+    """The text of every module, by its name."""
+    package = Path(__file__).parent
+    names = (file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py"))
+    return [
+        (".".join(name.parts), (package.parent / name).with_suffix(".py").read_text("utf-8"))
+        for name in sorted(names)
+    ]
+
+
+def registry_homes() -> dict[str, str]:
+    """The module of each registry that ships; plug-ins may add registries."""
+    return {kind: module for module, text in _sources() for kind in _REGISTRY.findall(text)}
+
+
 def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Entry]:
     """The names of one kind, or of every kind; scenarios among them.
 
@@ -332,13 +349,9 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     """
     for spec in plugins:
         load_plugin(spec)
-    homes: dict[str, str] = {}
+    homes = registry_homes()
     shipped: dict[str, dict[str, str]] = {}
-    package = Path(__file__).parent
-    for file in package.rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        module = ".".join(file.relative_to(package.parent).with_suffix("").parts)
-        homes |= dict.fromkeys(_REGISTRY.findall(text), module)
+    for _, text in _sources():
         for its_kind, name, purpose in _REGISTERED.findall(text):
             shipped.setdefault(its_kind, {})[name.lower()] = purpose
     kinds = sorted({*homes, *ALL_REGISTRIES})

@@ -89,7 +89,7 @@ def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path)
 @pytest.mark.parametrize(
     ("command", "forbidden", "seconds"),
     [
-        ("list", {"torch", "transformers", "scipy", "numpy"}, 1.5),
+        ("list", {"torch", "transformers", "scipy"}, 1.5),
         ("report", {"torch", "transformers", "scipy"}, 1.5),
         # Quantiles of intervals are scipy's.
         ("compare", {"torch", "transformers"}, 2.0),

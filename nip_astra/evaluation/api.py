@@ -46,7 +46,7 @@ TRANSFER = "transfer"
 
 @dataclass(frozen=True)
 class Matrix(Printable):
-    """Several evaluations; of attackers and targets the transfer matrix, kept in the file `path`."""
+    """Several evaluations; of attackers and targets a transfer matrix, kept in the file `path`."""
 
     evaluations: list[Evaluation]
     path: Path | None = None
@@ -399,9 +399,9 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
 
     is_evaluation = (path / FIGURES).is_file()
     run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
-    if (run / HYPER_PARAMETERS).is_file() and checkpoint is None:
-        if family_of_run(run, EvaluationRequest()).name == "text_protocol":
-            return _export_trained_groups(run, output or run / EXPORTS)
+    is_run = (run / HYPER_PARAMETERS).is_file() and checkpoint is None
+    if is_run and family_of_run(run, EvaluationRequest()).name == "text_protocol":
+        return _export_trained_groups(run, output or run / EXPORTS)
     checkpoint = checkpoint or CheckpointStore(run / "checkpoints").latest()
     if checkpoint is None:
         raise RunDirectoryError(

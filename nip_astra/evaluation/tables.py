@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import PurePath
-from typing import Any
+from typing import IO, Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from nip_astra.evaluation.outcomes import Replies
-from nip_astra.safe_console import SafeConsole
+from nip_astra.safe_text import has_unsafe, safe_text
 from nip_astra.utils.formatting import (
     NOTHING,
     bounds_text,
@@ -25,6 +26,27 @@ from nip_astra.utils.formatting import (
 
 MAX_CLUSTERS = 8
 """Clusters of failing probes in a table; `evaluation.json` has all."""
+
+
+class SafeConsole(Console):
+    """A console without markup that shows each unsafe character as a sign.
+
+    Square brackets are no markup and `:smile:` is no picture in any title, heading, cell or line.
+    """
+
+    def __init__(self, *, file: IO[str] | None = None, width: int | None = None) -> None:
+        super().__init__(file=file, width=width, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render a part, down to single cells, with safe texts."""
+        if isinstance(renderable, str):
+            renderable = safe_text(renderable)
+        elif isinstance(renderable, Text) and has_unsafe(renderable.plain):
+            renderable = renderable.copy()
+            renderable.plain = safe_text(renderable.plain)
+        return super().render(renderable, options)
 
 
 class Printable:

@@ -153,8 +153,8 @@ def load_attacker(
 ) -> LoadedAttacker:
     """Build the scenario of a run, and give its attacker the weights that training left.
 
-    `path` is a run directory or checkpoint, a folder with a model or adapter, a list of probes, or a
-    YAML file of a chat model that attacks.
+    `path` is a run directory or checkpoint, a folder with a model or adapter, a list of probes, or
+    a YAML file of a chat model that attacks.
 
     Raises
     ------
