@@ -114,7 +114,10 @@ def sweep(
     from nip_astra.sweep.sweeping import SweepOptions, check, do_sweep
 
     given: dict[str, Any] = {} if plan is None else _stored(Path(plan), is_trusted=trust).to_dict()
-    own = {"trainers": trainer and _names(trainer), "scenarios": scenario and _names(scenario)}
+    own: dict[str, Any] = {
+        "trainers": trainer and _names(trainer),
+        "scenarios": scenario and _names(scenario),
+    }
     own |= {"seeds": seeds and seeds_of(seeds), "parameters": parameters}
     given |= {name: value for name, value in own.items() if value is not None}
     if grid:

@@ -154,7 +154,7 @@ def test_a_stopped_run_tells_how_to_go_on_and_resume_does(
         assert f"run        runs/{name}\n" in said.out
         said = call("resume", f"runs/{name}")
         assert said.code == 2
-        assert said.err.startswith(f"error: the run '{name}' was to be resumed, but it has ended")
+        assert said.err.startswith(f"error: the run '{name}' has ended")
 
 
 def test_a_second_interrupt_ends_the_program_without_a_traceback(
@@ -183,7 +183,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
         ([], "no trainer is given. Choose one with --trainer: ast_dpo"),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),
         (["--trainer", "ast_dpo", "--set", "seed"], "seed"),
-        (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' was to be loaded"),
+        (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' ("),
         (["resume", "nothing"], "runs holds no run 'nothing'"),
     ],
 )
