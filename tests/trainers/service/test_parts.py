@@ -136,6 +136,14 @@ def test_pass_at_k_has_an_interval_over_problems() -> None:
     assert figures["accuracy_low"] < 0.5 < figures["accuracy_high"]
 
 
+def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
+    problems = [0, 0, 1, *range(2, 12)]
+    tally = Tally(1.0, problems=problems, rewards=[1.0, 0.0] + [1.0] * 11, num_runs=24)
+    report = tally.report(2)
+    assert (report["num_problems"], report["num_complete_problems"]) == (12, 1)
+    assert report["pass_at_2"] == 1.0
+
+
 def test_entropy_is_estimated_by_what_was_said() -> None:
     rows = [Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0)]
     assert log_rollout_metrics(rows)["rollout/entropy"] == pytest.approx(1.5)
