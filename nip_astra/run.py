@@ -514,8 +514,8 @@ def _handled_by(handler: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        for stopped, before in previous.items():
+            signal.signal(stopped, before)
 
 
 def _write_at_once(text: str) -> None:
