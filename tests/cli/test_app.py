@@ -290,7 +290,7 @@ def test_list_reads_from_the_source_what_the_registries_hold() -> None:
     for module in ("language_models.services.training", "trainers.registry", "scorers.base"):
         importlib.import_module(f"nip_astra.{module}")
     assert len(ALL_REGISTRIES) >= 15
-    for kind, registry in ALL_REGISTRIES.items():
+    for kind, registry in list(ALL_REGISTRIES.items()):
         title = "scenario kinds" if kind == "scenario" else plural(kind.replace("_", " "))
         for name in filter(registry.is_built_in, registry.names()):
             purpose = (registry.get(name).__doc__ or "").strip().partition("\n")[0]
