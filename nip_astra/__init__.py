@@ -162,7 +162,7 @@ if TYPE_CHECKING:
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
-    from nip_astra.rollouts.trajectory_advantages import (
+    from nip_astra.rollouts.trajectory import (
         compute_grpo_advantage_for_trajectories as compute_grpo_advantage_for_trajectories,
     )
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
@@ -249,9 +249,9 @@ if TYPE_CHECKING:
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
-    from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
+    from nip_astra.trainers.ast_dpo import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
@@ -262,19 +262,19 @@ if TYPE_CHECKING:
     from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
-    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
-    from nip_astra.trainers.remote_api_cross_entropy import (
+    from nip_astra.trainers.remote_api import (
         RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
     )
-    from nip_astra.trainers.remote_api_grpo import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
-    from nip_astra.trainers.remote_api_opd import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
+    from nip_astra.trainers.remote_api import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
-    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
-    from nip_astra.trainers.self_hosted_base import policy_loss as policy_loss
-    from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
-    from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.self_hosted import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer

@@ -9,12 +9,15 @@ import torch
 
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
+from nip_astra.rollouts.samples import collate_trajectories, samples_of, score_batch
+from nip_astra.rollouts.trajectory import Trajectory, compute_grpo_advantage_for_trajectories
 from nip_astra.tracking.tracker import flat_figures
-from nip_astra.trainers.service.measuring import Tally, pass_at_k
-from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
-from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
+from nip_astra.trainers.service.metrics import (
+    Tally,
+    log_grpo_metrics,
+    log_rollout_metrics,
+    pass_at_k,
+)
 
 
 def trajectories() -> list[Trajectory]:
