@@ -1,10 +1,20 @@
-"""Options of commands: their types, names and help, each written once."""
+"""Options of commands, each written once, and output to the terminal."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nip_astra.safe_text import safe_text, to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or pipe."""
 
 Runs = Annotated[
     list[str],
@@ -146,3 +156,40 @@ def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str,
 
     by_name = parse_overrides(assignments or [], "--settings").values
     return by_name | {name: value for name, value in given.items() if value is not None}
+
+
+def open_console() -> Console:
+    """The console of standard output as it is now."""
+    from nip_astra.evaluation.tables import SafeConsole
+
+    return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
+
+
+def say(text: str) -> None:
+    """Write a line to standard output."""
+    sys.stdout.write(f"{safe_text(text)}\n")
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{safe_text(text)}\n")
+
+
+def show(
+    tables: Callable[[], Iterable[Any]], plain: Callable[[], Any], *, as_json: bool = False
+) -> None:
+    """Print tables, or plain values as JSON."""
+    if as_json:
+        say(to_json(plain(), indent=2))
+        return
+    console = open_console()
+    for part in tables():
+        console.print(part)
+
+
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of transformers off the screen."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sources import load_pretrained, read_limits
@@ -192,6 +191,8 @@ def build_embedder(
 
 
 def _from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import AutoModel, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model, info = AutoModel.from_pretrained(
         name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
@@ -32,7 +30,7 @@ from nip_astra.language_models.tokens import (
 )
 
 
-class _Draw(LogitsProcessor):
+class _Draw:
     """Draws the token itself, and forces `generate` to take it."""
 
     def __init__(self, draw: Draw, uniforms_BT: Tensor, options: SamplingOptions) -> None:
@@ -85,6 +83,8 @@ def generate_turns(
 def _generate_batch(
     module: Any, context_BC: Tensor, mask_BC: Tensor, processor: _Draw, end_ids: tuple[int, ...]
 ) -> Generation:
+    from transformers import GenerationConfig, LogitsProcessorList
+
     options = processor.options
     ends = sorted({*end_ids, *options.end_ids})
     module.generate(
@@ -142,6 +142,8 @@ def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContext
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a model of transformers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(

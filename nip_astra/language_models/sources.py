@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
@@ -78,6 +77,8 @@ def _base_of(folder: str) -> str:
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a tokenizer; equal arguments share one object. An adapter has that of its base."""
+    from transformers import AutoTokenizer
+
     name = _base_of(name) if _is_adapter(name) else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
@@ -112,6 +113,8 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     """
     if _is_adapter(name):
         return load_model(name, None, None)
+    from transformers import AutoModelForCausalLM
+
     try:
         with gguf_read_once() if gguf_file else nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -203,6 +206,8 @@ class ModelDescription(NamedTuple):
 
 def describe_model(name: str) -> ModelDescription:
     """Read the configuration of a folder or hub id; no weights are loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):

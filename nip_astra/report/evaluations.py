@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nip_astra.evaluation.measured import Replies
-from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, outcome_of
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
 from nip_astra.report.summary import Row

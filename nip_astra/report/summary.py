@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nip_astra.evaluation.measured import Replies
+from nip_astra.evaluation.outcomes import Replies
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
 from nip_astra.report.records import (

@@ -73,10 +73,16 @@ def refuse_unread(
     checked += [layer for layer in layers if not layer.is_complete]
     given, sources = merge_layers(checked, resolve=False)
     faults = [
-        ParameterFault(leaf.path, repr(leaf.value), *reason, _nearest(leaf.path, sources, ""))
+        ParameterFault(
+            leaf.path,
+            repr(leaf.value),
+            problem,
+            advice or _advice(leaf.path),
+            _nearest(leaf.path, sources, ""),
+        )
         for leaf in _walk(hyper_params, given, (), run.trainer_class.reads_where)
         if not leaf.is_default
-        for reason in run.reasons_against(leaf)
+        for problem, advice in run.reasons_against(leaf)
     ]
     if faults:
         raise UnreadParameterError(faults)
@@ -152,8 +158,8 @@ class _Run:
     kind: str
     order: _Order
 
-    def reasons_against(self, leaf: _Leaf) -> Iterator[tuple[str, str]]:
-        """The problem with an unread value and the advice; at most one pair."""
+    def reasons_against(self, leaf: _Leaf) -> Iterator[tuple[str, str | None]]:
+        """The problem with an unread value, and the advice if it is not `_advice`."""
         trainer = self.hyper_params.trainer
         groups = self.trainer_class.parameter_groups or ()
         is_shared = leaf.path.partition(".")[0] in SHARED_GROUPS
@@ -162,7 +168,7 @@ class _Run:
                 f"is read neither by the trainer {trainer!r} ({_readers(groups)}) nor by scenarios "
                 f"of the kind {self.kind!r} ({_readers(self.scenario_class.parameter_groups)})"
             )
-            yield problem, _advice(leaf.path)
+            yield problem, None
         elif _is_in(leaf.path, self.trainer_class.never_reads):
             yield f"is not read by the trainer {trainer!r}", "Leave it out."
         elif _is_in(leaf.path, self.scenario_class.never_reads):

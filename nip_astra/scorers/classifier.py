@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError, NipAstraError, nearest_names
 from nip_astra.language_models.sources import load_pretrained, read_limits
@@ -28,10 +27,10 @@ class ModelScorer(Scorer):
     """A scorer that runs a model in this process, or in the run's Ray actors."""
 
     can_be_copied: ClassVar[bool] = False
+    """Whether a pickled copy may rate in another process."""
     _tokenizer: Any
     _model: Any
     _max_length: int
-    """Whether a pickled copy may rate in another process."""
 
     class Parameters(Scorer.Parameters):
         """Device and batch size of the model."""
@@ -175,6 +174,8 @@ class ClassifierScorer(ModelScorer):
 
 
 def _from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, trust_remote_code=False, output_loading_info=True
     )

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.language_models.sources import (
@@ -200,6 +199,7 @@ class LlamaGuardScorer(ModelScorer):
 
 def _load(reference: str, dtype: str, scenario_dir: Path | None) -> tuple[Any, Any]:
     """Tokenizer and model of the guard."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
         model, info = AutoModelForCausalLM.from_pretrained(

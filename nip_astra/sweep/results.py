@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scipy import stats
-
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.evaluation.run_results import import_pandas, read_results
 from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan
@@ -198,6 +196,8 @@ class SweepResults:
         low, high = _ends(found, -bound, bound)
         p = None
         if low is not None:
+            from scipy import stats
+
             p = float(2 * stats.t.sf(abs(mean) / found.standard_error, len(seeds) - 1))
         return Difference(mean, low, high, p, len(seeds))
 

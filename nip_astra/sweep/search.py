@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.evaluation.storage import read_rows
 from nip_astra.sweep.launchers import FinishedRun, RunStatus
 from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan, as_text
 from nip_astra.sweep.search_space import Choice, Range, SearchParameters

@@ -23,7 +23,7 @@ from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.failures import FailureReport
-from nip_astra.evaluation.measured import Known, Replies, known_turns
+from nip_astra.evaluation.outcomes import Known, Replies, known_turns
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,

@@ -22,7 +22,7 @@ from nip_astra.checkpoints.tensors import DUMPS, StageDumps
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, ModelLoadError
-from nip_astra.evaluation.measured import Known
+from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     LanguageModel,

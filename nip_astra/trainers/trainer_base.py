@@ -39,7 +39,7 @@ from nip_astra.errors import (
     RunDirectoryError,
     StopRequested,
 )
-from nip_astra.evaluation.measured import Known
+from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.conditions import ReadWhere

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import betaincinv, gammaincinv, stdtrit
 
 from nip_astra.utils.statistics import FollowUp, event_counts, pseudo_values
 
@@ -73,6 +72,8 @@ def exact_rate_interval(rate: float, num_observations: float, *, level: float = 
 
     `num_observations` is an effective number of independent ones and need not be whole.
     """
+    from scipy.special import betaincinv
+
     tail = (1.0 - level) / 2.0
     num_ones = rate * num_observations
     num_zeros = num_observations - num_ones
@@ -156,6 +157,8 @@ def event_rate_estimate(
 
 def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -> float:
     """A quantile of a product of independent Beta variables, by the Beta of the same moments."""
+    from scipy.special import betaincinv
+
     mean = square = 1.0
     for a, b in terms:
         mean *= a / (a + b)
@@ -198,6 +201,8 @@ def paired_difference(
     scale : float
         Largest of the values that the differences are of, whose rounding errors they contain.
     """
+    from scipy.special import stdtrit
+
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
         nothing = Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no pair")
@@ -230,6 +235,8 @@ def _certainty(num_observations: int, num_clusters: int, level: float) -> float:
     """Squared ratio of Student's quantiles for observations and for clusters; at most 1."""
     if num_clusters < 2:
         return 1.0
+    from scipy.special import stdtrit
+
     of_all, of_clusters = stdtrit([num_observations - 1, num_clusters - 1], 0.5 + level / 2.0)
     return float(of_all / of_clusters) ** 2
 
@@ -331,6 +338,8 @@ def effective_sample_size(weights: Sequence[float] | Array) -> float:
 
 
 def _gamma_quantile(share: float, mean: float, variance: float) -> float:
+    from scipy.special import gammaincinv
+
     return float(gammaincinv(mean**2 / variance, share)) * variance / mean
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from nip_astra.utils.seeding import derive_seed
 
@@ -59,11 +58,13 @@ def kaplan_meier(follow_up: FollowUp) -> Survival:
     events = np.asarray(follow_up.is_event, dtype=bool)
     turns_H = np.arange(1, follow_up.horizon + 1)
     at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
-    survival_H = np.ones(follow_up.horizon)
-    if len(last):
-        watched = stats.CensoredData.right_censored(last, ~events)
-        survival_H = np.asarray(stats.ecdf(watched).sf.evaluate(turns_H))
-    # With nobody left to observe, the estimate is known only if all have failed.
+    events_H = (last[events, None] == turns_H).sum(axis=0)
+    if events.all() and len(last):
+        survival_H = 1.0 - events_H.cumsum() / len(last)
+    else:
+        survival_H = np.where(at_risk_H > 0, (at_risk_H - events_H) / np.maximum(at_risk_H, 1), 1.0)
+        survival_H = survival_H.cumprod()
+    # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
     half = np.flatnonzero(survival_H <= 0.5)
     median = int(turns_H[half[0]]) if len(half) else None
@@ -122,6 +123,8 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
     total = num_only_first + num_only_second
     if total == 0:
         return 1.0
+    from scipy import stats
+
     return float(stats.binomtest(num_only_first, total).pvalue)
 
 

@@ -12,8 +12,7 @@ import torch
 
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.playing import Player
-from nip_astra.evaluation.rows import read_rows
-from nip_astra.evaluation.storage import PARTS
+from nip_astra.evaluation.storage import PARTS, read_rows
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.samplers import executor, trees

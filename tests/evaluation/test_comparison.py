@@ -18,7 +18,7 @@ from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.families.base import Evaluation
 from nip_astra.evaluation.families.conversations import Conversations, contender_of
 from nip_astra.evaluation.families.tasks import Tasks
-from nip_astra.evaluation.rows import encode_rows
+from nip_astra.evaluation.storage import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -377,8 +378,8 @@ def test_a_model_whose_config_tells_no_vocabulary_is_told(
 ) -> None:
     config = type("Config", (), {"max_position_embeddings": 8})()
     module = type("Module", (), {"generation_config": None})()
-    monkeypatch.setattr(sources.AutoConfig, "from_pretrained", lambda *_, **__: config)
-    monkeypatch.setattr(sources.AutoModelForCausalLM, "from_config", lambda *_, **__: module)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda *_, **__: module)
     with pytest.raises(ModelLoadError, match=r"could not be loaded: .*vocab_size"):
         sources.describe_model(str(model_dir))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
-from nip_astra.evaluation.cards import model_card
+from nip_astra.evaluation.families.scorers import model_card
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
 from nip_astra.language_models.services.chat import ChatAnswer, close_all, complete_all

@@ -161,7 +161,7 @@ def test_the_doctor_tells_whether_models_can_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def said() -> tuple[str, str]:
-        (found,) = doctor._service(doctor.Question(Path(), is_online=False))
+        (found,) = doctor._service()
         return str(found.status), found.text
 
     status, text = said()

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from nip_astra.cli import sweep_commands
+from nip_astra.cli.sweep import print_results
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.sweep.launchers import FinishedRun, Job, RunSpec, RunStatus
 from nip_astra.sweep.plan import SweepPlan
@@ -152,9 +152,9 @@ def test_a_search_by_a_test_figure_says_so_wherever_its_figures_are_shown(
     write_findings(found)
     assert "mean_reward on the test data" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
-    sweep_commands._tell(found, [], as_json=False)
+    print_results(found, [], as_json=False)
     assert "selected by mean_reward" in capsys.readouterr().out
-    sweep_commands._tell(found, [], as_json=True)
+    print_results(found, [], as_json=True)
     assert '"selected_by": "mean_reward"' in capsys.readouterr().out
 
 

@@ -15,8 +15,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModel
-from transformers.image_processing_base import ImageProcessingMixin
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
 from nip_astra.parameters.content import resolve_reference
@@ -112,6 +110,8 @@ class HuggingFaceImageModel(PretrainedModel):
 
 
 def _load(name: str) -> Any:
+    from transformers import AutoModel
+
     try:
         model, info = AutoModel.from_pretrained(
             name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
@@ -139,6 +139,8 @@ def _load(name: str) -> Any:
 
 def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the model's training pixels; 0 and 1 if unknown."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
     try:
         processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:
