@@ -244,8 +244,12 @@ if TYPE_CHECKING:
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
     from nip_astra.sweep.results import read_sweep as read_sweep
-    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
-    from nip_astra.sweep.sweeping import run_sweep as run_sweep
+    from nip_astra.sweep.runner import Launcher as Launcher
+    from nip_astra.sweep.runner import SweepOptions as SweepOptions
+    from nip_astra.sweep.runner import register_launcher as register_launcher
+    from nip_astra.sweep.runner import run_sweep as run_sweep
+    from nip_astra.sweep.search import register_pruner as register_pruner
+    from nip_astra.sweep.search import register_sweep_sampler as register_sweep_sampler
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
@@ -370,6 +374,7 @@ _HOMES = {
     "ImageDatasetParameters": "nip_astra.scenarios.images.parameters",
     "InteractionProtocolType": "nip_astra.parameters.types",
     "IterationContext": "nip_astra.progress",
+    "Launcher": "nip_astra.sweep.runner",
     "LanguageModel": "nip_astra.language_models.base",
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
     "Learner": "nip_astra.language_models.base",
@@ -513,21 +518,24 @@ _HOMES = {
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
     "read_results": "nip_astra.evaluation.run_results",
     "read_sweep": "nip_astra.sweep.results",
-    "SweepOptions": "nip_astra.sweep.sweeping",
+    "SweepOptions": "nip_astra.sweep.runner",
     "register_advantage": "nip_astra.rl_objectives.registry",
     "register_chat_model": "nip_astra.language_models.services.chat",
     "register_conversion": "nip_astra.parameters.conversion",
+    "register_launcher": "nip_astra.sweep.runner",
     "register_language_model": "nip_astra.language_models.base",
     "register_message_regressor": "nip_astra.message_regressors.base",
     "register_optimizer": "nip_astra.trainers.optimization",
     "register_policy_loss": "nip_astra.rl_objectives.registry",
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.base",
     "register_protocol_handler": "nip_astra.protocols.registry",
+    "register_pruner": "nip_astra.sweep.search",
     "register_reward_term": "nip_astra.reward_terms.base",
     "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.base",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_schedule": "nip_astra.trainers.optimization",
     "register_scorer": "nip_astra.scorers.base",
+    "register_sweep_sampler": "nip_astra.sweep.search",
     "register_task": "nip_astra.scenario_base.tasks.base",
     "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
@@ -537,7 +545,7 @@ _HOMES = {
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
     "run_in_sandbox": "nip_astra.utils.sandbox",
-    "run_sweep": "nip_astra.sweep.sweeping",
+    "run_sweep": "nip_astra.sweep.runner",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
     "value_loss": "nip_astra.rl_objectives.values",
