@@ -80,6 +80,15 @@ if TYPE_CHECKING:
     from nip_astra.overview import show as show
     from nip_astra.parameters.agents import AgentParameters as AgentParameters
     from nip_astra.parameters.agents import AgentsParameters as AgentsParameters
+    from nip_astra.parameters.agents import (
+        AlternatingPeriodicUpdateSchedule as AlternatingPeriodicUpdateSchedule,
+    )
+    from nip_astra.parameters.agents import (
+        ConstantUpdateSchedule as ConstantUpdateSchedule,
+    )
+    from nip_astra.parameters.agents import (
+        ContiguousPeriodicUpdateSchedule as ContiguousPeriodicUpdateSchedule,
+    )
     from nip_astra.parameters.agents import LrFactors as LrFactors
     from nip_astra.parameters.agents import RandomAgentParameters as RandomAgentParameters
     from nip_astra.parameters.conditions import where as where
@@ -88,31 +97,22 @@ if TYPE_CHECKING:
     from nip_astra.parameters.content import find_scenario as find_scenario
     from nip_astra.parameters.conversion import register_conversion as register_conversion
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
-    from nip_astra.parameters.message_regression import (
-        MessageRegressionParameters as MessageRegressionParameters,
-    )
     from nip_astra.parameters.parameters_base import PolymorphicParameters as PolymorphicParameters
     from nip_astra.parameters.parameters_base import SubParameters as SubParameters
     from nip_astra.parameters.parameters_base import polymorphic as polymorphic
-    from nip_astra.parameters.protocols import BaseRunParameters as BaseRunParameters
-    from nip_astra.parameters.protocols import CommonProtocolParameters as CommonProtocolParameters
-    from nip_astra.parameters.protocols import ZkProtocolParameters as ZkProtocolParameters
-    from nip_astra.parameters.text import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import BaseRunParameters as BaseRunParameters
     from nip_astra.parameters.trainers import CommonPpoParameters as CommonPpoParameters
+    from nip_astra.parameters.trainers import CommonProtocolParameters as CommonProtocolParameters
+    from nip_astra.parameters.trainers import (
+        MessageRegressionParameters as MessageRegressionParameters,
+    )
     from nip_astra.parameters.trainers import RlTrainerParameters as RlTrainerParameters
+    from nip_astra.parameters.trainers import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import ZkProtocolParameters as ZkProtocolParameters
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
     from nip_astra.parameters.types import InteractionProtocolType as InteractionProtocolType
     from nip_astra.parameters.types import ScenarioType as ScenarioType
     from nip_astra.parameters.types import TrainerType as TrainerType
-    from nip_astra.parameters.update_schedule import (
-        AlternatingPeriodicUpdateSchedule as AlternatingPeriodicUpdateSchedule,
-    )
-    from nip_astra.parameters.update_schedule import (
-        ConstantUpdateSchedule as ConstantUpdateSchedule,
-    )
-    from nip_astra.parameters.update_schedule import (
-        ContiguousPeriodicUpdateSchedule as ContiguousPeriodicUpdateSchedule,
-    )
     from nip_astra.plugins import load_plugin as load_plugin
     from nip_astra.plugins import module_of as module_of
     from nip_astra.progress import IterationContext as IterationContext
@@ -317,14 +317,14 @@ _HOMES = {
     "AgentShape": "nip_astra.scenario_base.protocol.message_space",
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
-    "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.agents",
     "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
     "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
-    "BaseRunParameters": "nip_astra.parameters.protocols",
+    "BaseRunParameters": "nip_astra.parameters.trainers",
     "Batch": "nip_astra.rollouts.batch",
     "CONTINUE": "nip_astra.protocols.protocol_base",
     "ChatAnswer": "nip_astra.language_models.services.chat",
@@ -340,10 +340,10 @@ _HOMES = {
     ),
     "CombinedAgents": "nip_astra.scenario_base.protocol.combined",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
-    "CommonProtocolParameters": "nip_astra.parameters.protocols",
+    "CommonProtocolParameters": "nip_astra.parameters.trainers",
     "ConfigurationError": "nip_astra.errors",
-    "ConstantUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "ConstantUpdateSchedule": "nip_astra.parameters.agents",
+    "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.agents",
     "ConversationInstance": "nip_astra.scenario_instance",
     "DataError": "nip_astra.errors",
     "DatapointView": "nip_astra.scenario_base.protocol.datapoint_views",
@@ -383,7 +383,7 @@ _HOMES = {
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
     "Message": "nip_astra.scorers.base",
-    "MessageRegressionParameters": "nip_astra.parameters.message_regression",
+    "MessageRegressionParameters": "nip_astra.parameters.trainers",
     "MessageRegressor": "nip_astra.message_regressors.base",
     "MessageRounds": "nip_astra.protocols.moves",
     "MissingPartError": "nip_astra.errors",
@@ -454,7 +454,7 @@ _HOMES = {
     "TokenModel": "nip_astra.language_models.base",
     "TokenSampler": "nip_astra.language_models.base",
     "TokenScorer": "nip_astra.language_models.base",
-    "TextRlParameters": "nip_astra.parameters.text",
+    "TextRlParameters": "nip_astra.parameters.trainers",
     "Tracker": "nip_astra.tracking.tracker",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
@@ -466,7 +466,7 @@ _HOMES = {
     "Turn": "nip_astra.scenario_base.conversation.tokens",
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
-    "ZkProtocolParameters": "nip_astra.parameters.protocols",
+    "ZkProtocolParameters": "nip_astra.parameters.trainers",
     "analyse_run": "nip_astra.resolving.analysing",
     "Comparison": "nip_astra.evaluation.api",
     "Evaluation": "nip_astra.evaluation.families.base",

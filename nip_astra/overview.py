@@ -126,8 +126,7 @@ def show(**experiment: Any) -> ExperimentView:
     **experiment
         As for `resolve_experiment`: `trainer`, `scenario`, `parameter_file`, `overrides`, ...
     """
-    from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.resolving.unread_parameters import never_read
+    from nip_astra.resolving.resolution import never_read, resolve_experiment
     from nip_astra.scenarios.registry import SCENARIOS
 
     resolved = resolve_experiment(**experiment)

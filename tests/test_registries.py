@@ -22,8 +22,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters import types
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler

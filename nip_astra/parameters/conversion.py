@@ -112,13 +112,7 @@ def rename(
 
 
 def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Nested values with the current names; the log notes which were renamed.
-
-    Parameters
-    ----------
-    source : str
-        Where the values come from, for the log.
-    """
+    """Nested values with the current names; the log notes which were renamed."""
     result, moved = rename(values, RENAMED)
     if moved:
         logger.warning(
@@ -233,16 +227,6 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
     Values without a `package_version` count as current. Those of a newer version stay as they are,
     and validation refuses them together with all other faults.
-
-    Parameters
-    ----------
-    source : str
-        Where the values come from, for messages.
-
-    Raises
-    ------
-    ConfigurationError
-        If a conversion fails; names the file's version and the reason.
     """
     converted = dict(values)
     version = converted.get("package_version")
@@ -321,11 +305,6 @@ def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -
     A custom trainer is named after its class; its file is looked up from the folder of the
     parameter file, then from the working directory. Placement in a cluster is left out with a
     warning.
-
-    Raises
-    ------
-    ParameterError
-        With every value that has no counterpart.
     """
     given = dict(values["trainer"])
     path = given.get("custom_trainer_module_path")

@@ -14,7 +14,6 @@ from nip_astra.lazy import provided
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
 from nip_astra.parameters.files import Layer, differences, merge_layers
-from nip_astra.parameters.message_regression import MessageRegressionParameters
 from nip_astra.parameters.parameters_base import (
     MAX_WHOLE,
     CheckedName,
@@ -22,13 +21,15 @@ from nip_astra.parameters.parameters_base import (
     SubParameters,
     explicit_values,
 )
-from nip_astra.parameters.protocols import (
+from nip_astra.parameters.trainers import (
     BaseRunParameters,
+    CommonPpoParameters,
     CommonProtocolParameters,
+    MessageRegressionParameters,
+    RlTrainerParameters,
+    TextRlParameters,
     ZkProtocolParameters,
 )
-from nip_astra.parameters.text import TextRlParameters
-from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
 
@@ -138,11 +139,6 @@ class HyperParameters(SubParameters):
         """A subclass with a field for each section; equal sections give the same class.
 
         A section whose fields all have defaults may be left out of a file.
-
-        Raises
-        ------
-        ConfigurationError
-            If a section has a reserved name.
         """
         taken = [name for name in sections if hasattr(cls, name) or name in cls.model_fields]
         wrong = [name for name in sections if not name.isidentifier() or name.startswith("_")]

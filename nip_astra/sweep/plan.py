@@ -319,13 +319,7 @@ class SweepPlan(SubParameters):
         return {path: as_text(values[0]) for path, values in self.grid.items() if len(values) == 1}
 
     def check(self) -> None:
-        """Resolve the parameters of every arm; of a search, of the ends of its ranges.
-
-        Raises
-        ------
-        ConfigurationError
-            When a combination is wrong or there are too many, or a search has no objective.
-        """
+        """Resolve the parameters of every arm; of a search, of the ends of its ranges."""
         if self.search is not None:
             for arm in self._trials_at_the_ends():
                 self._check_objective(self.resolve(arm))
@@ -414,11 +408,6 @@ class RequestedFigures:
     ----------
     metrics : Sequence[str]
         Figures after training that are shown.
-
-    Raises
-    ------
-    UnknownNameError
-        When no trainer of the sweep reports one of them.
     """
 
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
@@ -482,15 +471,7 @@ def read_plan(
     search: Mapping[str, Any] = {},
     is_trusted: bool = False,
 ) -> SweepPlan:
-    """The plan of a YAML file or a sweep's folder, with values of the command line in its place.
-
-    Raises
-    ------
-    ConfigurationError
-        When there is no such file, it holds no plan, or a value is wrong.
-    UntrustedRunError
-        When a sweep's folder is not the user's own, and not trusted.
-    """
+    """The plan of a YAML file or a sweep's folder, with values of the command line in its place."""
     values: dict[str, Any] = {}
     if source is not None and Path(source).is_dir():
         values = read_stored_plan(Path(source)).to_dict()

@@ -191,13 +191,7 @@ class SweepResults:
         return sorted({row["name"] for row in self.rows if row["when"] == "after"})
 
     def headline(self) -> str:
-        """The figure that a table shows by default.
-
-        Raises
-        ------
-        ConfigurationError
-            When no run has ended.
-        """
+        """The figure that a table shows by default."""
         if not self.figure_names:
             raise ConfigurationError(
                 f"no run of the sweep {self.directory} has ended. Let it run, or read its logs."
@@ -295,35 +289,17 @@ class SweepResults:
         return as_csv(self.rows)
 
     def frame(self) -> pd.DataFrame:
-        """The rows as a pandas frame.
-
-        Raises
-        ------
-        MissingDependencyError
-            When pandas is not installed.
-        """
+        """The rows as a pandas frame."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.rows)
         return frame
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
-        """`summary` as a pandas frame.
-
-        Raises
-        ------
-        MissingDependencyError
-            When pandas is not installed.
-        """
+        """`summary` as a pandas frame."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.summary(names))
         return frame
 
     def write_parquet(self, path: str | Path) -> None:
-        """Write the rows as a Parquet file.
-
-        Raises
-        ------
-        MissingDependencyError
-            When PyArrow is not installed.
-        """
+        """Write the rows as a Parquet file."""
         try:
             import pyarrow
             from pyarrow import parquet
@@ -337,13 +313,7 @@ class SweepResults:
         parquet.write_table(pyarrow.table(columns), Path(path))
 
     def write(self) -> None:
-        """Write the tables and the page into the sweep's folder.
-
-        Raises
-        ------
-        RunDirectoryError
-            When they cannot be written.
-        """
+        """Write the tables and the page into the sweep's folder."""
         if self.rows:
             write_atomically(self.directory / TABLE, self.to_csv())
             write_atomically(self.directory / SUMMARY, as_csv(self.summary()))

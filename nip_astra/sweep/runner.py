@@ -228,11 +228,6 @@ class RayTasks(Launcher):
 
     All machines see the sweep's folder under the same path. Ray restarts a task whose worker died,
     which resumes the run from its latest checkpoint. The setting `ray_address` names the cluster.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed.
     """
 
     def __init__(self, options: SweepOptions) -> None:
@@ -329,13 +324,7 @@ def run_sweep(
 
 
 def check_sweep(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
-    """Check all that can be checked before a run starts; returns the rest.
-
-    Raises
-    ------
-    ConfigurationError
-        When a setting, a combination or a name is wrong.
-    """
+    """Check all that can be checked before a run starts; returns the rest."""
     for plugin in plan.plugins:
         load_plugin(plugin)
     ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
@@ -403,13 +392,6 @@ class SweepRunner:
             Called with each run as it ends, and with those that had ended before.
         progress : bool
             Whether a bar is shown.
-
-        Raises
-        ------
-        RunDirectoryError
-            When another process executes the sweep, or its folder cannot be written.
-        StopRequested
-            By a signal, after all runs in progress have saved their work.
         """
         self._prepare_folder()
         with run_lock(self.directory), self._listening():

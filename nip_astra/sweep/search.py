@@ -144,13 +144,6 @@ class StudyQueue(RunQueue):
 
     The study is stored in the sweep's folder. A trial that was in progress when the sweep was
     killed continues with its runs.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Optuna is not installed.
-    RunDirectoryError
-        When the folder holds a study of another space or objective.
     """
 
     def __init__(self, plan: SweepPlan, directory: Path) -> None:

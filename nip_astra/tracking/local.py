@@ -87,11 +87,6 @@ class LocalTracker(Tracker):
 
         An empty position removes all, for a run that starts over. Lost timings and conversations
         give a warning, since nothing is computed from them.
-
-        Raises
-        ------
-        TrackingError
-            When the metrics have become shorter than they were, or a file cannot be cut.
         """
         self._close()
         lengths: dict[str, int] = position.get("files", {})

@@ -52,13 +52,7 @@ def new_run_id(trainer: str, scenario: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash or a full disk leaves the old file whole.
-
-    Raises
-    ------
-    RunDirectoryError
-        When it cannot be written.
-    """
+    """Write a text file so that a crash or a full disk leaves the old file whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         # In JSON, half of a surrogate pair can be written as its escape.
@@ -128,11 +122,6 @@ class RunDirectory:
         ----------
         write : Callable[[RunDirectory], object]
             Writes the files that it begins with.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the id is no file name, is taken, or the directory cannot be made.
         """
         if not _RUN_ID.fullmatch(run_id):
             raise RunDirectoryError(
@@ -218,13 +207,7 @@ class RunDirectory:
 
     @classmethod
     def find(cls, run: str | Path, runs_dir: str | Path) -> RunDirectory:
-        """Open the directory of an existing run by its path, or by its name in `runs_dir`.
-
-        Raises
-        ------
-        RunDirectoryError
-            When neither is a run.
-        """
+        """Open the directory of an existing run by its path, or by its name in `runs_dir`."""
         named = Path(runs_dir) / run
         is_path = len(Path(run).parts) != 1 or (Path(run) / HYPER_PARAMETERS).is_file()
         if is_path or named.is_dir():

@@ -14,13 +14,7 @@ from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 
 @register_tracker("tensorboard")
 class TensorBoardTracker(Tracker):
-    """Writes metrics, tables and parameters for TensorBoard into the run's folder `tensorboard`.
-
-    Raises
-    ------
-    MissingDependencyError
-        When the package tensorboard is not installed.
-    """
+    """Writes metrics, tables and parameters for TensorBoard into the run's folder `tensorboard`."""
 
     def __init__(
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]

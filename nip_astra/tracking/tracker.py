@@ -164,15 +164,6 @@ def open_tracker(
         The run's parameters, shown beside its metrics.
     writes_files : bool
         Whether the tracker `file`, which a run always has, is the first.
-
-    Raises
-    ------
-    UnknownNameError
-        When no tracker has a name.
-    TrackingError
-        When a tracker cannot start.
-    MissingDependencyError
-        When the package of a tracker is not installed.
     """
     names = ["file"] if writes_files else []
     names += [name for name in settings["trackers"] if name != "file"]
@@ -235,13 +226,7 @@ def _is_number(value: Any) -> bool:
 
 
 def plain_numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures as numbers of Python, also those of NumPy and torch.
-
-    Raises
-    ------
-    TrackingError
-        When a figure is not a single number, or a name is not a text.
-    """
+    """Return figures as numbers of Python, also those of NumPy and torch."""
     if not isinstance(figures, Mapping):
         raise TrackingError(
             f"figures must be a dict of numbers by name, got {type(figures).__name__}."

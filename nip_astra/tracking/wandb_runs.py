@@ -33,13 +33,7 @@ class WandbReference(NamedTuple):
 
 
 def parse_reference(reference: str) -> WandbReference:
-    """Read `wandb://entity/project/run_id`.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is none.
-    """
+    """Read `wandb://entity/project/run_id`."""
     parts = reference.removeprefix(SCHEME).split("/")
     if not reference.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise ConfigurationError(
@@ -50,13 +44,7 @@ def parse_reference(reference: str) -> WandbReference:
 
 
 def read_config(reference: str) -> dict[str, Any]:
-    """The parameters that a run recorded.
-
-    Raises
-    ------
-    TrackingError
-        When W&B cannot be asked, or knows no such run.
-    """
+    """The parameters that a run recorded."""
     run = _find_run(reference)
     config: dict[str, Any] = _ask(reference, lambda: dict(run.config))
     # What it ran on stands beside the parameters.
@@ -71,11 +59,6 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
     ----------
     version : str
         A version, or one of the aliases that W&B knows it by.
-
-    Raises
-    ------
-    TrackingError
-        When W&B cannot be asked, or the run logged no model, or none of that version.
     """
     run = _find_run(reference)
     models = _ask(reference, lambda: [one for one in run.logged_artifacts() if one.type == "model"])
@@ -98,15 +81,7 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
 
 
 def open_api() -> Any:
-    """W&B's public interface.
-
-    Raises
-    ------
-    TrackingError
-        When there is no key for it.
-    MissingDependencyError
-        When the package wandb is missing.
-    """
+    """W&B's public interface."""
     if not has_credentials():
         # W&B itself would stop to ask at a terminal.
         raise TrackingError(

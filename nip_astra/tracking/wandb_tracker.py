@@ -40,11 +40,6 @@ class WandbTracker(Tracker):
         The setting `wandb` is the mode: "offline" needs neither network nor account (upload later
         with `wandb sync`), anything else is "online". `wandb_project`, `wandb_entity`,
         `wandb_group` and `wandb_tags` that are empty come from W&B's own variables.
-
-    Raises
-    ------
-    TrackingError
-        When W&B is online and there is no key, or it cannot be reached.
     """
 
     def __init__(
