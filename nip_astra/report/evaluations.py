@@ -9,7 +9,7 @@ from typing import Any
 from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
-from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text, words
 from nip_astra.report.summary import Row
 from nip_astra.report.transcripts import order_of, split_and_iteration
 from nip_astra.utils.formatting import (
@@ -350,8 +350,8 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
         }
         rows.append(
             {
-                "analyser": name.replace("_", " "),
-                "agent": agent.replace("_", " "),
+                "analyser": words(name),
+                "agent": words(agent),
                 "cells": [_cell(by_place.get(place, {})) for place in places],
             }
         )
@@ -360,7 +360,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
     return {
         "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
         "rows": rows,
-        "meanings": [(name.replace("_", " "), written) for name, written in meanings.items()],
+        "meanings": [(words(name), written) for name, written in meanings.items()],
         "judges": judges,
     }
 

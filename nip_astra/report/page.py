@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report.curves import group_runs, run_label
+from nip_astra.report.charts import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES

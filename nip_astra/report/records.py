@@ -38,28 +38,10 @@ _REWARD_PREFIX = "reward/"
 
 @dataclass(frozen=True)
 class Node:
-    """One row of a table of conversations: a probe and the response to it.
+    """One row of a table of conversations: a probe and the response to it."""
 
-    Attributes
-    ----------
-    step : int
-        Iteration at which the conversation was played.
-    node, parent : int or None
-        Index in the tree, of the turn and of its parent; None in rows without these columns.
-    response_score, combined_score, reward : float or None
-        None where there is no verdict.
-    probe_nll : float or None
-        Nats per token.
-    reference_logprob : float or None
-        Log-probability of the probe's words under the reference; nats.
-    reward_parts : dict[str, float]
-        What each reward term gave, by its name.
-    transcript : list of (role, text)
-        Messages of a whole conversation that is one row; None where a row is one turn.
-    """
-
-    step: int
-    node: int | None
+    step: int  # iteration
+    node: int | None  # index in the tree, of the turn and below of its parent
     parent: int | None
     depth: int
     episode: int
@@ -69,12 +51,12 @@ class Node:
     response_score: float | None = None
     combined_score: float | None = None
     reward: float | None = None
-    probe_nll: float | None = None
-    reference_logprob: float | None = None
+    probe_nll: float | None = None  # nats per token
+    reference_logprob: float | None = None  # of all its words, nats
     num_tokens: int | None = None
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
-    transcript: list[tuple[str, str]] | None = None
+    transcript: list[tuple[str, str]] | None = None  # role and text, if a row has all turns
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -99,34 +81,17 @@ class Node:
         return -self.probe_nll * self.num_tokens
 
     def is_failure(self, threshold: float | None) -> bool:
-        """Say whether the response's score reaches the threshold."""
-        return (
-            threshold is not None
-            and self.response_score is not None
-            and self.response_score >= threshold
-        )
+        """Whether the response's score reaches the threshold."""
+        score = self.response_score
+        return threshold is not None and score is not None and score >= threshold
 
 
 @dataclass
 class RunRecord:
-    """What a run directory holds; a part that could not be read is empty and has a note.
+    """The content of a run directory; a part that could not be read is empty and has a note.
 
-    Attributes
-    ----------
-    tables : dict[str, list[Node]]
-        Conversations by the name of their table.
-    episodes : dict[str, list[dict]]
-        Rows of tables of episodes of an interaction protocol, by the name of the table.
-    evaluations : dict[str, dict]
-        `evaluation.json` by the name of its folder.
-    transfer : list[dict]
-        Cells of the newest transfer matrix, each with attacker, target and failure rate.
-    analyses : list[dict]
-        Answers of a judge about rollouts: `analyses/<split>_<iteration>/<analyser>.json`.
-    log_lines : list[str]
-        Warnings and errors of the log.
-    notes : list[str]
-        What could not be read, and what that means for the page.
+    `tables` and `episodes` of a protocol are by the name of their table, `evaluations` by their
+    folder; `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
     """
 
     path: Path
@@ -181,6 +146,11 @@ class RunRecord:
         groups = [*self.hyper_params.values(), *self.evaluations.values()]
         found = [number(mapping(group).get("failure_threshold")) for group in groups]
         return next((value for value in found if value is not None), None)
+
+
+def words(name: str) -> str:
+    """A name as words."""
+    return name.replace("_", " ")
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from nip_astra.evaluation.measured import Replies
 from nip_astra.report.charts import Whisker, whisker
-from nip_astra.report.provenance import times
 from nip_astra.report.records import (
     CONVERSATION,
     PROTOCOL,
@@ -20,6 +19,7 @@ from nip_astra.report.records import (
     number,
     split_name,
     text,
+    words,
 )
 from nip_astra.tracking.run_directory import FAILED
 from nip_astra.utils.formatting import (
@@ -66,15 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentFigures:
-    """Figures of a run of agents, without the prefix of tests.
-
-    Attributes
-    ----------
-    overall : dict[str, Any]
-        Figures of all agents together, with intervals and the number of episodes.
-    by_agent : dict[str, dict[str, float]]
-        By agent, then by name.
-    """
+    """Figures of all agents together with their intervals, and of each; without `test_`."""
 
     overall: dict[str, Any] = field(default_factory=dict)
     by_agent: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -245,7 +237,7 @@ def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
 
 def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures) -> list[str]:
     scenario = Path(text(run.hyper_params.get("scenario")) or "its scenario").name
-    agents = _joined([_words(name) for name in run.agents]) or "agents"
+    agents = _joined([words(name) for name in run.agents]) or "agents"
     game = f"{agents} played {protocol_of(run)} on {scenario}"
     game = f"{game[:1].upper()}{game[1:]}."
     alone = alone_texts(after)
@@ -278,7 +270,7 @@ def _accuracy_text(figures: AgentFigures) -> str:
 def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
     """Return the accuracy of each agent that was tested without a conversation."""
     shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
-    return [(_words(name), percent(share)) for name, share in shares.items() if share is not None]
+    return [(words(name), percent(share)) for name, share in shares.items() if share is not None]
 
 
 # ---- tiles
@@ -334,7 +326,7 @@ def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[T
     for agent in run.agents:
         reward = new.by_agent.get(agent, {}).get("mean_episode_reward")
         if reward is not None:
-            yield Tile(f"Reward, {_words(agent)}", decimal(reward), "mean of an episode")
+            yield Tile(f"Reward, {words(agent)}", decimal(reward), "mean of an episode")
 
 
 def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
@@ -354,6 +346,18 @@ def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
         read = f"{tokens[0]} tokens read, {tokens[1]} generated"
         yield Tile("Requests to models", count(training["num_requests"]), read)
         yield Tile("Fine-tuning jobs", count(training.get("num_jobs")), note)
+
+
+def times(run: RunRecord) -> list[tuple[str, float]]:
+    """The seconds that each part of training took, the longest first."""
+    sums: dict[str, float] = {}
+    for row in run.timings:
+        for name, value in row.items():
+            seconds = number(value)
+            if name.startswith("time/") and name.endswith("_seconds") and seconds is not None:
+                part = name.removeprefix("time/").removesuffix("_seconds")
+                sums[part] = sums.get(part, 0.0) + seconds
+    return sorted(sums.items(), key=lambda item: -item[1])
 
 
 # ---- tables
@@ -427,7 +431,7 @@ def _protocol_rows(names: Mapping[str, Any]) -> list[FigureRow]:
         for name in sorted(names, key=_place)
         if not name.endswith("_interval") and name != "num_episodes"
     ]
-    return [FigureRow(_words(name), figure(name)) for name in shown]
+    return [FigureRow(words(name), figure(name)) for name in shown]
 
 
 def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
@@ -442,13 +446,13 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
             cell = format_value(name, after.get(agent, {}).get(name))
             old = before.get(agent, {}).get(name) if has_before else None
             cells.append(cell if old is None else f"{cell} (before {format_value(name, old)})")
-        rows.append(Row(_words(name), cells))
+        rows.append(Row(words(name), cells))
     for evaluation, stored in run.evaluations.items():
         found = agent_figures(mapping(stored.get("figures"))).by_agent
         for scorer in mapping(stored.get("scorers")):
             for name in (f"mean_{scorer}", f"share_{scorer}"):
                 cells = [format_value(name, found.get(agent, {}).get(name)) for agent in agents]
-                rows.append(Row(f"{_words(name)} ({evaluation})", cells))
+                rows.append(Row(f"{words(name)} ({evaluation})", cells))
     return rows
 
 
@@ -456,15 +460,7 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
 
 
 class Column(NamedTuple):
-    """A column of the comparison of runs: its cell for a run, and the figure for means.
-
-    Attributes
-    ----------
-    part : str
-        Part of `results.json` with the figure.
-    names : tuple[str, ...]
-        Names of the figure; a run has one of them.
-    """
+    """A column of the comparison of runs: a figure, by the name a run has, in a part of results."""
 
     heading: str
     part: str
@@ -510,7 +506,7 @@ def reward_texts(run: RunRecord) -> list[str]:
     """Return each agent's mean reward of an episode after training."""
     after = agent_figures(measured(run)[1]).by_agent
     rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
-    return [f"{_words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
+    return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
 
 
 def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
@@ -524,10 +520,6 @@ def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
 def _place(name: str) -> tuple[bool, bool, bool, str]:
     """The order of figures: deviations last, accuracy and means first."""
     return name.startswith("std_"), "accuracy" not in name, not name.startswith("mean_"), name
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -20,8 +20,14 @@ from scipy import stats
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.evaluation.run_results import import_pandas, read_results
-from nip_astra.report.charts import Line, line_chart, whisker
-from nip_astra.report.curves import RunGroup, charts_of, parameter_differences
+from nip_astra.report.charts import (
+    Line,
+    RunGroup,
+    charts_of,
+    line_chart,
+    parameter_differences,
+    whisker,
+)
 from nip_astra.report.page import render_sections
 from nip_astra.report.records import RunRecord, read_run
 from nip_astra.report.sections import Context, Spec
