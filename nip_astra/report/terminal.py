@@ -17,7 +17,7 @@ from nip_astra.report.evaluations import planted
 from nip_astra.report.records import PROTOCOL, RunRecord, words
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
-from nip_astra.tracking.wandb_tracker import offline_runs
+from nip_astra.tracking.wandb_runs import offline_runs
 from nip_astra.utils.formatting import NOTHING, count, decimal, percent
 
 

@@ -34,13 +34,13 @@ FAILED = "failed"
 REPORT = "report.html"
 LOG = "log.txt"
 HAS_CHECKPOINTS = ".has_checkpoints"
+"""File that exists from a run's first checkpoint on, so that lost ones are missed."""
 MODEL_DIR = "model"
-"""Folder of a run directory with what was trained."""
-"""File that is there from a run's first checkpoint on, so that lost ones are missed."""
+"""Folder of a run directory with the trained model."""
 _UNFINISHED = ".new-"
-"""How the name of a run directory begins that is being made, or removed."""
+"""Start of the name of a run directory that is being made, or removed."""
 _SECONDS_TO_BEGIN = 10.0
-"""After which a directory that nobody has locked is taken for one that a killed process left."""
+"""Age of an unlocked directory that counts as left by a killed process."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -98,13 +98,7 @@ def _without_escape(found: re.Match[str]) -> str:
 
 
 class RunDirectory:
-    """Files of one run.
-
-    Attributes
-    ----------
-    path : Path
-        The directory; its name is the run id.
-    """
+    """Files of one run; the name of its directory is the run id."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,13 +110,7 @@ class RunDirectory:
         run_id: str,
         write: Callable[[RunDirectory], object] = lambda directory: None,
     ) -> RunDirectory:
-        """Make a new run directory, whole or not at all.
-
-        Parameters
-        ----------
-        write : Callable[[RunDirectory], object]
-            Writes the files that it begins with.
-        """
+        """Make a new run directory with the files that `write` writes, whole or not at all."""
         if not _RUN_ID.fullmatch(run_id):
             raise RunDirectoryError(
                 f"the run id {run_id!r} cannot name a folder. Use letters, digits, dots, dashes "
@@ -133,9 +121,8 @@ class RunDirectory:
             str(path.absolute()).encode()
         except UnicodeEncodeError as error:
             raise RunDirectoryError(
-                f"the run {run_id!r} was to be kept in {str(Path(runs_dir))!r}, but that name is "
-                "no UTF-8, in which a run writes down its paths. Choose another folder with "
-                "--runs-dir, or rename it."
+                f"the folder {str(Path(runs_dir))!r} of the run {run_id!r} is no UTF-8. Choose "
+                "another with --runs-dir, or rename it."
             ) from error
         try:
             if path.exists():
