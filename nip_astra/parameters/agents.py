@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -109,15 +110,9 @@ class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
         return is_first == (self.position == "first")
 
 
-class _Kind:
-    """What `polymorphic` expects of a registered component."""
-
-    def __init__(self, parameters: type[UpdateSchedule]) -> None:
-        self.Parameters = parameters
-
-
+# `polymorphic` expects a component with `Parameters`.
 _KINDS = {
-    str(schedule.type_name): _Kind(schedule)
+    str(schedule.type_name): SimpleNamespace(Parameters=schedule)
     for schedule in (
         ConstantUpdateSchedule,
         ContiguousPeriodicUpdateSchedule,
@@ -126,7 +121,7 @@ _KINDS = {
 }
 
 
-def _kind(name: str) -> _Kind:
+def _kind(name: str) -> SimpleNamespace:
     if name not in _KINDS:
         raise UnknownNameError("update schedule", name, _KINDS, "Choose one of these.")
     return _KINDS[name]

@@ -85,15 +85,10 @@ ASTRA_NAMES: dict[str, Move] = {
 def rename(
     values: Mapping[str, Any], names: Mapping[str, Move]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Move values from old dotted paths to new ones.
+    """The values moved from old dotted paths to new ones, and the paths of those that moved.
 
     A value stays where it is if a new path is set already, or lies in something that is no group;
-    validation reports it then. The given values are not changed.
-
-    Returns
-    -------
-    tuple
-        The values, and the old and new paths of those that moved.
+    validation reports it then.
     """
     moved: dict[str, str] = {}
     result = dict(values)
@@ -103,7 +98,8 @@ def rename(
         for name in list(result) if section == "*" else [section]:
             path = f"{name}.{inside}" if inside else name
             new = {one.replace("*", name, 1): function for one, function in targets.items()}
-            if _has(result, path) and all(_can_be_set(result, one) for one in new):
+            group, last = _group_at(result, path)
+            if group and last in group and all(_can_be_set(result, one) for one in new):
                 value = _pop(result, path)
                 for one, function in new.items():
                     _set(result, one, function(value))
@@ -143,11 +139,6 @@ def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] |
         if not isinstance(found, Mapping):
             return None, name
     return found, name
-
-
-def _has(values: Mapping[str, Any], path: str) -> bool:
-    group, name = _group_at(values, path)
-    return group is not None and name in group
 
 
 def _can_be_set(values: Mapping[str, Any], path: str) -> bool:

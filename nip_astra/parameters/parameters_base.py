@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import NoneType, UnionType, new_class
 from typing import (
@@ -14,6 +13,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     Self,
     TypeVar,
     Union,
@@ -92,19 +92,11 @@ def faults_of(
     *,
     prefix: str = "",
 ) -> list[ParameterFault]:
-    """Every fault of a validation.
+    """Every fault of a validation of a model, whose path in another is `prefix`.
 
-    Parameters
-    ----------
-    model : type[BaseModel]
-        The validated model.
-    sources : Mapping[str, str]
-        Where each value came from, by dotted path; a fault takes the source of its parts or of its
-        nearest parent.
-    prefix : str
-        Dotted path of the model with a trailing dot, if it is part of another.
+    A fault takes the source of its parts, or of its nearest parent.
     """
-    found = [_Found.of(detail, model, prefix) for detail in error.errors(include_url=False)]
+    found = [_located(detail, model, prefix) for detail in error.errors(include_url=False)]
     faults: list[ParameterFault] = []
     for group in _by_place(found):
         first = group[0]
@@ -114,6 +106,10 @@ def faults_of(
             faults += faults_of(context["error"], context["model"], sources, prefix=inner)
             continue
         explained = [_explain(one, model, prefix) for one in group]
+        problems = list(dict.fromkeys(problem for problem, _ in explained))
+        if len(problems) > 1:
+            wants = [one.removeprefix("must be ").partition(", not ")[0] for one in problems]
+            problems = [f"must be {' or '.join(wants)}"]
         kind, path, given = first.detail["type"], first.path, first.detail["input"]
         if kind == UNKNOWN_TYPE:
             path, given = f"{path}.{TYPE_KEY}", given[TYPE_KEY]
@@ -121,7 +117,7 @@ def faults_of(
             ParameterFault(
                 path=path,
                 given="nothing" if kind == "missing" else show_value(given),
-                problem=_either([problem for problem, _ in explained]),
+                problem=problems[0],
                 suggestion=next((suggestion for _, suggestion in explained if suggestion), ""),
                 source="" if kind == "missing" else _source_of(path, sources),
             )
@@ -144,50 +140,37 @@ def is_about_elements(values: Mapping[str, Any]) -> bool:
     return bool(values) and all(str(name).isdecimal() for name in values)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """An error of pydantic, located in the parameters.
-
-    Attributes
-    ----------
-    path : str
-        Dotted path, without pydantic's names for the members of a union.
-    union_path : str or None
-        Path of the enclosing field of several types, if the error concerns one of them.
-    siblings : tuple[str, ...]
-        Known names of the enclosing group.
-    """
+class _Found(NamedTuple):
+    """An error of pydantic, located in the parameters."""
 
     detail: Mapping[str, Any]
-    path: str
-    union_path: str | None
-    siblings: tuple[str, ...]
+    path: str  # dotted, without pydantic's names for the members of a union
+    union_path: str | None  # of the enclosing field of several types, if it concerns one of them
+    siblings: tuple[str, ...]  # known names of the enclosing group
 
-    @classmethod
-    def of(cls, detail: Any, model: type[BaseModel], prefix: str) -> _Found:
-        parts: list[str] = []
-        union_path: str | None = None
-        annotation: Any = model
-        owner: Any = model
-        for part in detail["loc"]:
-            owner = annotation
-            annotation, is_name = _step(annotation, part)
-            if is_name:
-                parts.append(str(part))
-            elif union_path is None:
-                union_path = prefix + ".".join(parts)
-        owners = [one for one in _members(owner) if hasattr(one, "model_fields")]
-        siblings = tuple(owners[0].model_fields) if owners else ()
-        path = (prefix + ".".join(parts)).rstrip(".")
-        return cls(detail, path, union_path, siblings)
+
+def _located(detail: Any, model: type[BaseModel], prefix: str) -> _Found:
+    parts: list[str] = []
+    union_path: str | None = None
+    annotation: Any = model
+    owner: Any = model
+    for part in detail["loc"]:
+        owner = annotation
+        annotation, is_name = _step(annotation, part)
+        if is_name:
+            parts.append(str(part))
+        elif union_path is None:
+            union_path = prefix + ".".join(parts)
+    owners = [one for one in _members(owner) if hasattr(one, "model_fields")]
+    siblings = tuple(owners[0].model_fields) if owners else ()
+    return _Found(detail, (prefix + ".".join(parts)).rstrip("."), union_path, siblings)
 
 
 def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
     """The errors one by one, but those of a union together.
 
-    For a union, the member that accepted most of the value reports the error: for a list, its
-    element, and not that the value should have been text. So does a member that accepted all of it
-    and found its parts inconsistent.
+    The member of a union that accepted most of the value reports the error: for a list, its
+    element, and not that the value should have been text.
     """
     unions: dict[str, list[_Found]] = {}
     for one in found:
@@ -198,22 +181,24 @@ def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
             yield [one]
         elif one.union_path in unions:
             members = unions.pop(one.union_path)
+            # A member with a value_error accepted all parts and found them inconsistent.
             deeper = [
-                member
+                [member]
                 for member in members
                 if member.path != one.union_path or member.detail["type"] == "value_error"
             ]
-            if deeper:
-                yield from ([member] for member in deeper)
-            else:
-                yield members
+            yield from deeper or [members]
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
     """The annotation at one part of a location, and whether the part is a name in a file."""
     members = _members(annotation)
     if len(members) > 1:
-        return next((one for one in members if _is_tag_of(str(part), one)), None), False
+        for member in members:
+            name = getattr(get_origin(member) or member, "__name__", "")
+            if str(part) == name or str(part).startswith(f"{name}["):
+                return member, False
+        return None, False
     inner = members[0] if members else None
     if isinstance(inner, type) and issubclass(inner, BaseModel):
         field = inner.model_fields.get(str(part))
@@ -234,11 +219,6 @@ def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return [one for inner in get_args(annotation) for one in _members(inner)]
     return [] if annotation in (None, NoneType) else [annotation]
-
-
-def _is_tag_of(tag: str, member: Any) -> bool:
-    name = getattr(get_origin(member) or member, "__name__", "")
-    return tag == name or tag.startswith(f"{name}[")
 
 
 def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, str]:
@@ -321,14 +301,6 @@ def _paths(
             is_group = isinstance(inner, type) and issubclass(inner, BaseModel)
             if is_group and inner not in above:
                 yield from _paths(inner, f"{prefix}{name}.", (*above, model))
-
-
-def _either(problems: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(problems))
-    if len(distinct) == 1:
-        return distinct[0]
-    wants = [problem.removeprefix("must be ").partition(", not ")[0] for problem in distinct]
-    return f"must be {' or '.join(wants)}"
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str:

@@ -141,13 +141,11 @@ def _thin_band(band: Band) -> Band:
     if len(band.points) <= MAX_POINTS:
         return band
     size = math.ceil(len(band.points) / NUM_STRETCHES)
-    starts = range(0, len(band.points), size)
-    return replace(band, points=[_bounds(band.points[start : start + size]) for start in starts])
-
-
-def _bounds(stretch: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    xs, lows, highs = zip(*stretch, strict=True)
-    return (xs[0] + xs[-1]) / 2, min(lows), max(highs)
+    points = []
+    for start in range(0, len(band.points), size):
+        xs, lows, highs = zip(*band.points[start : start + size], strict=True)
+        points.append(((xs[0] + xs[-1]) / 2, min(lows), max(highs)))
+    return replace(band, points=points)
 
 
 def line_chart(
@@ -184,7 +182,11 @@ def line_chart(
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if y is not None]
     ys += [y for band in bands for _, low, high in band.points for y in (low, high)]
-    y_marks = nice_ticks(*_limits(ys, kind), whole=kind == "count")
+    low, high = min(ys), max(ys)
+    if kind != "number":
+        low, high = 0.0, max(high, 0.01 if kind == "percent" else 1.0)
+    high = min(high, 1.0) if kind == "percent" else high
+    y_marks = nice_ticks(low, high, whole=kind == "count")
     x_marks = nice_ticks(min(xs), max(xs), num=5, whole=True)
     to_x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     to_y = _scale(y_marks[0], y_marks[-1], HEIGHT - BOTTOM, TOP)
@@ -204,7 +206,7 @@ def whisker(
     """Lay out an interval on a line from 0 to `limit`."""
     if value is None or limit <= 0:
         return None
-    places = [None if one is None else _round(100.0 * one / limit) for one in (value, low, high)]
+    places = [None if one is None else round(100.0 * one / limit, 1) for one in (value, low, high)]
     return Whisker(places[0] or 0.0, places[1], places[2], color)
 
 
@@ -232,13 +234,6 @@ def nice_ticks(low: float, high: float, num: int = 4, *, whole: bool = False) ->
     return [place * step for place in range(first, last + 1)]
 
 
-def _limits(ys: Sequence[float], kind: str) -> tuple[float, float]:
-    if kind == "number":
-        return min(ys), max(ys)
-    top = max(max(ys), 0.01 if kind == "percent" else 1.0)
-    return 0.0, min(top, 1.0) if kind == "percent" else top
-
-
 def _tick_label(mark: float, marks: Sequence[float], kind: str) -> str:
     step = marks[1] - marks[0]
     if kind == "percent":
@@ -255,11 +250,7 @@ def _tick_label(mark: float, marks: Sequence[float], kind: str) -> str:
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     if high <= low:
         return lambda _: (start + end) / 2
-    return lambda value: _round(start + (value - low) / (high - low) * (end - start))
-
-
-def _round(value: float) -> float:
-    return round(value, 1)
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
 
 def _path(line: Line, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> str:
@@ -419,13 +410,17 @@ class MetricRow(NamedTuple):
 
 def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Group runs by their parameters without the seed, in the order given."""
-    keys = [_identity(run) for run in runs]
+    keys = []
+    for run in runs:
+        kept = {name: one for name, one in run.hyper_params.items() if name not in _NOT_COMPARED}
+        # A run without readable parameters is like no other.
+        keys.append(json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id)
     distinct = list(dict.fromkeys(keys))
     groups: dict[str, RunGroup] = {}
     for run, key in zip(runs, keys, strict=True):
         if key not in groups:
             name = letter(len(groups)) if len(distinct) > 1 else ""
-            label = _group_label(run, _differing(run, runs) if len(distinct) > 1 else [])
+            label = _group_label(run, runs if len(distinct) > 1 else [run])
             groups[key] = RunGroup(name, label, 1 + len(groups) % (NUM_COLORS - 1))
         groups[key].runs.append(run)
     return list(groups.values())
@@ -548,32 +543,21 @@ def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
     return [(step, [values[step] for values in known]) for step in steps]
 
 
-def _identity(run: RunRecord) -> str:
-    kept = {name: item for name, item in run.hyper_params.items() if name not in _NOT_COMPARED}
-    # A run without readable parameters is like no other.
-    return json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id
-
-
-def _differing(run: RunRecord, runs: Sequence[RunRecord]) -> list[str]:
-    """What sets a run apart from others of its trainer, and where none does, from all."""
-    trainer = run.hyper_params.get("trainer")
-    alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
-    found = [
-        [path for path, _ in parameter_differences(some) if path != "seed"]
-        for some in (alike, runs)
-    ]
-    return found[0] or found[1]
-
-
 def letter(place: int) -> str:
     """The name of a group or arm: A to Z, then a number."""
     return chr(ord("A") + place) if place < 26 else str(place + 1)
 
 
-def _group_label(run: RunRecord, differing: Sequence[str]) -> str:
-    trainer = str(run.hyper_params.get("trainer") or run.run_id)
+def _group_label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    """A run's trainer and its differences from others of that trainer, or if none, from all."""
+    trainer = run.hyper_params.get("trainer")
+    alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
+    differing: list[str] = []
+    for some in (alike, runs):
+        paths = [path for path, _ in parameter_differences(some) if path != "seed"]
+        differing = differing or paths
     values: Mapping[str, Any] = dict(flatten(mapping(run.hyper_params)))
     own = [path for path in differing if path in values and path != "trainer"]
     # More than two differences do not fit a legend; the table of parameters has them all.
     parts = [f"{path.rpartition('.')[2]} {value_text(values[path])[:24]}" for path in own[:2]]
-    return " · ".join([trainer, *parts])
+    return " · ".join([str(trainer or run.run_id), *parts])

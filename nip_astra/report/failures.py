@@ -73,7 +73,7 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
 
 
 def probe_key(probe: str) -> str:
-    """Return the words of a probe, by which equal ones are known."""
+    """The words of a probe, by which equal ones are known."""
     return " ".join(probe.casefold().split())
 
 
@@ -285,7 +285,7 @@ class Labels:
             self.clusters.append(ClusterLabel(grouped.table, number, group.size))
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
-        """Return the planted failures and the clusters of the failures among nodes."""
+        """The planted failures and the clusters of the failures among nodes."""
         failures = [node for node in nodes if node.is_failure(self._threshold)]
         paths = Paths(nodes) if self._planted else None
         plants: set[int] = set()

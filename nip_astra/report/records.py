@@ -204,7 +204,7 @@ def read_run(path: str | Path) -> RunRecord:
     run.metrics = [
         {present_name(name): value for name, value in row.items()}
         for row in reader.lines(METRICS_FILE)
-        if _step_of(row) is not None
+        if _integer(row.get("step")) is not None
     ]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
     for file in sorted(directory.path.glob(ANALYSES)):
@@ -242,7 +242,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
-    """Results with the keys of today, also where an older version wrote them."""
+    """Results with the current keys, also if an older version wrote them."""
     training = mapping(results.get("training"))
     for name in ("iterations", "optimizer_steps"):
         old = training.get(name, results.get(f"num_{name}"))
@@ -277,11 +277,14 @@ class _Reader:
             with (self.run.path / name).open(encoding="utf-8", errors="replace") as file:
                 for line in islice(file, MAX_ROWS):
                     num_rows += 1
-                    row = _parse_line(line)
-                    if row is None:
-                        num_broken += 1
-                    else:
+                    try:
+                        row = json.loads(line)
+                    except (ValueError, RecursionError):
+                        row = None
+                    if isinstance(row, dict):
                         yield row
+                    else:
+                        num_broken += 1
                 is_cut = num_rows == MAX_ROWS and bool(file.readline())
         except FileNotFoundError:
             if is_needed:
@@ -318,7 +321,7 @@ def node_of(row: Mapping[str, Any]) -> Node:
     messages = [(text(role), text(content)) for role, content in pairs]
     opening = next((content for role, content in messages if role == "user"), "")
     return Node(
-        step=_step_of(row) or 0,
+        step=_integer(row.get("step")) or 0,
         node=place["node"],
         parent=place["parent"],
         depth=place["depth"] or 0,
@@ -341,18 +344,6 @@ def node_of(row: Mapping[str, Any]) -> Node:
 def _integer(value: Any) -> int | None:
     as_float = number(value)
     return None if as_float is None else int(as_float)
-
-
-def _step_of(row: Mapping[str, Any]) -> int | None:
-    return _integer(row.get("step"))
-
-
-def _parse_line(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _log_lines(path: Path) -> list[str]:

@@ -168,7 +168,8 @@ def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
 
 def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
     """What the parameters say where no evaluation looked at the weights."""
-    section = _section(run)
+    sections = [mapping(value) for value in run.hyper_params.values()]
+    section = next((one for one in sections if "target" in one and "scorer" in one), {})
     found: list[Mapping[str, Any]] = []
     for role in ROLES:
         agent = mapping(section.get(role))
@@ -188,12 +189,6 @@ def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         places = [parameters.get("weights")]
     source = next(filter(None, places), None)
     return {"role": role, "name": kind, "kind": kind, "source": source}
-
-
-def _section(run: RunRecord) -> Mapping[str, Any]:
-    """The parameters of the scenario's kind: those with a target."""
-    sections = [mapping(value) for value in run.hyper_params.values()]
-    return next((one for one in sections if "target" in one and "scorer" in one), {})
 
 
 def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -247,7 +242,7 @@ class Spec:
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
-    """Return the sections about one run; those that have nothing to show give None."""
+    """The sections about one run; those that have nothing to show give None."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -290,7 +285,7 @@ def sections_of_run(
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
-    """Return the sections about several runs together; `anchors` is by the id() of a run."""
+    """The sections about several runs together; `anchors` is by the id() of a run."""
     return [
         Spec("overview", "Overview", lambda: _overview(groups, anchors)),
         Spec("differences", "What differs", lambda: _differences(groups)),

@@ -83,12 +83,12 @@ class AgentFigures:
 
 
 def accuracy_name(report: Report) -> str:
-    """Return the name under which a report has its share of right decisions."""
+    """The name under which a report has its share of right decisions."""
     return next((name for name in ACCURACY if number(report.get(name)) is not None), ACCURACY[0])
 
 
 def protocol_of(run: RunRecord) -> str:
-    """Return the name of a run's interaction protocol."""
+    """The name of a run's interaction protocol."""
     named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
     name = text(named) or "a protocol"
     is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
@@ -108,15 +108,14 @@ def agent_figures(report: Report) -> AgentFigures:
 
 
 def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the figures before and after training; empty where they were not measured."""
+    """The figures before and after training; empty where they were not measured."""
     return mapping(run.results.get("before")), mapping(run.results.get("after"))
 
 
 # ---- cells
 
 
-@dataclass(frozen=True)
-class MetInTraining:
+class MetInTraining(NamedTuple):
     """Planted failures that training met, and random search with as many target queries."""
 
     found: int
@@ -130,7 +129,7 @@ class MetInTraining:
 
 
 def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
-    """Return what training met of the planted failures; None where it is not stored."""
+    """The planted failures that training met; None if that is not stored."""
     training, search = mapping(results.get("training")), mapping(results.get("random_search"))
     plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
     total = number(mapping(results.get("after")).get("num_plants"))
@@ -143,7 +142,7 @@ def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
 
 
 def plants_found(report: Report) -> float | None:
-    """Return the planted failures found in held-out conversations."""
+    """The planted failures found in held-out conversations."""
     # Older results count those met in training under the other name.
     return number(report.get("plants_found_held_out", report.get("plants_found")))
 
@@ -174,7 +173,7 @@ def _num_distinct(report: Report) -> str:
 
 
 def verdict(run: RunRecord) -> list[str]:
-    """Return the findings of a run in words."""
+    """The findings of a run in words."""
     before, after = measured(run)
     if run.kind == PROTOCOL:
         return _protocol_verdict(run, agent_figures(before), agent_figures(after))
@@ -268,7 +267,7 @@ def _accuracy_text(figures: AgentFigures) -> str:
 
 
 def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
-    """Return the accuracy of each agent that was tested without a conversation."""
+    """The accuracy of each agent that was tested without a conversation."""
     shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
     return [(words(name), percent(share)) for name, share in shares.items() if share is not None]
 
@@ -277,7 +276,7 @@ def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """Return the main figures that a run has."""
+    """The main figures that a run has."""
     before, after = measured(run)
     made = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
     if number(after.get("failure_rate")) is not None:
@@ -371,7 +370,7 @@ class FigureRow(NamedTuple):
 
 
 def figure(name: str) -> Callable[[Report], str]:
-    """Return a writer of the figure of this name."""
+    """A writer of the figure of this name."""
     return lambda report: format_figure(report, name)
 
 
@@ -469,7 +468,7 @@ class Column(NamedTuple):
     write: Callable[[Report], str] | None = None
 
     def cell(self, report: Report) -> str:
-        """Return the cell of a run."""
+        """The cell of a run."""
         if self.write is not None:
             return self.write(report)
         known = [name for name in self.names if name in report] or self.names
@@ -503,7 +502,7 @@ OVERVIEW: dict[str, tuple[Column, ...]] = {
 
 
 def reward_texts(run: RunRecord) -> list[str]:
-    """Return each agent's mean reward of an episode after training."""
+    """Each agent's mean reward of an episode after training."""
     after = agent_figures(measured(run)[1]).by_agent
     rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
     return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]

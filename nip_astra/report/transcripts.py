@@ -180,7 +180,7 @@ def reward_scale(run: RunRecord) -> Scale:
 def tables_of(
     run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
 ) -> list[Table]:
-    """Return a run's conversations by table and iteration, a sample where they are too many.
+    """A run's conversations by table and iteration, a sample where they are too many.
 
     `prefix` begins the ids of conversations on the page.
     """
@@ -228,7 +228,7 @@ def order_of(table: str) -> int:
 
 
 def title_of(table: str, data: str) -> str:
-    """Return the heading of a table, with what its data were."""
+    """The heading of a table, with what its data were."""
     named = table.replace("evaluations/", "Evaluation ")
     return _TITLES[table].format(data) if table in _TITLES else named
 
@@ -383,7 +383,7 @@ def _reward(turn: Turn) -> float:
 
 
 def key_of(node: Node) -> Key:
-    """Return the conversation of a node."""
+    """The conversation of a node."""
     return node.step, *node.conversation
 
 
@@ -396,7 +396,7 @@ class Paths:
             self._conversations.setdefault(key_of(node), []).append(node)
 
     def to(self, node: Node) -> list[Node]:
-        """Return the turns from the opening to a node, itself the last.
+        """The turns from the opening to a node, itself the last.
 
         The node alone where the rows do not hold the turns before it.
         """
@@ -409,7 +409,7 @@ class Paths:
         return [*earlier, node] if is_chain else [node]
 
     def find(self, like: Node) -> Node | None:
-        """Return the turn that says the same at the same place; None where there is none."""
+        """The turn that says the same at the same place; None where there is none."""
         for (_, *conversation), nodes in self._conversations.items():
             if tuple(conversation) == like.conversation:
                 for node in nodes:
@@ -430,7 +430,7 @@ def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
 
 
 def label_of(table: str, node: Node) -> str:
-    """Return the name of a node's conversation."""
+    """The name of a node's conversation."""
     kind = "conversation" if node.transcript is None else "answer"
     when = f", iteration {node.step:,}" if node.step else ""
     name = table.removeprefix("evaluations/")

@@ -105,20 +105,12 @@ class SearchParameters(SubParameters):
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seeds.
-
-    Attributes
-    ----------
-    values : Mapping[str, str]
-        Parameters that the sweep varies, as text for `--set`.
-    fixed : Mapping[str, str]
-        Parameters that it sets to the same value in all arms.
-    """
+    """Runs that differ only in their seeds."""
 
     trainer: str
     scenario: str | None
-    values: Mapping[str, str]
-    fixed: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str]  # parameters that the sweep varies, as text for `--set`
+    fixed: Mapping[str, str] = field(default_factory=dict)  # those with one value in all arms
 
     @property
     def _varied(self) -> list[str]:
@@ -402,13 +394,7 @@ def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
 
 
 class RequestedFigures:
-    """Figures that a sweep shows or searches by, checked against those that its trainers report.
-
-    Parameters
-    ----------
-    metrics : Sequence[str]
-        Figures after training that are shown.
-    """
+    """Figures that a sweep shows or searches by, checked against those that its trainers report."""
 
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
         self._undeclared: dict[str, set[str]] = {}

@@ -24,12 +24,13 @@ from nip_astra.report.charts import (
     Line,
     RunGroup,
     charts_of,
+    letter,
     line_chart,
     parameter_differences,
     whisker,
 )
 from nip_astra.report.page import render_sections
-from nip_astra.report.records import RunRecord, read_run
+from nip_astra.report.records import read_run
 from nip_astra.report.sections import Context, Spec
 from nip_astra.sweep.plan import (
     DEV,
@@ -151,11 +152,7 @@ class SweepResults:
 
     @property
     def selected_by(self) -> str | None:
-        """The figure after training by which a search selected; None if it used none.
-
-        The best trial by it was selected on the data that it is measured on, so its figure is too
-        good.
-        """
+        """The figure on the test data by which a search selected, so that it is too good."""
         objective = self.plan.search.objective if self.plan.search else None
         return None if objective is None or objective.startswith(DEV) else objective
 
@@ -296,13 +293,11 @@ class SweepResults:
 
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.rows)
-        return frame
+        return import_pandas().DataFrame(self.rows)  # type: ignore[no-any-return]
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
         """`summary` as a pandas frame."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.summary(names))
-        return frame
+        return import_pandas().DataFrame(self.summary(names))  # type: ignore[no-any-return]
 
     def write_parquet(self, path: str | Path) -> None:
         """Write the rows as a Parquet file."""
@@ -381,7 +376,6 @@ def _about(arm: Arm) -> dict[str, Any]:
 
 
 def _student(values_S: Sequence[float], *, scale: float = 0.0) -> PairedDifference:
-    """Student's interval of a mean over seeds."""
     return paired_difference(
         values_S, range(len(values_S)), is_bounded=False, scale=scale, level=LEVEL
     )
@@ -440,7 +434,7 @@ def _table_of(results: SweepResults, name: str) -> Context:
         rows.append(
             {
                 "arm": arm.name,
-                "letter": _letter(place),
+                "letter": letter(place),
                 "color": _color(place),
                 "num_seeds": len(mean.values),
                 "before": format_value(name, before.mean) if before else NOTHING,
@@ -475,7 +469,7 @@ def _tested(
     for (place, arm), (other_place, other) in pairs:
         beside = results.difference(other, arm, name)
         if beside is not None and beside.num_seeds > 1:
-            known.append((f"{_letter(other_place)} less {_letter(place)}", beside))
+            known.append((f"{letter(other_place)} less {letter(place)}", beside))
     adjusted = iter(holm([beside.p for _, beside in known if beside.p is not None]))
     return [
         {
@@ -526,22 +520,14 @@ def _groups(results: SweepResults) -> list[RunGroup]:
     """The runs of the first arms that have started."""
     groups: list[RunGroup] = []
     for place, arm in enumerate(results.arms[:MAX_DRAWN]):
-        runs = [
-            run
-            for seed in results.plan.seeds
-            if (run := _read(results.directory / arm.run_id(seed))) is not None
-        ]
+        runs = []
+        for seed in results.plan.seeds:
+            # A run that has started may have written nothing yet.
+            with suppress(RunDirectoryError):
+                runs.append(read_run(results.directory / arm.run_id(seed)))
         if runs:
-            groups.append(RunGroup(_letter(place), arm.name, _color(place), runs))
+            groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
     return groups
-
-
-def _read(path: Path) -> RunRecord | None:
-    try:
-        return read_run(path) if path.is_dir() else None
-    except RunDirectoryError:
-        # It has started and has written nothing yet.
-        return None
 
 
 def _curves(groups: Sequence[RunGroup]) -> Context | None:
@@ -589,10 +575,6 @@ def _runs(results: SweepResults) -> Context:
                 }
             )
     return {"rows": rows, "num_failed": sum(bool(row["message"]) for row in rows)}
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else str(place + 1)
 
 
 def _color(place: int) -> int:

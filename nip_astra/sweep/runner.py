@@ -89,27 +89,13 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """How a run is started or resumed; only text, so that another machine can do it.
+    """How a run is started or resumed; only text, so that another machine can do it."""
 
-    Attributes
-    ----------
-    folder : str
-        The run's directory.
-    log : str
-        File for its output.
-    stop : str
-        File whose existence makes the run save its work and stop.
-    working_directory : str
-        Base of relative paths in parameters.
-    begin, resume : tuple[str, ...]
-        Command-line arguments.
-    """
-
-    folder: str
-    log: str
-    stop: str
-    working_directory: str
-    begin: tuple[str, ...]
+    folder: str  # the run's directory
+    log: str  # file for its output
+    stop: str  # file whose existence makes the run save its work and stop
+    working_directory: str  # base of relative paths in parameters
+    begin: tuple[str, ...]  # command-line arguments
     resume: tuple[str, ...]
 
     def start(self) -> Child:
@@ -352,15 +338,7 @@ class _Working:
 
 
 class SweepRunner:
-    """Executes the runs of a plan in a folder, whose files say which have ended.
-
-    Parameters
-    ----------
-    directory : Path
-        Has a folder per run, `sweep.json` and the logs of all runs.
-    launcher : Launcher, optional
-        By default the one that the options name.
-    """
+    """Executes the runs of a plan in a folder, whose files say which have ended."""
 
     def __init__(
         self,
@@ -386,12 +364,7 @@ class SweepRunner:
     ) -> list[FinishedRun]:
         """Execute the runs that have not ended. One that fails does not stop the others.
 
-        Parameters
-        ----------
-        on_end : Callable
-            Called with each run as it ends, and with those that had ended before.
-        progress : bool
-            Whether a bar is shown.
+        `on_end` is called with each run as it ends, and with those that had ended before.
         """
         self._prepare_folder()
         with run_lock(self.directory), self._listening():
@@ -568,15 +541,7 @@ class SweepRunner:
 
 
 class SweepBar:
-    """One progress bar over the iterations of all runs; those of runs to come are estimated.
-
-    Parameters
-    ----------
-    num_runs : int
-        Runs of the sweep, including those that had ended before.
-    progress_path : Callable
-        File with the progress of a run.
-    """
+    """One progress bar over the iterations of all runs; those of runs to come are estimated."""
 
     def __init__(
         self,

@@ -108,19 +108,11 @@ def _none(search: SearchParameters) -> BasePruner:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """The stored state of a trial.
-
-    Attributes
-    ----------
-    state : str
-        "running", "complete", "pruned" or "fail".
-    value : float or None
-        The objective, its mean over seeds; None until the trial has ended.
-    """
+    """The stored state of a trial."""
 
     number: int
-    state: str
-    value: float | None
+    state: str  # running, complete, pruned or fail
+    value: float | None  # the objective, its mean over seeds, once complete
     arm: Arm
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from nip_astra.errors import MissingDependencyError, TrackingError
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped, plain_numbers, register_tracker
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class LocalTracker(Tracker):
                 self._files[name] = path.open("ab")
             file = self._files[name]
             for record in records:
-                line = to_json(_without_non_finite(record), allow_nan=False)
+                line = to_json(finite(record), allow_nan=False)
                 file.write(f"{line}\n".encode(errors="backslashreplace"))
             file.flush()
         except OSError as error:
@@ -157,13 +157,6 @@ def _cut(path: Path, length: int) -> None:
     if path.stat().st_size < length:
         length = path.read_bytes().rfind(b"\n") + 1
     os.truncate(path, length)
-
-
-def _without_non_finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
 
 
 @register_tracker("tensorboard")

@@ -235,7 +235,7 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file atomically; NaN and infinities, which JSON has not, become null."""
         path = self.path / name
-        text = to_json(_finite(value), indent=2, allow_nan=False)
+        text = to_json(finite(value), indent=2, allow_nan=False)
         write_atomically(path, text + "\n")
         return path
 
@@ -304,11 +304,12 @@ def _remove_abandoned(own: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A nested value with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
