@@ -207,7 +207,8 @@ def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
 
 
 def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
-    from nip_astra.sweep.results import REPORT, SUMMARY, TABLE
+    from nip_astra.sweep.results import SUMMARY, TABLE
+    from nip_astra.tracking.run_directory import REPORT
 
     names = list(metrics) or [results.headline()]
     for name in names:

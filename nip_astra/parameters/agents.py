@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, show_value
 from nip_astra.parameters.conditions import ReadWhere, where, where_above, where_given
-from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import ByType, PolymorphicParameters, SubParameters
 
 
 class UpdateSchedule(PolymorphicParameters):
@@ -127,7 +127,7 @@ def _kind(name: str) -> SimpleNamespace:
     return _KINDS[name]
 
 
-UpdateScheduleField = polymorphic(_kind, UpdateSchedule)
+UpdateScheduleField = Annotated[UpdateSchedule, ByType(_kind, UpdateSchedule)]
 """Type of a field that holds an update schedule."""
 
 
@@ -156,7 +156,7 @@ class AgentParameters(SubParameters):
     solo_agent is the trainer; the actor's there. Pretraining has no such factors."""
     body_lr_factor: LrFactors = LrFactors()
     """Learning rate of the agent's body, as a multiple of the agent's."""
-    update_schedule: UpdateScheduleField = ConstantUpdateSchedule()  # type: ignore[valid-type]
+    update_schedule: UpdateScheduleField = ConstantUpdateSchedule()
     """Iterations in which the agent learns; epochs, of the trainer solo_agent."""
     use_orthogonal_initialisation: bool = True
     """Whether weight matrices start orthogonal and biases at 0, instead of torch's defaults."""

@@ -557,11 +557,11 @@ def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) ->
     base : type[PolymorphicParameters]
         The base of all kinds; instances pass unchanged.
     """
-    return Annotated[base, _ByType(get, base)]
+    return Annotated[base, ByType(get, base)]
 
 
-class _ByType:
-    """Validation and JSON Schema of a polymorphic field."""
+class ByType:
+    """Validation and JSON Schema of a polymorphic field; see `polymorphic`."""
 
     def __init__(self, get: Callable[[str], Any], base: type[PolymorphicParameters]) -> None:
         self.get = get

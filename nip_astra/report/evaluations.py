@@ -379,7 +379,7 @@ def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
     random = mapping(random_search.get("plants"))
     stored = [mapping(plant) for plant in items(run.results.get("planted_failures"))]
     known = {text(plant.get("name")): plant for plant in stored}
-    queries = {name: number(query) for name, query in found.items() if number(query) is not None}
+    queries = {name: query for name in found if (query := number(found[name])) is not None}
     rows = []
     for name in sorted({**found, **known}, key=lambda name: queries.get(name, float("inf"))):
         plant = known.get(name, {})
