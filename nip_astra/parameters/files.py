@@ -43,19 +43,12 @@ _MAX_DEPTH = 50
 class Layer:
     """Parameter values from one place; a later layer wins.
 
-    Attributes
-    ----------
-    source : str
-        Where the values come from, for messages and for `show`.
-    values : dict
-        Nested values by name; `${a.b}` in a text refers to another parameter.
-    stored_in : Path or None
-        The parameter file of a run, if the values come from it or from a file that it extends.
+    `${a.b}` in a text refers to another parameter.
     """
 
-    source: str
+    source: str  # for messages and `show`
     values: dict[str, Any]
-    stored_in: Path | None = None
+    stored_in: Path | None = None  # the run's parameter file that has them, or extends theirs
 
     @classmethod
     def literal(cls, source: str, values: Mapping[str, Any]) -> Layer:
@@ -217,13 +210,8 @@ def merge_layers(
 
     A group whose `_type` a later layer changes is replaced as a whole, since the parameters of the
     old type mean nothing to the new one. A group whose names are numbers changes elements of a
-    list, whose source then names all places.
-
-    Parameters
-    ----------
-    resolve : bool
-        Whether `${other.parameter}` becomes that parameter's value; False if more layers follow,
-        which may hold it.
+    list, whose source then names all places. Without `resolve`, `${other.parameter}` stays, since
+    a layer that follows may hold it.
     """
     merger = _Merger()
     for layer in layers:

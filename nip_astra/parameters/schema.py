@@ -33,15 +33,12 @@ def schema_of_files(
 ) -> dict[str, Any]:
     """The JSON Schema of files that `model` validates once they are complete.
 
-    Parameters
-    ----------
-    known : Mapping[str, Sequence[str]]
-        Names that an editor proposes, by top-level parameter.
-    is_open : bool
-        Whether unknown groups pass, as sections of plug-ins.
+    `known` has names that an editor proposes, by top-level parameter. With `is_open`, unknown
+    groups pass, as sections of plug-ins.
     """
-    schema: dict[str, Any] = _of(model)
-    settings = _of(ExperimentSettings)
+    schema, settings = (
+        one.model_json_schema(schema_generator=_Generator) for one in (model, ExperimentSettings)
+    )
     definitions = schema.pop("$defs", {}) | settings.pop("$defs", {})
     definitions["ExperimentSettings"] = settings
     properties = schema["properties"]
@@ -69,11 +66,6 @@ class _Generator(GenerateJsonSchema):
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False
-
-
-def _of(model: type[Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = model.model_json_schema(schema_generator=_Generator)
-    return schema
 
 
 def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
@@ -113,14 +105,14 @@ def _value(schema: Mapping[str, Any]) -> dict[str, Any]:
     kinds = loose.pop("anyOf", None) or [loose]
     if {"type": "string"} in kinds or not any(kinds):
         return {**beside, "anyOf": kinds} if len(kinds) > 1 else {**beside, **kinds[0]}
-    kinds += [_elements(kind) for kind in kinds if kind.get("type") == "array"]
+    # A group with numbers as names changes single elements of a list.
+    kinds += [
+        {
+            "type": "object",
+            "patternProperties": {"^[0-9]+$": kind.get("items", {})},
+            "additionalProperties": False,
+        }
+        for kind in kinds
+        if kind.get("type") == "array"
+    ]
     return {**beside, "anyOf": [*kinds, {"$ref": f"#/{DEFINITIONS}/Reference"}]}
-
-
-def _elements(array: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a group that changes single elements of a list, by number."""
-    return {
-        "type": "object",
-        "patternProperties": {"^[0-9]+$": array.get("items", {})},
-        "additionalProperties": False,
-    }

@@ -44,7 +44,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A hyper-parameter with its source; `source` is empty where no file says it."""
+    """A hyper-parameter with its source, which is empty if it is not known."""
 
     path: str
     value: str
@@ -65,28 +65,24 @@ def parameters(run: RunRecord) -> list[Parameter]:
     ]
 
 
-def environment(run: RunRecord) -> list[tuple[str, str]]:
-    """What the run ran on and its settings, without empty values."""
-    known = {
-        name: value
-        for name, value in run.environment.items()
-        if name not in (SIGNATURE, SETTINGS_SIGNATURE)
-    }
-    values = dict(flatten({**known, "settings": run.settings}))
-    return [(name, value_text(value)) for name, value in values.items() if value not in (None, [])]
-
-
-def commands(run: RunRecord) -> list[tuple[str, str]]:
+def _commands(run: RunRecord) -> list[tuple[str, str]]:
     """The commands that run it again, each with what it needs."""
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
     where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
-    made = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    commands = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
     if run.sources:
-        given = [one for one in parameters(run) if one.is_given]
-        made.append(("from the project alone", f"nip-astra {_options(run, given)}{where}"))
-    return made
+        names = ("trainer", "scenario", "seed")
+        options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
+        for one in parameters(run):
+            if one.source == "--plugin":
+                plugins = items(run.hyper_params.get("plugins"))
+                options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
+            elif one.is_given and one.path not in names:
+                options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
+        commands.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return commands
 
 
 def all_warnings(run: RunRecord) -> list[str]:
@@ -103,18 +99,6 @@ def all_warnings(run: RunRecord) -> list[str]:
     listed = " ".join(found)
     found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
     return list(dict.fromkeys(found))
-
-
-def _options(run: RunRecord, given: Sequence[Parameter]) -> str:
-    names = ("trainer", "scenario", "seed")
-    words = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
-    for one in given:
-        if one.source == "--plugin":
-            plugins = items(run.hyper_params.get("plugins"))
-            words += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
-        elif one.path not in names:
-            words.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
-    return " ".join(words)
 
 
 def cards(run: RunRecord) -> dict[str, Any] | None:
@@ -134,7 +118,7 @@ def cards(run: RunRecord) -> dict[str, Any] | None:
 
 
 def determinism(run: RunRecord) -> list[str]:
-    """Say under which conditions the same command gives the same numbers."""
+    """Conditions under which the same command gives the same numbers."""
     seed = text(run.hyper_params.get("seed"))
     found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
     threads = number(run.environment.get("num_threads"))
@@ -341,8 +325,7 @@ def _agent_figures(run: RunRecord) -> Context | None:
 def _episodes(run: RunRecord) -> Context | None:
     tables = transcripts.episode_tables(run)
     has_texts = any(one.texts for table in tables for one in table.episodes)
-    context = {"tables": tables, "agents": _agents(run), "has_texts": has_texts}
-    return context if tables else None
+    return {"tables": tables, "agents": _agents(run), "has_texts": has_texts} if tables else None
 
 
 def _legend_entry(group: RunGroup) -> Context:
@@ -453,9 +436,14 @@ def _parameters(run: RunRecord) -> Context | None:
 
 def _environment(run: RunRecord) -> Context | None:
     times = summary.times(run)
+    signatures = (SIGNATURE, SETTINGS_SIGNATURE)
+    known = {name: one for name, one in run.environment.items() if name not in signatures}
+    values = flatten({**known, "settings": run.settings})
     return {
-        "environment": environment(run),
-        "commands": commands(run),
+        "environment": [
+            (name, value_text(value)) for name, value in values if value not in (None, [])
+        ],
+        "commands": _commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
         "has_target": run.kind == CONVERSATION,
@@ -480,7 +468,7 @@ def _services(run: RunRecord) -> Context | None:
 
 def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """A heading and the cells of each chat model, and last whether its tokens were guessed."""
-    found = []
+    rows = []
     for name, value in mapping(figures.get("services")).items():
         use = mapping(value)
         failures = mapping(use.get("failures"))
@@ -494,8 +482,8 @@ def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, lis
             *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
             "guessed" if number(use.get("num_estimated")) else "",
         ]
-        found.append((f"{text(name)}, {where}", cells))
-    return found
+        rows.append((f"{text(name)}, {where}", cells))
+    return rows
 
 
 _OVERVIEWS = {
@@ -509,29 +497,24 @@ _OVERVIEWS = {
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
     tables = []
     for kind, (title, lead) in _OVERVIEWS.items():
-        of_kind = [group for group in groups if group.runs[0].kind == kind]
-        if of_kind:
-            columns = summary.OVERVIEW[kind]
-            blocks = [_block(group, anchors, columns) for group in of_kind]
-            headings = [column.heading for column in columns]
+        columns = summary.OVERVIEW[kind]
+        blocks = [_block(one, anchors, columns) for one in groups if one.runs[0].kind == kind]
+        if blocks:
             tables.append(
                 {
                     "title": title,
                     "lead": lead,
-                    "headings": headings,
+                    "headings": [column.heading for column in columns],
                     "blocks": blocks,
                     "is_protocol": kind == PROTOCOL,
                     "clusters": _CLUSTERS[kind],
                 }
             )
-    warnings = [
-        warning
-        for group in groups
-        for run in group.runs
-        for warning in _warnings(
-            run, [f"{run_label(run, group)}: {line}" for line in all_warnings(run)]
-        )
-    ]
+    warnings: list[Context] = []
+    for group in groups:
+        for run in group.runs:
+            lines = [f"{run_label(run, group)}: {line}" for line in all_warnings(run)]
+            warnings += _warnings(run, lines)
     return {"tables": tables, "warnings": warnings}
 
 

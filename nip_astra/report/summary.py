@@ -77,6 +77,11 @@ class AgentFigures:
         return number(self.overall.get(accuracy_name(self.overall)))
 
     @property
+    def accuracy_text(self) -> str:
+        """That share with its interval and counts."""
+        return format_figure(self.overall, accuracy_name(self.overall))
+
+    @property
     def num_episodes(self) -> float | None:
         """Episodes on which the figures rest."""
         return number(self.overall.get("num_episodes"))
@@ -248,9 +253,9 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
         last = f", the last with an accuracy of {percent(known[-1])} in training" if known else ""
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
     among = f"{count(after.num_episodes)} test episodes" if after.num_episodes else "test episodes"
-    sentence = f"The decision is right in {_accuracy_text(after)} of {among}"
+    sentence = f"The decision is right in {after.accuracy_text} of {among}"
     if before.accuracy is not None:
-        sentence += f"; before training, it was in {_accuracy_text(before)}"
+        sentence += f"; before training, it was in {before.accuracy_text}"
     sentences = [f"{sentence}.", game]
     undecided = after.overall.get("share_undecided")
     if undecided is not None:
@@ -260,10 +265,6 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
     if worst is not None:
         sentences.append(f"On the datapoint with the most errors it is right in {percent(worst)}.")
     return sentences
-
-
-def _accuracy_text(figures: AgentFigures) -> str:
-    return format_figure(figures.overall, accuracy_name(figures.overall))
 
 
 def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
@@ -407,7 +408,15 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
     met = met_in_training(run.results)
-    for label, cell in _protocol_rows(names) if run.kind == PROTOCOL else MAIN_ROWS:
+    main = MAIN_ROWS
+    if run.kind == PROTOCOL:
+        left = [name for name in names if not name.endswith("_interval")]
+        main = tuple(
+            FigureRow(words(name), figure(name))
+            for name in sorted(left, key=_place)
+            if name != "num_episodes"
+        )
+    for label, cell in main:
         cells = [cell(report) for _, report in shown]
         if cell is plants_text and met is not None:
             # Those of random search are not of held-out episodes; they have a row below.
@@ -422,15 +431,6 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
         queries = [count(met.queries) if heading in found else NOTHING for heading, _ in shown]
         rows.append(Row("  in target queries", queries))
     return [heading for heading, _ in shown], rows
-
-
-def _protocol_rows(names: Mapping[str, Any]) -> list[FigureRow]:
-    shown = [
-        name
-        for name in sorted(names, key=_place)
-        if not name.endswith("_interval") and name != "num_episodes"
-    ]
-    return [FigureRow(words(name), figure(name)) for name in shown]
 
 
 def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:

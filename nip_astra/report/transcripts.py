@@ -353,7 +353,7 @@ def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
     table.episodes = chosen
     table.sample = (
         f"A sample of {len(chosen):,} of {table.num_episodes:,} conversations ({num_nodes:,} of "
-        f"{table.num_nodes:,} turns): the {_num_worst(num_kept):,} with the highest scores and "
+        f"{table.num_nodes:,} turns): the {(num_kept + 1) // 2:,} with the highest scores and "
         "others at equal distances in the order of scores. All are in the run's rollouts folder."
     )
 
@@ -364,12 +364,8 @@ def _fits(episodes: Iterable[Episode], max_nodes: int, max_characters: int) -> b
     return num_nodes <= max_nodes and sum(one.size for one in chosen) <= max_characters
 
 
-def _num_worst(num_kept: int) -> int:
-    return (num_kept + 1) // 2
-
-
 def _spread(episodes: list[Episode], num_kept: int) -> list[Episode]:
-    worst, others = episodes[: _num_worst(num_kept)], episodes[_num_worst(num_kept) :]
+    worst, others = episodes[: (num_kept + 1) // 2], episodes[(num_kept + 1) // 2 :]
     wanted = num_kept - len(worst)
     return worst + [others[len(others) * place // wanted] for place in range(wanted)]
 
@@ -493,7 +489,10 @@ def episode_tables(run: RunRecord) -> list[EpisodeTable]:
         for _, step, rows in [newest, *others[-1:]]:
             episodes = [_protocol_episode(run, name, row, colors) for row in _mixed(rows)]
             title = title_of(name, "test data").replace("_", " ")
-            first_open = frozenset() if tables else _open(episodes)
+            # In the first table the first right episode is open, and the first other.
+            kinds = [one.outcome == "right" for one in episodes]
+            first = {kinds.index(kind) for kind in kinds} if not tables else set()
+            first_open = frozenset(first)
             tables.append(EpisodeTable(title, step, episodes, len(rows), first_open))
     return tables
 
@@ -535,13 +534,6 @@ def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return taken[:MAX_EPISODES]
 
 
-def _open(episodes: Sequence[ProtocolEpisode]) -> frozenset[int]:
-    """The episodes that are open from the start: the first right one and the first other."""
-    rights = [place for place, one in enumerate(episodes) if one.outcome == "right"]
-    others = [place for place, one in enumerate(episodes) if one.outcome != "right"]
-    return frozenset(rights[:1] + others[:1])
-
-
 def _protocol_episode(
     run: RunRecord, table: str, row: Mapping[str, Any], colors: Mapping[str, int]
 ) -> ProtocolEpisode:
@@ -552,13 +544,18 @@ def _protocol_episode(
     rewards = mapping(row.get("rewards"))
     lines = [line for one in shown for line in _round(one, view, colors)]
     outcome = outcome_of(row)
+    identity = []
+    if number(datapoint.get("id")) is not None:
+        identity.append(f"datapoint {count(datapoint['id'])}")
+    if datapoint.get("note"):
+        identity.append(text(datapoint["note"]))
     return ProtocolEpisode(
         outcome=outcome,
         label=_label(row.get("label"), view),
         decision="no decision" if outcome == "undecided" else _label(row["decision"], view),
         num_rounds=len(rounds),
         rewards=[(words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
-        datapoint=_identity(datapoint),
+        datapoint="; ".join(identity),
         texts=[
             (words(name), text(content))
             for name, content in mapping(datapoint.get("texts")).items()
@@ -577,15 +574,6 @@ def _protocol_episode(
 def _label(value: Any, view: DatapointView) -> str:
     label = number(value)
     return f"label {count(value)}" if label is None else view.label(int(label))
-
-
-def _identity(datapoint: Mapping[str, Any]) -> str:
-    parts = []
-    if number(datapoint.get("id")) is not None:
-        parts.append(f"datapoint {count(datapoint['id'])}")
-    if datapoint.get("note"):
-        parts.append(text(datapoint["note"]))
-    return "; ".join(parts)
 
 
 def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Move]:
@@ -610,7 +598,7 @@ def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int
                     decision=DECISIONS.get(int(decision), "")
                     if is_first and decision is not None
                     else "",
-                    reward=_signed_reward(rewards.pop(agent, 0.0)) if is_first else "",
+                    reward=_signed(rewards.pop(agent, 0.0)) if is_first else "",
                     chance=percent(math.exp(min(logprob, 0.0))) if logprob is not None else "",
                 )
             )
@@ -618,11 +606,11 @@ def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int
         if reward:
             number_shown = "" if found else count(one.get("round"))
             where = (number_shown, words(agent), colors.get(agent, 0))
-            found.append(Move(*where, "", "", "", _signed_reward(reward), ""))
+            found.append(Move(*where, "", "", "", _signed(reward), ""))
     return found
 
 
-def _signed_reward(value: float) -> str:
+def _signed(value: float) -> str:
     return f"{'+' if value > 0 else ''}{decimal(value)}" if value else ""
 
 
@@ -651,26 +639,21 @@ def _choices(
                     if place is not None:
                         rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
                         rounds_named.append(count(one.get("round")))
-    return [
-        Choice(part, place, words(agent), colors.get(agent, 0), _rounds(named))
-        for (part, place, agent), named in found.items()
-    ]
-
-
-def _rounds(named: Sequence[str]) -> str:
-    """The rounds in which a place was named; of many the first."""
-    distinct = list(dict.fromkeys(named))
-    more = f" +{len(distinct) - SHOWN_ROUNDS}" if len(distinct) > SHOWN_ROUNDS else ""
-    return ", ".join(distinct[:SHOWN_ROUNDS]) + more
+    choices = []
+    for (part, place, agent), named in found.items():
+        distinct = list(dict.fromkeys(named))
+        rounds_text = ", ".join(distinct[:SHOWN_ROUNDS])
+        if len(distinct) > SHOWN_ROUNDS:
+            rounds_text += f" +{len(distinct) - SHOWN_ROUNDS}"
+        choices.append(Choice(part, place, words(agent), colors.get(agent, 0), rounds_text))
+    return choices
 
 
 def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
-    """The view of what a datapoint says it is; a plain one where no scenario knows that."""
+    """The view of a datapoint; a plain one if no scenario knows its kind."""
     kind = datapoint.get("kind")
-    return (_view_class(kind) if isinstance(kind, str) else DatapointView)(datapoint)
-
-
-def _view_class(kind: str) -> type[DatapointView]:
+    if not isinstance(kind, str):
+        return DatapointView(datapoint)
     # Scenarios take torch, which a report without datapoints does not need.
     from nip_astra.scenarios.registry import SCENARIOS
 
@@ -680,5 +663,5 @@ def _view_class(kind: str) -> type[DatapointView]:
         except NipAstraError:
             continue  # its package cannot be imported
         if scenario.datapoint_kind == kind:
-            return scenario.datapoint_view
-    return DatapointView
+            return scenario.datapoint_view(datapoint)
+    return DatapointView(datapoint)
