@@ -80,15 +80,6 @@ if TYPE_CHECKING:
     from nip_astra.overview import show as show
     from nip_astra.parameters.agents import AgentParameters as AgentParameters
     from nip_astra.parameters.agents import AgentsParameters as AgentsParameters
-    from nip_astra.parameters.agents import (
-        AlternatingPeriodicUpdateSchedule as AlternatingPeriodicUpdateSchedule,
-    )
-    from nip_astra.parameters.agents import (
-        ConstantUpdateSchedule as ConstantUpdateSchedule,
-    )
-    from nip_astra.parameters.agents import (
-        ContiguousPeriodicUpdateSchedule as ContiguousPeriodicUpdateSchedule,
-    )
     from nip_astra.parameters.agents import LrFactors as LrFactors
     from nip_astra.parameters.agents import RandomAgentParameters as RandomAgentParameters
     from nip_astra.parameters.conditions import where as where
@@ -113,6 +104,15 @@ if TYPE_CHECKING:
     from nip_astra.parameters.types import InteractionProtocolType as InteractionProtocolType
     from nip_astra.parameters.types import ScenarioType as ScenarioType
     from nip_astra.parameters.types import TrainerType as TrainerType
+    from nip_astra.parameters.update_schedule import (
+        AlternatingPeriodicUpdateSchedule as AlternatingPeriodicUpdateSchedule,
+    )
+    from nip_astra.parameters.update_schedule import (
+        ConstantUpdateSchedule as ConstantUpdateSchedule,
+    )
+    from nip_astra.parameters.update_schedule import (
+        ContiguousPeriodicUpdateSchedule as ContiguousPeriodicUpdateSchedule,
+    )
     from nip_astra.plugins import load_plugin as load_plugin
     from nip_astra.plugins import module_of as module_of
     from nip_astra.progress import IterationContext as IterationContext
@@ -317,7 +317,7 @@ _HOMES = {
     "AgentShape": "nip_astra.scenario_base.protocol.message_space",
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
-    "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.agents",
+    "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
     "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
@@ -342,8 +342,8 @@ _HOMES = {
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.trainers",
     "ConfigurationError": "nip_astra.errors",
-    "ConstantUpdateSchedule": "nip_astra.parameters.agents",
-    "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.agents",
+    "ConstantUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
     "ConversationInstance": "nip_astra.scenario_instance",
     "DataError": "nip_astra.errors",
     "DatapointView": "nip_astra.scenario_base.protocol.datapoint_views",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, UnreadParameterError, show_value
-from nip_astra.parameters.agents import UpdateSchedule
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.parameters.parameters_base import SubParameters as OurSubParameters
+from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
 from nip_astra.scenarios.images.pretrained.base import PRETRAINED_MODELS

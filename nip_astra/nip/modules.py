@@ -12,10 +12,10 @@ def _at(module: str, names: str) -> dict[str, str]:
 
 _SCHEDULES = {
     **_at(
-        "nip_astra.parameters.agents",
+        "nip_astra.parameters.update_schedule",
         "ConstantUpdateSchedule ContiguousPeriodicUpdateSchedule AlternatingPeriodicUpdateSchedule",
     ),
-    "AgentUpdateSchedule": "nip_astra.parameters.agents:UpdateSchedule",
+    "AgentUpdateSchedule": "nip_astra.parameters.update_schedule:UpdateSchedule",
 }
 _AGENTS = _at(
     f"{PACKAGE}.hyper_params",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nip_astra.errors import ParameterError
-from nip_astra.parameters.agents import (
-    AgentParameters,
+from nip_astra.parameters.agents import AgentParameters
+from nip_astra.parameters.update_schedule import (
     AlternatingPeriodicUpdateSchedule,
     ConstantUpdateSchedule,
     ContiguousPeriodicUpdateSchedule,

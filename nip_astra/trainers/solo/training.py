@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError
-from nip_astra.parameters.agents import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
+from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.trainers.protocol.optimizers import ADAM_EPS, Part, parts_of
