@@ -408,7 +408,7 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
     met = met_in_training(run.results)
-    main = MAIN_ROWS
+    main: Sequence[FigureRow] = MAIN_ROWS
     if run.kind == PROTOCOL:
         left = [name for name in names if not name.endswith("_interval")]
         main = tuple(

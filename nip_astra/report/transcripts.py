@@ -640,12 +640,12 @@ def _choices(
                         rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
                         rounds_named.append(count(one.get("round")))
     choices = []
-    for (part, place, agent), named in found.items():
+    for (part, at, agent), named in found.items():
         distinct = list(dict.fromkeys(named))
         rounds_text = ", ".join(distinct[:SHOWN_ROUNDS])
         if len(distinct) > SHOWN_ROUNDS:
             rounds_text += f" +{len(distinct) - SHOWN_ROUNDS}"
-        choices.append(Choice(part, place, words(agent), colors.get(agent, 0), rounds_text))
+        choices.append(Choice(part, at, words(agent), colors.get(agent, 0), rounds_text))
     return choices
 
 
