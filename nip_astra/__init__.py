@@ -162,7 +162,7 @@ if TYPE_CHECKING:
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
-    from nip_astra.rollouts.trajectory_advantages import (
+    from nip_astra.rollouts.trajectory import (
         compute_grpo_advantage_for_trajectories as compute_grpo_advantage_for_trajectories,
     )
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
@@ -253,9 +253,9 @@ if TYPE_CHECKING:
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
-    from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
+    from nip_astra.trainers.ast_dpo import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
@@ -266,19 +266,19 @@ if TYPE_CHECKING:
     from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
-    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
-    from nip_astra.trainers.remote_api_cross_entropy import (
+    from nip_astra.trainers.remote_api import (
         RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
     )
-    from nip_astra.trainers.remote_api_grpo import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
-    from nip_astra.trainers.remote_api_opd import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
+    from nip_astra.trainers.remote_api import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
-    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
-    from nip_astra.trainers.self_hosted_base import policy_loss as policy_loss
-    from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
-    from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.self_hosted import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
@@ -322,7 +322,7 @@ _HOMES = {
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
-    "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
+    "AstPreferenceTrainer": "nip_astra.trainers.ast_dpo",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.trainers",
     "Batch": "nip_astra.rollouts.batch",
@@ -415,10 +415,10 @@ _HOMES = {
     "Reaction": "nip_astra.scenario_base.tasks.base",
     "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
-    "RemoteApiCrossEntropyTrainer": "nip_astra.trainers.remote_api_cross_entropy",
-    "RemoteApiGrpoTrainer": "nip_astra.trainers.remote_api_grpo",
-    "RemoteApiOpdTrainer": "nip_astra.trainers.remote_api_opd",
-    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
+    "RemoteApiCrossEntropyTrainer": "nip_astra.trainers.remote_api",
+    "RemoteApiGrpoTrainer": "nip_astra.trainers.remote_api",
+    "RemoteApiOpdTrainer": "nip_astra.trainers.remote_api",
+    "RemoteApiTrainer": "nip_astra.trainers.remote_api",
     "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
@@ -435,9 +435,9 @@ _HOMES = {
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
-    "SelfHostedGrpoTrainer": "nip_astra.trainers.self_hosted_grpo",
-    "SelfHostedOpdTrainer": "nip_astra.trainers.self_hosted_opd",
-    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
+    "SelfHostedGrpoTrainer": "nip_astra.trainers.self_hosted",
+    "SelfHostedOpdTrainer": "nip_astra.trainers.self_hosted",
+    "SelfHostedTrainer": "nip_astra.trainers.self_hosted",
     "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
@@ -492,7 +492,7 @@ _HOMES = {
     "call_in_sandbox": "nip_astra.utils.sandbox",
     "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
-    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
+    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory",
     "compute_position_id_with_mask": "nip_astra.rollouts.batch",
     "derive_seed": "nip_astra.utils.seeding",
     "derived_generator": "nip_astra.utils.seeding",
@@ -511,7 +511,7 @@ _HOMES = {
     "nstep_returns": "nip_astra.rl_objectives.advantages",
     "padding_data": "nip_astra.rollouts.batch",
     "play_task": "nip_astra.samplers.tasks",
-    "policy_loss": "nip_astra.trainers.self_hosted_base",
+    "policy_loss": "nip_astra.trainers.self_hosted",
     "open_chat_model": "nip_astra.language_models.services.retrying",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",

@@ -59,7 +59,7 @@ SHORT_MODULES = {
     "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
     **{
         f"nip_astra.trainers.{name}": "found by the registry under its name"
-        for name in ("ast_ipo", "pure_text_malt", "vanilla_ppo")
+        for name in ("pure_text_malt", "vanilla_ppo")
     },
 }
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}

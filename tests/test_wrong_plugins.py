@@ -153,7 +153,7 @@ def test_a_run_that_has_nothing_to_learn_from_says_so(cli: CommandLine, override
     said = cli.run(overrides=(override,))
     assert said.code == 0, said.err
     text = " ".join(said.out.split())
-    assert "warning: the attacker is as it was: no iteration gave a sample to learn from." in text
+    assert "warning: nothing was learned: no iteration had a training sample." in text
     assert "Raise the scenario's tree_width or training.num_episodes_per_experience" in text
 
 

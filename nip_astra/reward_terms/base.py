@@ -51,7 +51,7 @@ class RatedProbes:
         bool; True on the tokens that the attacker sampled, its end token included.
     probe_logprobs_NT : Tensor
         float32, no grad; their log-probabilities under the sampling attacker, nats, of the
-        distribution that is trained (`trainers.behaviour`).
+        distribution that is trained (`trainers.ast.behaviour`).
     reference_logprobs_NT : Tensor
         float32; those under the reference, at temperature 1 without truncation.
     response_score_N : Tensor

@@ -10,8 +10,16 @@ from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
 
+_MODULES = {
+    "ast_dpo": ("ast_ipo", "ast_simpo"),
+    "self_hosted": ("self_hosted_grpo", "self_hosted_opd"),
+    "remote_api": ("remote_api_grpo", "remote_api_opd", "remote_api_cross_entropy"),
+}
 TRAINERS: Registry[type[Trainer]] = Registry(
-    "trainer", package="nip_astra.trainers", members=TrainerType
+    "trainer",
+    package="nip_astra.trainers",
+    members=TrainerType,
+    modules={name: module for module, names in _MODULES.items() for name in names},
 )
 TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
 

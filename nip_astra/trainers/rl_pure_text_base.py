@@ -30,8 +30,7 @@ from nip_astra.language_models.services.fine_tuning import FineTuningOptions, Jo
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_arrays import rollouts_of
-from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
+from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler, rollouts_of
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run

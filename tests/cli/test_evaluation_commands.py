@@ -260,6 +260,17 @@ def test_attackers_against_targets_make_a_matrix(
     assert [r["response"] for r in rows[0]] != [r["response"] for r in rows[1]]
 
 
+def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    typed = ("evaluate", "runs/one", "--probability-episodes", "0")
+    plant = ("--set", "ast_chat.planted_failures=[{name: own, probe: cat}]")
+    assert cli(*typed, *plant).code == 0
+    assert cli(*typed, *plant, "--target", str(tiny_scenario / "attacker")).code == 0
+    assert figures_of(run, "test")["plants"]["total"] == 1
+    assert figures_of(run, "test-attacker")["plants"] is None
+
+
 def _another_scorer(cli: CommandLine) -> tuple[str, ...]:
     """Write a scorer of one's own, called `skip`, and give the options for it."""
     cli.write("picky.py", SCORER)

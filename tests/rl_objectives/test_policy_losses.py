@@ -25,8 +25,8 @@ from nip_astra.rl_objectives.reductions import REDUCTIONS, bounded, reduce_loss
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
 from nip_astra.trainers import self_hosted_base
-from nip_astra.trainers.language_model.steps import STEP_TOTALS
-from nip_astra.trainers.remote_api_base import RemoteApiTrainer, RemoteLossParameters
+from nip_astra.trainers.language_model_base import STEP_TOTALS
+from nip_astra.trainers.remote_api import RemoteApiTrainer, RemoteLossParameters
 from nip_astra.trainers.service.parameters import PolicyLossParameters
 from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import trl_trainer
@@ -432,7 +432,7 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(trl: Any, na
     columns = {"old_logprobs": given[1], "advantages": given[2], "trained_mask": given[3]}
     batch = TensorDict({**columns, STEP_TOTALS: totals}, batch_size=[rows])
     trainer: Any = SimpleNamespace(
-        _loss_options=lambda: RemoteLossParameters(loss=name),
+        parameters=SimpleNamespace(policy_loss=RemoteLossParameters(loss=name)),
         policy_logprobs=lambda *_: (given[0],),
     )
     mine = RemoteApiTrainer.loss(trainer, batch).loss

@@ -17,8 +17,8 @@ from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, cispo
 from nip_astra.rl_objectives.preference import divergence_scores, preference_loss, sequence_logprobs
 from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
-from nip_astra.rollouts.preference_pairs import select_pairs
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.trainers.ast_dpo import select_pairs
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from tests.rollouts.test_tree_and_pairs import make_tree
 from tests.tiny import make_language_model

@@ -318,7 +318,7 @@ def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(
 
     reset = Unrated.reset
     monkeypatch.setattr(Unrated, "reset", moody)
-    with pytest.raises(WorkerProcessError, match=r"RatedGuessing .* reacted otherwise"):
+    with pytest.raises(WorkerProcessError, match="RatedGuessing"):
         play_task(agent, task, PROBLEMS, PLAN, num_parts=3, team=team)
 
 

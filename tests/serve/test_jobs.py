@@ -316,6 +316,14 @@ def test_files_are_kept_listed_and_deleted(service: Running, client: openai.Open
     assert not service.store.file_path(made.id).exists()
 
 
+@pytest.mark.parametrize("limit", ["0", "10001", "x", "-1", "9" * 5000, "00000001099999"])
+def test_a_limit_that_is_no_count_is_refused(service: Running, limit: str) -> None:
+    for route in ("files", "fine_tuning/jobs"):
+        answer = httpx.get(f"{service.root}/v1/{route}", params={"limit": limit})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "limit"
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
 def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
     def files() -> list[Path]:

@@ -32,7 +32,7 @@ from nip_astra.sweep.plan import (
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_sweep
-from nip_astra.sweep.runner import SweepRunner
+from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
 from tests.command_line import plugins_forgotten_after
 
@@ -110,6 +110,8 @@ def test_figures_that_no_trainer_reports_are_refused_before_the_first_run() -> N
     RequestedFigures(plan, ["failure_rate", "verifier/test_accuracy"])
     with pytest.raises(UnknownNameError, match="failure_rate"):
         RequestedFigures(plan, ["failur_rate"])
+    with pytest.raises(UnknownNameError, match="failure_rate"):
+        check_sweep(plan, SweepOptions(metrics=["failur_rate"]))
     search = {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}, "objective": "dev/failure"}
     overrides = ["training.eval_period=1"]
     searching = SweepPlan.from_dict(

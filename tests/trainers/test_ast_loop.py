@@ -332,7 +332,7 @@ def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: 
 
 def test_batches_by_episode_need_samples_that_say_theirs(tiny_scenario: Path) -> None:
     trainer = _trainer(tiny_scenario, "training.batch_order=by_episode")
-    with pytest.raises(ConfigurationError, match="do not say their episode"):
+    with pytest.raises(ConfigurationError, match="samples with 'episode'"):
         list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 

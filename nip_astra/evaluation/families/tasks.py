@@ -164,7 +164,7 @@ class Tasks(EvaluationFamily):
         return read_rows(evaluation.path / TASK_ROWS)
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
-        from nip_astra.trainers.service.measuring import Tally
+        from nip_astra.trainers.service.metrics import Tally
 
         options = getattr(_resolve(run_of(run)[0], request).hyper_params, KIND).evaluation
         num_runs = options.num_dev_runs if request.split == "dev" else options.num_runs
@@ -305,7 +305,7 @@ def play_problems(
     NothingMeasuredError
         When no answer has a reward.
     """
-    from nip_astra.trainers.service.measuring import Tally
+    from nip_astra.trainers.service.metrics import Tally
     from nip_astra.utils.intervals import paired_difference
 
     options = trainer.options.evaluation

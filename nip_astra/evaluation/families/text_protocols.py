@@ -111,7 +111,7 @@ class TextProtocols(EpisodeFamily):
     ) -> dict[str, Any]:
         from nip_astra.run import prepare_experiment
         from nip_astra.samplers.answer_journal import AnswerJournal
-        from nip_astra.samplers.text_arrays import rollouts_of
+        from nip_astra.samplers.text_rollouts import rollouts_of
         from nip_astra.trainers.service_use import services_used
         from nip_astra.trainers.text.datapoints import held_out_episodes, train_episodes
         from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows

@@ -18,7 +18,7 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.samplers.text_arrays import active_turns, read_prompt
+from nip_astra.samplers.text_rollouts import active_turns, read_prompt
 from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.scenario_base.text.parsing import decision_text
 from nip_astra.utils.background_loop import BackgroundLoop

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nip_astra.samplers.text_arrays import active_turns
+from nip_astra.samplers.text_rollouts import active_turns
 from nip_astra.scenario_base.text.game import TextGame
 from nip_astra.trainers.text.statistics import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict

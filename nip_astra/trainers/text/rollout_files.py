@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_arrays import transcripts
+from nip_astra.samplers.text_rollouts import transcripts
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nip_astra.language_models.services.fine_tuning import PreferenceExample
 from nip_astra.rl_objectives.advantages import mean_child_return
-from nip_astra.samplers.text_arrays import read_prompt
+from nip_astra.samplers.text_rollouts import read_prompt
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 

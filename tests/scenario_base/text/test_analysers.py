@@ -11,7 +11,7 @@ import pytest
 from nip_astra.errors import ServiceError
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.chat_models.scripted import Script, ScriptedChatModel
-from nip_astra.samplers.text_arrays import rollouts_of
+from nip_astra.samplers.text_rollouts import rollouts_of
 from nip_astra.scenario_base.text.analysers.base import (
     Cast,
     RolloutAnalyser,

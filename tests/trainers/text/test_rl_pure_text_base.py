@@ -539,6 +539,7 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     rollouts = trainer._sample_rollouts("test", 0)
     right = rollouts["decision"] == rollouts["y"]
     found = trainer._get_log_stats(rollouts)
+    assert trainer._get_log_stats(rollouts, train=True) == found
     assert found["mean_accuracy"] == pytest.approx(right.mean())
     assert found["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
     assert found["accuracy_where_level_2"] == pytest.approx(

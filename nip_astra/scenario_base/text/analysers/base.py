@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from nip_astra.parameters.parameters_base import ComponentRegistry, PlainText, PolymorphicParameters
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.protocol_base import ProtocolHandler
-from nip_astra.samplers.text_arrays import active_turns
+from nip_astra.samplers.text_rollouts import active_turns
 from nip_astra.scenario_base.text.parsing import DECISION_WORDS
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
