@@ -88,18 +88,18 @@ if TYPE_CHECKING:
     from nip_astra.parameters.content import find_scenario as find_scenario
     from nip_astra.parameters.conversion import register_conversion as register_conversion
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
-    from nip_astra.parameters.message_regression import (
-        MessageRegressionParameters as MessageRegressionParameters,
-    )
     from nip_astra.parameters.parameters_base import PolymorphicParameters as PolymorphicParameters
     from nip_astra.parameters.parameters_base import SubParameters as SubParameters
     from nip_astra.parameters.parameters_base import polymorphic as polymorphic
-    from nip_astra.parameters.protocols import BaseRunParameters as BaseRunParameters
-    from nip_astra.parameters.protocols import CommonProtocolParameters as CommonProtocolParameters
-    from nip_astra.parameters.protocols import ZkProtocolParameters as ZkProtocolParameters
-    from nip_astra.parameters.text import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import BaseRunParameters as BaseRunParameters
     from nip_astra.parameters.trainers import CommonPpoParameters as CommonPpoParameters
+    from nip_astra.parameters.trainers import CommonProtocolParameters as CommonProtocolParameters
+    from nip_astra.parameters.trainers import (
+        MessageRegressionParameters as MessageRegressionParameters,
+    )
     from nip_astra.parameters.trainers import RlTrainerParameters as RlTrainerParameters
+    from nip_astra.parameters.trainers import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import ZkProtocolParameters as ZkProtocolParameters
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
     from nip_astra.parameters.types import InteractionProtocolType as InteractionProtocolType
     from nip_astra.parameters.types import ScenarioType as ScenarioType
@@ -245,8 +245,12 @@ if TYPE_CHECKING:
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
     from nip_astra.sweep.results import read_sweep as read_sweep
-    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
-    from nip_astra.sweep.sweeping import run_sweep as run_sweep
+    from nip_astra.sweep.runner import Launcher as Launcher
+    from nip_astra.sweep.runner import SweepOptions as SweepOptions
+    from nip_astra.sweep.runner import register_launcher as register_launcher
+    from nip_astra.sweep.runner import run_sweep as run_sweep
+    from nip_astra.sweep.search import register_pruner as register_pruner
+    from nip_astra.sweep.search import register_sweep_sampler as register_sweep_sampler
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker

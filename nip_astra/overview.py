@@ -19,9 +19,8 @@ from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.parameters.files import flatten
-from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_files
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
-from nip_astra.parameters.schema import schema_of_files
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.safe_text import to_json
@@ -116,8 +115,7 @@ def show(**experiment: Any) -> ExperimentView:
     **experiment
         As for `resolve_experiment`: `trainer`, `scenario`, `parameter_file`, `overrides`, ...
     """
-    from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.resolving.unread_parameters import never_read
+    from nip_astra.resolving.resolution import never_read, resolve_experiment
     from nip_astra.scenarios.registry import SCENARIOS
 
     resolved = resolve_experiment(**experiment)

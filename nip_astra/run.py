@@ -33,9 +33,13 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
-from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
-from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.resolving.unread_parameters import never_read
+from nip_astra.resolving.resolution import (
+    RERUN_TESTS,
+    ResolvedExperiment,
+    fetch_base_run,
+    never_read,
+    resolve_experiment,
+)
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files

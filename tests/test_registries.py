@@ -22,8 +22,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters import types
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
@@ -43,6 +43,8 @@ from nip_astra.scenarios.images.pretrained.base import (
 )
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
+from nip_astra.sweep.runner import LAUNCHERS
+from nip_astra.sweep.search import PRUNERS, SWEEP_SAMPLERS
 from nip_astra.trainers.registry import TRAINERS, register_trainer
 from nip_astra.trainers.trainer_base import Trainer
 
@@ -88,8 +90,6 @@ DECORATORS: dict[str, Any] = {
     "rollout_analyser": register_rollout_analyser,
     "training_service": register_training_service,
 }
-OF_FUNCTIONS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""Registries of functions, whose built-ins stand in one module."""
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
@@ -112,8 +112,11 @@ OF_FUNCTIONS = {
     "advantage": ADVANTAGES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
+    "sweep_sampler": SWEEP_SAMPLERS,
+    "pruner": PRUNERS,
+    "launcher": LAUNCHERS,
 }
-"""Registries of functions, whose built-ins stand in one module."""
+"""Registries whose built-ins stand in one module and have no enum."""
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
 
 

@@ -20,7 +20,7 @@ from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from nip_astra.resolving.unread_parameters import OF_EVERY_RUN, SHARED_GROUPS
+from nip_astra.resolving.resolution import OF_EVERY_RUN, SHARED_GROUPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.solo_agent import SoloAgentTrainer
 

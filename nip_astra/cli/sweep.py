@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,18 +19,19 @@ from nip_astra.cli.options import (
     Trust,
     Wandb,
     complain,
+    open_console,
     say,
     settings_of,
-    show,
 )
-from nip_astra.errors import ConfigurationError, NipAstraError, UntrustedRunError
-from nip_astra.safe_text import safe_text, to_json
+from nip_astra.errors import NipAstraError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.safe_text import safe_text
 
 if TYPE_CHECKING:
-    from nip_astra.sweep.launchers import FinishedRun
-    from nip_astra.sweep.plan import SweepPlan
+    from rich.table import Table
+
+    from nip_astra.sweep.plan import FinishedRun, SweepPlan
     from nip_astra.sweep.results import SweepResults
-    from nip_astra.sweep.sweeping import SweepOptions
 
 
 def sweep(
@@ -81,7 +83,7 @@ def sweep(
         int | None, typer.Option(metavar="NUMBER", min=1, max=1024, help="Runs at once: 1.")
     ] = None,
     on: Annotated[
-        Literal["processes", "ray"], typer.Option(help="What does the runs.")
+        str, typer.Option(metavar="NAME", help="Launcher of the runs: processes or ray.")
     ] = "processes",
     cpus_per_run: Annotated[
         float, typer.Option(metavar="NUMBER", min=0, help="Cores of a run on Ray.")
@@ -106,48 +108,28 @@ def sweep(
     debug: Debug = False,
 ) -> None:
     """Run every combination of trainers, values and seeds, or search; go on where it was left."""
-    from nip_astra.experiment_settings import ExperimentSettings
-    from nip_astra.sweep.launchers import RunStatus
-    from nip_astra.sweep.plan import SweepPlan, grid_of, seeds_of
-    from nip_astra.sweep.results import read_sweep
-    from nip_astra.sweep.search_space import space_of
-    from nip_astra.sweep.sweeping import SweepOptions, check, do_sweep
+    from nip_astra.sweep.plan import RunStatus, read_plan
+    from nip_astra.sweep.runner import SweepOptions, check_sweep, run_sweep
 
-    given: dict[str, Any] = {} if plan is None else _stored(Path(plan), is_trusted=trust).to_dict()
-    own: dict[str, Any] = {
-        "trainers": trainer and _names(trainer),
-        "scenarios": scenario and _names(scenario),
-    }
-    own |= {"seeds": seeds and seeds_of(seeds), "parameters": parameters}
-    given |= {name: value for name, value in own.items() if value is not None}
-    if grid:
-        given["grid"] = {**given.get("grid", {}), **grid_of(grid)}
-    if plugin:
-        given["plugins"] = [*given.get("plugins", []), *plugin]
-    searched: dict[str, Any] = {
-        "num_trials": num_trials,
-        "sampler": sampler,
-        "pruner": pruner,
-        "objective": objective,
-        "direction": direction,
-        "space": space_of(search) if search else None,
-    }
-    searched = {name: value for name, value in searched.items() if value is not None}
-    if searched:
-        before = given.get("search") or {}
-        space = {**before.get("space", {}), **searched.get("space", {})}
-        given["search"] = {**before, **searched, "space": space}
-    if not given.get("trainers"):
-        raise ConfigurationError(
-            "a sweep needs a trainer. Give --trainer, for instance ast_dpo,ast_ipo, or a file with "
-            "`trainers:`."
-        )
-    chosen = SweepPlan.from_dict(given)
-    directory = Path(ExperimentSettings().runs_dir) / (Path(plan).stem if plan else "sweep")
-    if plan is not None and Path(plan).is_dir():
-        directory = Path(plan)
-    if sweep_dir is not None:
-        directory = Path(sweep_dir)
+    sweep_plan = read_plan(
+        plan,
+        trainers=trainer,
+        scenarios=scenario,
+        seeds=seeds,
+        grid=grid or [],
+        parameters=parameters,
+        plugins=plugin or [],
+        ranges=search or [],
+        search={
+            "num_trials": num_trials,
+            "sampler": sampler,
+            "pruner": pruner,
+            "objective": objective,
+            "direction": direction,
+        },
+        is_trusted=trust,
+    )
+    directory = _folder_of(plan, sweep_dir)
     options = SweepOptions(
         settings=settings_of(settings, device=device, wandb=wandb),
         num_processes=num_processes,
@@ -158,119 +140,105 @@ def sweep(
         is_trusted=trust,
         metrics=metric or [],
     )
-    check(chosen, options)
     if dry_run:
-        for line in _planned(chosen, directory, options):
-            say(line)
+        check_sweep(sweep_plan, options)
+        _list(sweep_plan, directory, shard)
         return
-    on_end = _printer(chosen, options, as_json=as_json)
-    finished = do_sweep(chosen, directory, options, progress=not as_json, on_end=on_end)
-    results = read_sweep(directory)
+    outcomes: list[RunStatus] = []
+
+    def on_end(one: FinishedRun) -> None:
+        outcomes.append(one.status)
+        _show_run(one, f"{len(outcomes)}/{_num_runs(sweep_plan, shard)}", as_json=as_json)
+
+    results = run_sweep(
+        directory, options=options, progress=not as_json, on_end=on_end, **sweep_plan.to_dict()
+    )
     if results.rows:
-        print_results(results, options.metrics, as_json=as_json)
-    num_failed = sum(one.status is RunStatus.FAILED for one in finished)
-    if num_failed:
+        _show(results, options.metrics, as_json=as_json)
+    failed = outcomes.count(RunStatus.FAILED)
+    if failed:
         raise NipAstraError(
-            f"{num_failed} of {len(finished)} runs failed; their logs are in {directory / 'logs'}. "
-            f"Correct the cause and continue with: nip-astra sweep {directory}"
+            f"{failed} of {len(outcomes)} runs failed; their logs are in {directory / 'logs'}. "
+            f"Fix the cause and continue with: nip-astra sweep {directory}"
         )
 
 
-def _stored(path: Path, *, is_trusted: bool) -> SweepPlan:
-    """The plan of a file, or of a sweep's folder."""
-    from nip_astra.sweep.plan import read_plan
-    from nip_astra.sweep.results import read_stored_plan
-    from nip_astra.sweep.runner import PLAN_FILE, is_own_sweep
-
-    stored = read_stored_plan(path) if path.is_dir() else read_plan(path)
-    if path.is_dir() and not is_trusted and not is_own_sweep(path):
-        raise UntrustedRunError(
-            f"the sweep {path} is not known to be yours; running it would run the code and "
-            f"parameters that its {PLAN_FILE} names. Read that file, then add --trust."
-        )
-    return stored
+def _folder_of(source: str | None, sweep_dir: str | None) -> Path:
+    """Where the runs are kept: --sweep-dir, the given folder, or one named after the file."""
+    if sweep_dir is not None:
+        return Path(sweep_dir)
+    if source is not None and Path(source).is_dir():
+        return Path(source)
+    return Path(ExperimentSettings().runs_dir) / (Path(source).stem if source else "sweep")
 
 
-def _planned(plan: SweepPlan, directory: Path, options: SweepOptions) -> Iterator[str]:
-    """The runs of a sweep, or the space of a search."""
+def _num_runs(plan: SweepPlan, shard: str | None) -> int:
     from nip_astra.sweep.plan import shard_of
-    from nip_astra.sweep.sweeping import runner_of
+
+    if plan.search is not None:
+        return plan.search.num_trials * len(plan.seeds)
+    return len(shard_of(plan.runs, shard))
+
+
+def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
+    from nip_astra.sweep.plan import shard_of, status_of
 
     if plan.search is None:
-        runner = runner_of(plan, directory, options)
-        for run in shard_of(plan.runs, options.shard):
-            yield f"{run.run_id}  {runner.status(run):8}  {run.arm.name}  seed {run.seed}"
+        for run in shard_of(plan.runs, shard):
+            status = status_of(directory / run.run_id)
+            say(f"{run.run_id}  {status:8}  {run.arm.name}  seed {run.seed}")
         return
     objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
-    yield (
+    say(
         f"{plan.search.num_trials} trials of {len(plan.seeds)} runs each, by "
         f"{plan.search.sampler}, to {plan.search.direction} {', '.join(sorted(objectives))}"
     )
     for path, choice in plan.choices.items():
-        yield f"{path}  {choice}"
+        say(f"{path}  {choice}")
 
 
-def _printer(plan: SweepPlan, options: SweepOptions, *, as_json: bool) -> Any:
-    """A function that prints a line about each run as it ends."""
+def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
     from tqdm import tqdm
 
-    from nip_astra.sweep.launchers import RunStatus
-    from nip_astra.sweep.plan import shard_of
-
-    total = len(shard_of(plan.runs, options.shard))
-    if plan.search is not None:
-        total = plan.search.num_trials * len(plan.seeds)
-    count = 0
-
-    def on_end(one: FinishedRun) -> None:
-        nonlocal count
-        count += 1
-        line = f"[{count}/{total}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
-        if one.seconds:
-            line += f" after {one.seconds:.0f} s"
-        if one.message:
-            line += f": {one.message}"
-        # A bar that is being drawn makes room for the line.
-        with tqdm.external_write_mode(file=sys.stderr):
-            (complain if as_json or one.status is RunStatus.FAILED else say)(line)
-
-    return on_end
+    text = f"[{place}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
+    text += f" after {one.seconds:.0f} s" if one.seconds else ""
+    text += f": {one.message}" if one.message else ""
+    # A bar makes room for the line.
+    with tqdm.external_write_mode(file=sys.stderr):
+        (complain if as_json or one.status == "failed" else say)(text)
 
 
-def print_results(found: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
-    """Print the chosen figures of each arm, or the headline, and where more is written."""
-    from nip_astra.sweep.sweeping import REPORT, SUMMARY, TABLE
+def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
+    from nip_astra.sweep.results import SUMMARY, TABLE
+    from nip_astra.tracking.run_directory import REPORT
 
-    names = list(metrics) or [found.headline()]
-    unknown = [name for name in names if name not in found.figure_names]
-    if unknown:
-        raise ConfigurationError(
-            f"the runs have no figure {unknown[0]!r}. They have {', '.join(found.figure_names)}."
-        )
+    names = list(metrics) or [results.headline()]
+    for name in names:
+        if name not in results.figure_names:
+            raise UnknownNameError("figure", name, results.figure_names, "Give it by --metric.")
     if as_json:
-        say(to_json([row for name in names for row in _rows(found, name)]))
+        say(json.dumps([row for name in names for row in _rows(results, name)]))
         return
-    show(lambda: [part for name in names for part in (_table(found, name), "")], dict)
-    for caution in found.cautions(names):
+    console = open_console()
+    for name in names:
+        console.print(_table(results, name), "")
+    for caution in results.cautions(names):
         say(f"caution    {caution}")
-    for kind, file in (("table", TABLE), ("summary", SUMMARY), ("report", REPORT)):
-        say(f"{kind:<10} {found.directory / file}")
+    for title, file in (("table", TABLE), ("summary", SUMMARY), ("report", REPORT)):
+        say(f"{title:10} {results.directory / file}")
 
 
-def _table(found: SweepResults, name: str) -> Any:
+def _table(results: SweepResults, name: str) -> Table:
     from nip_astra.evaluation.tables import plain_table
 
-    arms = found.arms
     table = plain_table(
         f"{name}, means over seeds with 95 % intervals of Student's t",
         *("arm", "seeds", "before", "after", "interval", "each seed", "less the first", "p"),
     )
-    for arm in arms:
-        after, before = found.over_seeds(arm, name), found.over_seeds(arm, name, "before")
+    for arm, before, after, beside in results.compared(name):
         if after is None:
             table.add_row(safe_text(arm.name), "0", *[""] * 6)
             continue
-        beside = found.difference(arm, arms[0], name) if arm != arms[0] else None
         table.add_row(
             safe_text(arm.name),
             str(len(after.values)),
@@ -288,23 +256,12 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"[{low:.3g}, {high:.3g}]"
 
 
-def _rows(found: SweepResults, name: str) -> Iterator[Mapping[str, Any]]:
-    """A figure of each arm as plain values."""
-    arms = found.arms
-    for arm in arms:
-        mean = found.over_seeds(arm, name)
-        if mean is None:
-            continue
-        beside = found.difference(arm, arms[0], name) if arm != arms[0] else None
-        described = {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values)}
-        yield {
-            **described,
-            "figure": name,
-            **mean._asdict(),
-            "less_first_arm": None if beside is None else beside._asdict(),
-            "selected_by": found.selected_by,
-        }
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _rows(results: SweepResults, name: str) -> list[dict[str, Any]]:
+    return [
+        {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values), "figure": name}
+        | after._asdict()
+        | {"less_first_arm": None if beside is None else beside._asdict()}
+        | {"selected_by": results.selected_by}
+        for arm, _, after, beside in results.compared(name)
+        if after is not None
+    ]

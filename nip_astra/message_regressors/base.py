@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressorParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS, MessageRegressorParameters
 
 
 class MessageRegressor(ABC):

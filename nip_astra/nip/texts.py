@@ -30,7 +30,7 @@ from nip_astra.language_models.services.chat import CHAT_MODELS
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, PreferenceExample
 from nip_astra.nip.running import checkpoint_base_dir, resolved_of
 from nip_astra.nip.views import ProtocolView, Settings, View, view_of
-from nip_astra.parameters.text import guess_replacement_proportion
+from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.resolving.analysing import analyse_run, count_analysis
 from nip_astra.samplers.answer_journal import AnswerJournal

@@ -13,7 +13,7 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.protocols import CommonProtocolParameters
+from nip_astra.parameters.trainers import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.trainers.protocol.agent_files import (

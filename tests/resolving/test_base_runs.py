@@ -20,7 +20,7 @@ from nip_astra.errors import (
 )
 from nip_astra.parameters.conversion import forget_conversion, register_conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.protocols import BaseRunParameters
+from nip_astra.parameters.trainers import BaseRunParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenarios.registry import SCENARIOS

@@ -243,9 +243,9 @@ def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
 
 def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:
     model = ScriptedChatModel(["Answer: yes"])
-    with pytest.raises(ConfigurationError, match="parameters name no judge"):
+    with pytest.raises(ConfigurationError, match="name no judge"):
         analyse_run(finished)
-    with pytest.raises(DataError, match="has test_0000, test_0001, train_0000, train_0001"):
+    with pytest.raises(DataError, match="test_0000, test_0001, train_0000, train_0001"):
         analyse_run(finished, model=model, iteration=7)
     with pytest.raises(UnknownNameError, match="Did you mean 'follow_up'"):
         analyse_run(finished, ["folow_up"], model)
