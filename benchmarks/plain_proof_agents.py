@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
 from torchrl.modules import ProbabilisticActor
 
-from nip_astra.scenario_base.protocol.message_space import MASKED
-from nip_astra.scenario_base.protocol.tensordict_agents import Agent, AgentBody
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody
-from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayer
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, Agent, AgentBody
+from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, AttentionLayer, GinLayer, GraphBody
 
 FRAME_KEYS = (
     *("round", "message_history", "message", "adjacency", "node_mask"),
@@ -62,10 +60,10 @@ class PlainBody(nn.Module):
         self.output = copy.deepcopy(body.output)
 
     def forward(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        said_BFS = frame["message_history"][:, :, self.visible].flatten(1, 3)
-        num_frames, _, num_symbols = said_BFS.shape
-        ones_BS1 = said_BFS.new_ones(num_frames, num_symbols, 1)
-        nodes = self.node_input(torch.cat([said_BFS.transpose(1, 2), ones_BS1], dim=-1))
+        said_BPS = frame["message_history"][:, :, self.visible].flatten(1, 3)
+        num_frames, _, num_symbols = said_BPS.shape
+        ones_BS1 = said_BPS.new_ones(num_frames, num_symbols, 1)
+        nodes = self.node_input(torch.cat([said_BPS.transpose(1, 2), ones_BS1], dim=-1))
         nodes_B2nD = nodes.unflatten(1, (2, -1))
         adjacency_B2nn1 = frame["adjacency"].unsqueeze(-1)
         for layer in self.gnn_layers:

@@ -19,9 +19,9 @@ from measuring import options_of, seconds_of, tell
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import samples_of
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.registry import TRAINERS
-from nip_astra.trainers.service.samples import samples_of
 
 NUM_RUNS = 8
 Rows = list[dict[str, Any]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nip_astra.lazy import lazy_exports, provide
+from nip_astra.lazy import exports_for_types, lazy_exports, provide
 from nip_astra.version import __version__
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ if TYPE_CHECKING:
     from nip_astra.parameters.content import find_scenario as find_scenario
     from nip_astra.parameters.conversion import register_conversion as register_conversion
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
-    from nip_astra.parameters.message_regression import (
-        MessageRegressionParameters as MessageRegressionParameters,
-    )
     from nip_astra.parameters.parameters_base import PolymorphicParameters as PolymorphicParameters
     from nip_astra.parameters.parameters_base import SubParameters as SubParameters
     from nip_astra.parameters.parameters_base import polymorphic as polymorphic
-    from nip_astra.parameters.protocols import BaseRunParameters as BaseRunParameters
-    from nip_astra.parameters.protocols import CommonProtocolParameters as CommonProtocolParameters
-    from nip_astra.parameters.protocols import ZkProtocolParameters as ZkProtocolParameters
-    from nip_astra.parameters.text import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import BaseRunParameters as BaseRunParameters
     from nip_astra.parameters.trainers import CommonPpoParameters as CommonPpoParameters
+    from nip_astra.parameters.trainers import CommonProtocolParameters as CommonProtocolParameters
+    from nip_astra.parameters.trainers import (
+        MessageRegressionParameters as MessageRegressionParameters,
+    )
     from nip_astra.parameters.trainers import RlTrainerParameters as RlTrainerParameters
+    from nip_astra.parameters.trainers import TextRlParameters as TextRlParameters
+    from nip_astra.parameters.trainers import ZkProtocolParameters as ZkProtocolParameters
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
     from nip_astra.parameters.types import InteractionProtocolType as InteractionProtocolType
     from nip_astra.parameters.types import ScenarioType as ScenarioType
@@ -120,13 +120,13 @@ if TYPE_CHECKING:
     from nip_astra.protocols.library import DebateProtocolParameters as DebateProtocolParameters
     from nip_astra.protocols.library import MnipProtocolParameters as MnipProtocolParameters
     from nip_astra.protocols.library import NipProtocolParameters as NipProtocolParameters
-    from nip_astra.protocols.moves import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
     from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
     from nip_astra.protocols.protocol_base import REJECT as REJECT
     from nip_astra.protocols.protocol_base import (
         DeterministicSingleVerifierProtocolHandler as DeterministicSingleVerifierProtocolHandler,
     )
+    from nip_astra.protocols.protocol_base import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import Moves as Moves
     from nip_astra.protocols.protocol_base import ProtocolHandler as ProtocolHandler
     from nip_astra.protocols.protocol_base import RoundResult as RoundResult
@@ -151,7 +151,7 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.kl import AdaptiveKl as AdaptiveKl
     from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
     from nip_astra.rl_objectives.objective import Objective as Objective
-    from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rl_objectives.reductions import LossOutput as LossOutput
     from nip_astra.rl_objectives.reductions import masked_mean as masked_mean
     from nip_astra.rl_objectives.registry import register_advantage as register_advantage
     from nip_astra.rl_objectives.registry import register_policy_loss as register_policy_loss
@@ -164,7 +164,7 @@ if TYPE_CHECKING:
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
-    from nip_astra.rollouts.trajectory_advantages import (
+    from nip_astra.rollouts.trajectory import (
         compute_grpo_advantage_for_trajectories as compute_grpo_advantage_for_trajectories,
     )
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
@@ -184,11 +184,11 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.protocol.datapoint_views import Choice as Choice
     from nip_astra.scenario_base.protocol.datapoint_views import DatapointView as DatapointView
     from nip_astra.scenario_base.protocol.datapoint_views import Picture as Picture
-    from nip_astra.scenario_base.protocol.message_space import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody as AgentBody
     from nip_astra.scenario_base.protocol.tensordict_agents import (
         AgentPolicyHead as AgentPolicyHead,
     )
+    from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape as AgentShape
     from nip_astra.scenario_base.protocol.tensordict_agents import AgentValueHead as AgentValueHead
     from nip_astra.scenario_base.protocol.tensordict_agents import Observation as Observation
     from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput as PolicyOutput
@@ -200,32 +200,33 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import GeneratedTask as GeneratedTask
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
+    from nip_astra.scenario_base.tasks.base import register_environment as register_environment
     from nip_astra.scenario_base.tasks.base import register_task as register_task
     from nip_astra.scenario_base.tasks.rewards import register_reward as register_reward
-    from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
-    from nip_astra.scenario_base.text.analysers.base import Subject as Subject
-    from nip_astra.scenario_base.text.analysers.base import (
-        register_rollout_analyser as register_rollout_analyser,
-    )
-    from nip_astra.scenario_base.text.analysers.judging import (
+    from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
     )
-    from nip_astra.scenario_base.text.parameters import TextAgentParameters
+    from nip_astra.scenario_base.text.analysers import RolloutAnalyser as RolloutAnalyser
+    from nip_astra.scenario_base.text.analysers import Subject as Subject
+    from nip_astra.scenario_base.text.analysers import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
+    from nip_astra.scenario_base.text.models import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
     from nip_astra.scenario_instance import TaskInstance as TaskInstance
     from nip_astra.scenarios.code_validation import CodeValidationScenario
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-    from nip_astra.scenarios.graphs.agent_parameters import (
+    from nip_astra.scenarios.graphs.agents import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
     )
     from nip_astra.scenarios.graphs.generation import GraphPairParameters as GraphPairParameters
     from nip_astra.scenarios.image_classification import ImageClassificationScenario
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.agents import (
         ImageClassificationAgentParameters as ImageClassificationAgentParameters,
     )
-    from nip_astra.scenarios.images.parameters import (
+    from nip_astra.scenarios.images.data import (
         ImageDatasetParameters as ImageDatasetParameters,
     )
     from nip_astra.scenarios.images.pretrained.base import PretrainedModel as PretrainedModel
@@ -247,14 +248,18 @@ if TYPE_CHECKING:
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
     from nip_astra.sweep.results import read_sweep as read_sweep
-    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
-    from nip_astra.sweep.sweeping import run_sweep as run_sweep
+    from nip_astra.sweep.runner import Launcher as Launcher
+    from nip_astra.sweep.runner import SweepOptions as SweepOptions
+    from nip_astra.sweep.runner import register_launcher as register_launcher
+    from nip_astra.sweep.runner import run_sweep as run_sweep
+    from nip_astra.sweep.search import register_pruner as register_pruner
+    from nip_astra.sweep.search import register_sweep_sampler as register_sweep_sampler
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
-    from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
+    from nip_astra.trainers.ast_dpo import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
@@ -265,19 +270,19 @@ if TYPE_CHECKING:
     from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
-    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
-    from nip_astra.trainers.remote_api_cross_entropy import (
+    from nip_astra.trainers.remote_api import (
         RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
     )
-    from nip_astra.trainers.remote_api_grpo import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
-    from nip_astra.trainers.remote_api_opd import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
+    from nip_astra.trainers.remote_api import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.remote_api import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
-    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
-    from nip_astra.trainers.self_hosted_base import policy_loss as policy_loss
-    from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
-    from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.self_hosted import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.self_hosted import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
@@ -289,10 +294,10 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import distinct_n as distinct_n
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
+    from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
     from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
     from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
-    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
@@ -307,253 +312,7 @@ if TYPE_CHECKING:
     SoloAgentParameters = SoloAgentTrainer.Parameters
     SpgParameters = SpgTrainer.Parameters
 
-_HOMES = {
-    "ACCEPT": "nip_astra.protocols.protocol_base",
-    "AdaptiveKl": "nip_astra.rl_objectives.kl",
-    "AgentBody": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "AgentParameters": "nip_astra.parameters.agents",
-    "AgentPolicyHead": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "AgentShape": "nip_astra.scenario_base.protocol.message_space",
-    "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "AgentsParameters": "nip_astra.parameters.agents",
-    "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
-    "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
-    "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
-    "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
-    "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
-    "AstTrainer": "nip_astra.trainers.ast_base",
-    "BaseRunParameters": "nip_astra.parameters.protocols",
-    "Batch": "nip_astra.rollouts.batch",
-    "CONTINUE": "nip_astra.protocols.protocol_base",
-    "ChatAnswer": "nip_astra.language_models.services.chat",
-    "ChatMessage": "nip_astra.language_models.services.chat",
-    "ChatModel": "nip_astra.language_models.services.chat",
-    "ChatOutcome": "nip_astra.language_models.services.chat",
-    "ChatRequest": "nip_astra.language_models.services.chat",
-    "ChatUsage": "nip_astra.language_models.services.chat",
-    "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
-    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
-    "CodeValidationParameters": (
-        "nip_astra.scenarios.code_validation:CodeValidationScenario.Parameters"
-    ),
-    "CombinedAgents": "nip_astra.scenario_base.protocol.combined",
-    "CommonPpoParameters": "nip_astra.parameters.trainers",
-    "CommonProtocolParameters": "nip_astra.parameters.protocols",
-    "ConfigurationError": "nip_astra.errors",
-    "ConstantUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
-    "ConversationInstance": "nip_astra.scenario_instance",
-    "DataError": "nip_astra.errors",
-    "DatapointView": "nip_astra.scenario_base.protocol.datapoint_views",
-    "Datasets": "nip_astra.scenarios.tensordict_base",
-    "DebateProtocolParameters": "nip_astra.protocols.library",
-    "DeterministicSingleVerifierProtocolHandler": "nip_astra.protocols.protocol_base",
-    "EmbedderParameters": "nip_astra.language_models.embeddings",
-    "Environment": "nip_astra.scenario_base.tasks.base",
-    "EpisodeSampler": "nip_astra.samplers.episodes",
-    "Exchange": "nip_astra.scorers.base",
-    "ExperimentResult": "nip_astra.run",
-    "ExperimentSettings": "nip_astra.experiment_settings",
-    "Field": "pydantic",
-    "Figure": "nip_astra.evaluation.run_results",
-    "FinishReason": "nip_astra.language_models.services.chat",
-    "Gae": "nip_astra.trainers.rl_tensordict_base",
-    "GeneratedTask": "nip_astra.scenario_base.tasks.base",
-    "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agent_parameters",
-    "GraphIsomorphismParameters": (
-        "nip_astra.scenarios.graph_isomorphism:GraphIsomorphismScenario.Parameters"
-    ),
-    "GraphPairParameters": "nip_astra.scenarios.graphs.generation",
-    "HyperParameters": "nip_astra.parameters.hyper_parameters",
-    "ImageClassificationAgentParameters": "nip_astra.scenarios.images.parameters",
-    "ImageClassificationParameters": (
-        "nip_astra.scenarios.image_classification:ImageClassificationScenario.Parameters"
-    ),
-    "ImageDatasetParameters": "nip_astra.scenarios.images.parameters",
-    "InteractionProtocolType": "nip_astra.parameters.types",
-    "IterationContext": "nip_astra.progress",
-    "LanguageModel": "nip_astra.language_models.base",
-    "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
-    "Learner": "nip_astra.language_models.base",
-    "LocalService": "nip_astra.serve.local_service",
-    "LocalTrainingService": "nip_astra.language_models.services.training",
-    "LossOutput": "nip_astra.rl_objectives.outputs",
-    "LrFactors": "nip_astra.parameters.agents",
-    "Message": "nip_astra.scorers.base",
-    "MessageRegressionParameters": "nip_astra.parameters.message_regression",
-    "MessageRegressor": "nip_astra.message_regressors.base",
-    "MessageRounds": "nip_astra.protocols.moves",
-    "MissingPartError": "nip_astra.errors",
-    "MnipProtocolParameters": "nip_astra.protocols.library",
-    "Moves": "nip_astra.protocols.protocol_base",
-    "NestedArrayDict": "nip_astra.utils.nested_array_dict",
-    "NipAstraError": "nip_astra.errors",
-    "NipProtocolParameters": "nip_astra.protocols.library",
-    "Objective": "nip_astra.rl_objectives.objective",
-    "Observation": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "OpenAIChatModel": "nip_astra.language_models.services.chat_models.openai",
-    "ParameterError": "nip_astra.errors",
-    "Picture": "nip_astra.scenario_base.protocol.datapoint_views",
-    "PolicyOutput": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "PolymorphicParameters": "nip_astra.parameters.parameters_base",
-    "PreparedExperiment": "nip_astra.run",
-    "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
-    "ProtocolHandler": "nip_astra.protocols.protocol_base",
-    "ProtocolInstance": "nip_astra.scenario_instance",
-    "PureTextAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
-    "PureTextEiParameters": "nip_astra.trainers.pure_text_ei:PureTextEiTrainer.Parameters",
-    "PureTextMaltParameters": "nip_astra.trainers.pure_text_malt:PureTextMaltTrainer.Parameters",
-    "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
-    "PureTextScenario": "nip_astra.scenarios.pure_text_base",
-    "PureTextSharedModelGroup": "nip_astra.scenario_base.agents",
-    "REJECT": "nip_astra.protocols.protocol_base",
-    "RandomAgentParameters": "nip_astra.parameters.agents",
-    "RatedProbes": "nip_astra.reward_terms.base",
-    "Reaction": "nip_astra.scenario_base.tasks.base",
-    "Registry": "nip_astra.registry",
-    "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
-    "RemoteApiCrossEntropyTrainer": "nip_astra.trainers.remote_api_cross_entropy",
-    "RemoteApiGrpoTrainer": "nip_astra.trainers.remote_api_grpo",
-    "RemoteApiOpdTrainer": "nip_astra.trainers.remote_api_opd",
-    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
-    "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "ResolvedExperiment": "nip_astra.resolving.resolution",
-    "RewardTerm": "nip_astra.reward_terms.base",
-    "RlTrainerParameters": "nip_astra.parameters.trainers",
-    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers.base",
-    "RolloutTree": "nip_astra.rollouts.tree",
-    "RoundResult": "nip_astra.protocols.protocol_base",
-    "RunDirectory": "nip_astra.tracking.run_directory",
-    "RunResults": "nip_astra.evaluation.run_results",
-    "SCORERS": "nip_astra.scorers.base",
-    "Sample": "nip_astra.rollouts.samples",
-    "SandboxLimits": "nip_astra.utils.sandbox_values",
-    "Scenario": "nip_astra.scenarios.registry",
-    "ScenarioInstance": "nip_astra.scenario_instance",
-    "ScenarioType": "nip_astra.parameters.types",
-    "Scorer": "nip_astra.scorers.base",
-    "SelfHostedGrpoTrainer": "nip_astra.trainers.self_hosted_grpo",
-    "SelfHostedOpdTrainer": "nip_astra.trainers.self_hosted_opd",
-    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
-    "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
-    "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
-    "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
-    "SubParameters": "nip_astra.parameters.parameters_base",
-    "Subject": "nip_astra.scenario_base.text.analysers.base",
-    "Task": "nip_astra.scenario_base.tasks.base",
-    "TaskPlan": "nip_astra.samplers.tasks",
-    "TaskInstance": "nip_astra.scenario_instance",
-    "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
-    "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
-    "TensorDictTrainer": "nip_astra.trainers.trainer_base",
-    "TextDatasets": "nip_astra.scenarios.pure_text_base",
-    "TokenModel": "nip_astra.language_models.base",
-    "TokenSampler": "nip_astra.language_models.base",
-    "TokenScorer": "nip_astra.language_models.base",
-    "TextRlParameters": "nip_astra.parameters.text",
-    "Tracker": "nip_astra.tracking.tracker",
-    "Trainer": "nip_astra.trainers.trainer_base",
-    "TrainerType": "nip_astra.parameters.types",
-    "TrainingConfiguration": "nip_astra.parameters.training",
-    "TrainingService": "nip_astra.language_models.services.training",
-    "TrainingServiceRequest": "nip_astra.language_models.services.training",
-    "Trajectory": "nip_astra.rollouts.trajectory",
-    "TreeSampler": "nip_astra.samplers.trees",
-    "Turn": "nip_astra.scenario_base.conversation.tokens",
-    "UnknownNameError": "nip_astra.errors",
-    "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
-    "ZkProtocolParameters": "nip_astra.parameters.protocols",
-    "analyse_run": "nip_astra.resolving.analysing",
-    "Comparison": "nip_astra.evaluation.api",
-    "Evaluation": "nip_astra.evaluation.families.base",
-    "EvaluationRequest": "nip_astra.evaluation.families.base",
-    "compare": "nip_astra.evaluation.api",
-    "doctor": "nip_astra.installation",
-    "dry_run": "nip_astra.overview",
-    "evaluate": "nip_astra.evaluation.api",
-    "export": "nip_astra.evaluation.api",
-    "register_evaluation_family": "nip_astra.evaluation.families.base",
-    "register_metric": "nip_astra.evaluation.comparison",
-    "register_export_format": "nip_astra.evaluation.exports",
-    "score": "nip_astra.evaluation.api",
-    "show": "nip_astra.overview",
-    "EvaluationFamily": "nip_astra.evaluation.families.base",
-    "attach_progress_bar": "nip_astra.progress",
-    "bleu_against": "nip_astra.utils.diversity",
-    "build_embedder": "nip_astra.language_models.embeddings",
-    "build_optimizer": "nip_astra.trainers.optimization",
-    "build_protocol_handler": "nip_astra.protocols.registry",
-    "build_scenario_instance": "nip_astra.factory",
-    "build_scorer": "nip_astra.scorers.base",
-    "call_in_sandbox": "nip_astra.utils.sandbox",
-    "check_resume": "nip_astra.resume_check",
-    "collate": "nip_astra.rollouts.samples",
-    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
-    "compute_position_id_with_mask": "nip_astra.rollouts.batch",
-    "derive_seed": "nip_astra.utils.seeding",
-    "derived_generator": "nip_astra.utils.seeding",
-    "distinct_n": "nip_astra.utils.diversity",
-    "find_scenario": "nip_astra.parameters.content",
-    "gae": "nip_astra.rl_objectives.advantages",
-    "group_advantages": "nip_astra.rl_objectives.advantages",
-    "kl_estimate": "nip_astra.rl_objectives.kl",
-    "load_plugin": "nip_astra.plugins",
-    "log_grpo_metrics": "nip_astra.trainers.service.metrics",
-    "log_rollout_metrics": "nip_astra.trainers.service.metrics",
-    "masked_mean": "nip_astra.rl_objectives.reductions",
-    "mean_child_return": "nip_astra.rl_objectives.advantages",
-    "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "module_of": "nip_astra.plugins",
-    "nstep_returns": "nip_astra.rl_objectives.advantages",
-    "padding_data": "nip_astra.rollouts.batch",
-    "play_task": "nip_astra.samplers.tasks",
-    "policy_loss": "nip_astra.trainers.self_hosted_base",
-    "open_chat_model": "nip_astra.language_models.services.retrying",
-    "polymorphic": "nip_astra.parameters.parameters_base",
-    "prepare_experiment": "nip_astra.run",
-    "read_prompts": "nip_astra.scenario_base.conversation.prompts",
-    "read_results": "nip_astra.evaluation.run_results",
-    "read_sweep": "nip_astra.sweep.results",
-    "SweepOptions": "nip_astra.sweep.sweeping",
-    "register_advantage": "nip_astra.rl_objectives.registry",
-    "register_chat_model": "nip_astra.language_models.services.chat",
-    "register_conversion": "nip_astra.parameters.conversion",
-    "register_language_model": "nip_astra.language_models.base",
-    "register_message_regressor": "nip_astra.message_regressors.base",
-    "register_optimizer": "nip_astra.trainers.optimization",
-    "register_policy_loss": "nip_astra.rl_objectives.registry",
-    "register_pretrained_model": "nip_astra.scenarios.images.pretrained.base",
-    "register_protocol_handler": "nip_astra.protocols.registry",
-    "register_reward_term": "nip_astra.reward_terms.base",
-    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.base",
-    "register_scenario": "nip_astra.scenarios.registry",
-    "register_schedule": "nip_astra.trainers.optimization",
-    "register_scorer": "nip_astra.scorers.base",
-    "register_reward": "nip_astra.scenario_base.tasks.rewards",
-    "register_task": "nip_astra.scenario_base.tasks.base",
-    "register_tracker": "nip_astra.tracking.tracker",
-    "register_trainer": "nip_astra.trainers.registry",
-    "register_training_service": "nip_astra.language_models.services.training",
-    "resolve_experiment": "nip_astra.resolving.resolution",
-    "resume_experiment": "nip_astra.run",
-    "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
-    "run_experiment": "nip_astra.run",
-    "run_in_sandbox": "nip_astra.utils.sandbox",
-    "run_sweep": "nip_astra.sweep.sweeping",
-    "self_bleu": "nip_astra.utils.diversity",
-    "start_service": "nip_astra.serve.local_service",
-    "value_loss": "nip_astra.rl_objectives.values",
-    "vendi_score": "nip_astra.utils.diversity",
-    "where": "nip_astra.parameters.conditions",
-    "where_above": "nip_astra.parameters.conditions",
-    "where_given": "nip_astra.parameters.conditions",
-    "whiten": "nip_astra.rl_objectives.advantages",
-    "stress_test": "nip_astra.recipes",
-    "train_task": "nip_astra.recipes",
-    "write_report": "nip_astra.report.page",
-}
+_HOMES = exports_for_types(__file__)
 
 __all__ = ["__version__", *_HOMES]
 

@@ -28,6 +28,11 @@ def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     return [candidate for plain in near for candidate in spelled[plain]][:n]
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of an error, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 def show_value(value: Any) -> str:
     """A parameter's value as a file has it, cut if it is long."""
     try:
@@ -181,6 +186,11 @@ class AgentShapeError(ConfigurationError):
 
 class MissingDependencyError(ConfigurationError, ImportError):
     """An optional package is needed and not installed."""
+
+    @classmethod
+    def of(cls, what: str, package: str, extra: str) -> MissingDependencyError:
+        """The error of something that needs a package of one of our extras."""
+        return cls(f"{what} needs the package {package}. Run: pip install 'nip_astra[{extra}]'")
 
 
 class ModelLoadError(ConfigurationError, OSError):

@@ -1,4 +1,4 @@
-"""Checks of an installation: what is installed, and what works on this machine."""
+"""Checks of an installation on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LITTLE_SPACE_GIB = 2.0
-"""Less free space for runs than this is warned of; without `FULL_GIB` nothing can be run."""
+"""Less free space for runs gives a warning, and less than `FULL_GIB` is an error."""
 FULL_GIB = 0.1
 HOSTS = (("Hugging Face hub", "huggingface.co"), ("Weights & Biases", "api.wandb.ai"))
 TIMEOUT_SECONDS = 3.0
@@ -43,13 +43,13 @@ _GIB = 1024**3
 
 
 class Status(StrEnum):
-    """What a check found."""
+    """The result of a check."""
 
     WORKS = "works"
     ABSENT = "absent"
-    """Optional, and not there."""
+    """Optional, and missing."""
     WARNING = "warning"
-    """Works, but not as one might expect."""
+    """Works with restrictions."""
     BROKEN = "broken"
     """Needed, and does not work."""
     INFO = "info"
@@ -58,7 +58,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: where it belongs, what was looked at, and what was found."""
+    """One line of a table."""
 
     area: str
     name: str
@@ -67,21 +67,6 @@ class Finding:
 
 
 Findings = Iterator[Finding]
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is checked.
-
-    Attributes
-    ----------
-    is_online : bool
-        Whether connections to hosts are tried.
-    """
-
-    runs_dir: Path
-    is_online: bool
-
 
 STYLES = {
     Status.WORKS: "green",
@@ -135,58 +120,48 @@ class Diagnosis(Printable):
 def doctor(
     runs_dir: str | Path = "runs", *, plugins: Sequence[str] = (), online: bool = False
 ) -> Diagnosis:
-    """Check what is installed and works; opens no connection unless `online`.
+    """Check the installation, a folder for runs, and the scorers of plug-ins.
 
-    Parameters
-    ----------
-    runs_dir : str or Path
-        Where runs are to be kept.
-    plugins : Sequence[str]
-        Loaded first, so that their scorers are checked too.
-    online : bool
-        Also check which hosts can be reached.
+    Connections to hosts are opened only with `online`.
     """
     for spec in plugins:
         load_plugin(spec)
-    findings = examine(Question(Path(runs_dir), online))
+    findings = examine(Path(runs_dir), is_online=online)
     return Diagnosis(findings + (reach_hosts() if online else []))
 
 
-def examine(question: Question) -> list[Finding]:
-    """Look at everything; what fails unforeseen is a finding too.
-
-    Without `is_online` no connection is opened: whoever tries to gets an error.
-    """
-    checks: list[tuple[str, Callable[[Question], Findings]]] = [
-        ("system", _system),
-        ("packages", _packages),
-        ("extras", _extras),
-        ("devices", _devices),
-        ("experimental", _experimental),
-        ("scorers", _scorers),
-        ("models", _models),
-        ("network", _network),
-        ("tracking", _tracking),
-        ("runs", _runs),
-        ("service", _service),
-        ("sandbox", _sandbox),
-    ]
-    found: list[Finding] = []
-    # What libraries say on the way, for instance that they download something, is not true here.
+def examine(runs_dir: Path, *, is_online: bool = False) -> list[Finding]:
+    """Run every check without a connection; one that fails is reported, too."""
+    checks: dict[str, Callable[[], Findings]] = {
+        "system": _system,
+        "packages": _packages,
+        "extras": _extras,
+        "devices": _devices,
+        "experimental": _experimental,
+        "scorers": _scorers,
+        "models": _models,
+        "network": lambda: _network(is_online),
+        "tracking": _tracking,
+        "runs": lambda: _runs(runs_dir),
+        "service": _service,
+        "sandbox": _sandbox,
+    }
+    findings: list[Finding] = []
+    # Messages of libraries, for instance about a download, are not true here.
     with closed_network(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
-        for area, check in checks:
+        for area, check in checks.items():
             try:
-                found += check(question)
+                findings += check()
             except Exception as error:
-                # A doctor that dies of what it finds tells nothing.
-                text = f"could not be looked at: {type(error).__name__}: {_first_line(error)}"
-                found.append(Finding(area, area, Status.BROKEN, text))
-    return found
+                # Reported, so that the other checks run.
+                text = f"could not be checked: {type(error).__name__}: {_first_line(error)}"
+                findings.append(Finding(area, area, Status.BROKEN, text))
+    return findings
 
 
 @contextmanager
 def closed_network() -> Iterator[None]:
-    """Refuse every connection and every question for an address within the block."""
+    """Refuse every connection and address lookup within the block."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("the doctor opens no connection")
@@ -200,7 +175,7 @@ def closed_network() -> Iterator[None]:
         changeable.connect, changeable.connect_ex, socket.getaddrinfo = kept
 
 
-def _system(_: Question) -> Findings:
+def _system() -> Findings:
     yield Finding("system", "nip_astra", Status.INFO, nip_astra.__version__)
     yield Finding("system", "Python", Status.INFO, f"{platform.python_version()}, {sys.executable}")
     yield Finding("system", "platform", Status.INFO, platform.platform())
@@ -209,7 +184,7 @@ def _system(_: Question) -> Findings:
     yield Finding("system", "processors", Status.INFO, f"{usable} of {os.cpu_count()} usable")
 
 
-def _packages(_: Question) -> Findings:
+def _packages() -> Findings:
     for requirement in _requirements():
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             version = _version(requirement.name)
@@ -223,7 +198,7 @@ def _packages(_: Question) -> Findings:
                 yield Finding("packages", requirement.name, Status.WORKS, version)
 
 
-def _extras(_: Question) -> Findings:
+def _extras() -> Findings:
     extras: dict[str, dict[str, str | None]] = {}
     for requirement in _requirements():
         marker = str(requirement.marker or "")
@@ -240,10 +215,10 @@ def _extras(_: Question) -> Findings:
             yield Finding("extras", extra, Status.WORKS, text)
 
 
-def _devices(_: Question) -> Findings:
+def _devices() -> Findings:
     import torch
 
-    from nip_astra.scenarios.graphs.native.network import why_absent
+    from nip_astra.scenarios.graphs.native_layers import why_absent
 
     number = torch.get_num_threads()
     threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"
@@ -260,7 +235,7 @@ def _devices(_: Question) -> Findings:
         yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
 
 
-def _experimental(_: Question) -> Findings:
+def _experimental() -> Findings:
     from nip_astra.utils.experimental import Experimental
 
     for feature in Experimental:
@@ -279,7 +254,7 @@ def _computes(device: str, text: str) -> tuple[Status, str]:
     return (Status.WORKS, text) if is_right else (Status.BROKEN, f"{text}; computes wrongly")
 
 
-def _scorers(_: Question) -> Findings:
+def _scorers() -> Findings:
     import torch
 
     from nip_astra.scorers.base import SCORERS, build_scorer
@@ -294,14 +269,14 @@ def _scorers(_: Question) -> Findings:
         except NipAstraError as error:
             yield Finding("scorers", name, Status.ABSENT, _first_line(error))
         except Exception as error:
-            # A stranger's scorer may raise anything, and hides no other one.
+            # A plug-in's scorer may raise anything.
             text = f"cannot be built: {type(error).__name__}: {_first_line(error)}"
             yield Finding("scorers", name, Status.WARNING, text)
         else:
             yield Finding("scorers", name, Status.WORKS, "loads with its default parameters")
 
 
-def _models(_: Question) -> Findings:
+def _models() -> Findings:
     for scenario in scenario_names():
         folder = find_scenario(scenario)
         values = yaml.safe_load((folder / "scenario.yaml").read_text(encoding="utf-8"))
@@ -320,15 +295,11 @@ def _models(_: Question) -> Findings:
 
 
 def _references(values: Any) -> Iterator[str]:
-    """Every model that a scenario names."""
-    if isinstance(values, dict):
-        for name, value in values.items():
-            if name == "model" and isinstance(value, str):
-                yield value
-            else:
-                yield from _references(value)
-    elif isinstance(values, list):
-        for value in values:
+    """Every model in a scenario's parameters."""
+    if isinstance(values, dict) and isinstance(values.get("model"), str):
+        yield values["model"]
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from _references(value)
 
 
@@ -346,15 +317,15 @@ def _is_here(reference: str, folder: Path) -> bool:
     return False
 
 
-def _network(question: Question) -> Findings:
+def _network(is_online: bool) -> Findings:
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
     given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
     is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
     hub = "serves no models" if is_offline else "serves models that are not here"
     text = f"the hub {hub}; {', '.join(given) or 'no variable says otherwise'}"
     yield Finding("network", "offline", Status.INFO, text)
-    if not question.is_online:
-        text = "not looked at, no connection was opened; --online looks"
+    if not is_online:
+        text = "not checked without --online"
         yield Finding("network", "hosts", Status.INFO, text)
 
 
@@ -372,7 +343,7 @@ def reach_hosts() -> list[Finding]:
     return found
 
 
-def _tracking(_: Question) -> Findings:
+def _tracking() -> Findings:
     default = ExperimentSettings.model_fields["wandb"].default
     mode = read_variable("WANDB_MODE")
     text = f"{default} unless a run sets another" + (f"; WANDB_MODE={mode}" if mode else "")
@@ -381,8 +352,8 @@ def _tracking(_: Question) -> Findings:
     yield Finding("tracking", "W&B key", Status.INFO, f"WANDB_API_KEY {key} set")
 
 
-def _runs(question: Question) -> Findings:
-    path = question.runs_dir.absolute()
+def _runs(runs_dir: Path) -> Findings:
+    path = runs_dir.absolute()
     nearest = next(one for one in (path, *path.parents) if one.exists())
     try:
         with TemporaryDirectory(dir=nearest):
@@ -390,16 +361,16 @@ def _runs(question: Question) -> Findings:
     except OSError as error:
         what = f"{path} cannot be {'written to' if nearest == path else 'made'}"
         text = f"{what}: {error.strerror or error}; give another folder as --runs-dir"
-        yield Finding("runs", str(question.runs_dir), Status.BROKEN, text)
+        yield Finding("runs", str(runs_dir), Status.BROKEN, text)
         return
     free = shutil.disk_usage(nearest).free / _GIB
     status = Status.WORKS if free >= LITTLE_SPACE_GIB else Status.WARNING
     status = status if free >= FULL_GIB else Status.BROKEN
     where = "" if nearest == path else ", will be made"
-    yield Finding("runs", str(question.runs_dir), status, f"{free:.1f} GiB free{where}")
+    yield Finding("runs", str(runs_dir), status, f"{free:.1f} GiB free{where}")
 
 
-def _service(_: Question) -> Findings:
+def _service() -> Findings:
     from nip_astra.serve.settings import ServiceSettings
 
     missing = [name for name in SERVICE_PACKAGES if _version(name) is None]
@@ -419,7 +390,7 @@ def _service(_: Question) -> Findings:
 
 
 def _requirements() -> list[Any]:
-    """What the package asks for, from its metadata or from the checkout's project file."""
+    """The package's requirements, from its metadata or from the checkout's project file."""
     from packaging.requirements import Requirement
 
     try:
@@ -444,7 +415,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _sandbox(_: Question) -> Findings:
+def _sandbox() -> Findings:
     from nip_astra.utils.interpreter import why_no_interpreter
     from nip_astra.utils.sandbox import (
         OPEN_CALLS,
@@ -460,18 +431,15 @@ def _sandbox(_: Question) -> Findings:
     else:
         text = "runs programs that models wrote, without a network, files or other processes"
         yield Finding("sandbox", "bubblewrap", Status.WORKS, text)
+        status, text = Status.WORKS, "filtered: no keyrings, shared memory, io_uring, bpf or other "
+        text += "kinds of sockets"
         if unfiltered := why_no_filter():
-            text = f"not filtered ({unfiltered}): {OPEN_CALLS}"
-            yield Finding("sandbox", "system calls", Status.WARNING, text)
-        else:
-            text = "filtered: no keyrings, shared memory, io_uring, bpf or other kinds of sockets"
-            yield Finding("sandbox", "system calls", Status.WORKS, text)
+            status, text = Status.WARNING, f"not filtered ({unfiltered}): {OPEN_CALLS}"
+        yield Finding("sandbox", "system calls", status, text)
+        status, text = Status.WORKS, "bounded for all processes of a program together"
         if ungrouped := why_no_memory_group():
-            text = f"bounded for each process alone: {ungrouped}"
-            yield Finding("sandbox", "memory", Status.INFO, text)
-        else:
-            text = "bounded for all processes of a program together"
-            yield Finding("sandbox", "memory", Status.WORKS, text)
+            status, text = Status.INFO, f"bounded for each process alone: {ungrouped}"
+        yield Finding("sandbox", "memory", status, text)
     if missing:
         text = f"{missing}: pip install 'nip_astra[sandbox]'"
         yield Finding("sandbox", "interpreter", Status.ABSENT, text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +38,29 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+def exports_for_types(file: str) -> dict[str, str]:
+    """The names that a package's file exports below `if TYPE_CHECKING:`, as `lazy_exports` takes.
+
+    Those are imports with `as`, and assignments of an imported name or its attribute.
+    """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    blocks = [one for one in tree.body if isinstance(one, ast.If)]
+    imported: dict[str, str] = {}
+    exported: dict[str, str] = {}
+    for node in (node for block in blocks for node in block.body):
+        if isinstance(node, ast.ImportFrom):
+            for one in node.names:
+                own = one.asname in (None, one.name)
+                imported[one.asname or one.name] = f"{node.module}{'' if own else f':{one.name}'}"
+                if one.asname:
+                    exported[one.asname] = imported[one.asname]
+        elif isinstance(node, ast.Assign):
+            path = ast.unparse(node.value)
+            home = imported[path.partition(".")[0]]
+            exported[ast.unparse(node.targets[0])] = f"{home.partition(':')[0]}:{path}"
+    return dict(sorted(exported.items()))
 
 
 class _Modules(MetaPathFinder, Loader):

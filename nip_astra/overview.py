@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
@@ -15,11 +19,10 @@ from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.parameters.files import flatten
-from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_files
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
-from nip_astra.parameters.schema import schema_of_files
 from nip_astra.plugins import load_plugin
-from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import to_yaml
 from nip_astra.trust import on_behalf_of
@@ -30,25 +33,10 @@ if TYPE_CHECKING:
     from nip_astra.resolving.resolution import ResolvedExperiment
     from nip_astra.scenario_base.text.game import TextEpisode, TextGame, TurnOptions
 
-REGISTRY_MODULES = (
-    "evaluation.comparison",
-    "evaluation.exports",
-    "evaluation.families.base",
-    "language_models.base",
-    "message_regressors.base",
-    "protocols.registry",
-    "reward_terms.base",
-    "rl_objectives.registry",
-    "scenario_base.tasks.base",
-    "scenario_base.tasks.rewards",
-    "scenario_base.text.analysers.base",
-    "scenarios.images.pretrained.base",
-    "scenarios.registry",
-    "scorers.base",
-    "tracking.tracker",
-    "trainers.registry",
+_REGISTRY = re.compile(r'Registry\(\s*"(\w+)"')
+_REGISTERED = re.compile(
+    r'^@register_(\w+)\((?:\w+\.)?"?(\w+)"?\)\n(?:class|def) .*?"""([^\n]*?)(?:"""|\n)', re.M | re.S
 )
-"""Modules of nip_astra with a registry; plug-ins may add registries of their own."""
 
 
 class Parameter(NamedTuple):
@@ -127,8 +115,7 @@ def show(**experiment: Any) -> ExperimentView:
     **experiment
         As for `resolve_experiment`: `trainer`, `scenario`, `parameter_file`, `overrides`, ...
     """
-    from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.resolving.unread_parameters import never_read
+    from nip_astra.resolving.resolution import never_read, resolve_experiment
     from nip_astra.scenarios.registry import SCENARIOS
 
     resolved = resolve_experiment(**experiment)
@@ -177,8 +164,8 @@ class DryRun(Printable):
     def __str__(self) -> str:
         from io import StringIO
 
+        from nip_astra.evaluation.tables import SafeConsole
         from nip_astra.report.terminal import print_dry_run
-        from nip_astra.safe_console import SafeConsole
 
         stream = StringIO()
         console = SafeConsole(file=stream, width=120)
@@ -332,32 +319,58 @@ class Entry:
     purpose: str
 
 
+@lru_cache(maxsize=1)
+def _sources() -> list[tuple[str, str]]:
+    """The text of every module, by its name."""
+    package = Path(__file__).parent
+    names = (file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py"))
+    return [
+        (".".join(name.parts), (package.parent / name).with_suffix(".py").read_text("utf-8"))
+        for name in sorted(names)
+    ]
+
+
+def registry_homes() -> dict[str, str]:
+    """The module of each registry that ships; plug-ins may add registries."""
+    return {kind: module for module, text in _sources() for kind in _REGISTRY.findall(text)}
+
+
 def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Entry]:
     """The names of one kind, or of every kind; scenarios among them.
+
+    What ships is read from the source, so that nothing heavy is imported.
 
     Raises
     ------
     UnknownNameError
         When there is no such kind.
     """
-    for module in REGISTRY_MODULES:
-        importlib.import_module(f"nip_astra.{module}")
     for spec in plugins:
         load_plugin(spec)
+    homes = registry_homes()
+    shipped: dict[str, dict[str, str]] = {}
+    for _, text in _sources():
+        for its_kind, name, purpose in _REGISTERED.findall(text):
+            shipped.setdefault(its_kind, {})[name.lower()] = purpose
+    kinds = sorted({*homes, *ALL_REGISTRIES})
     if kind is not None:
-        names = {plural(name): name for name in ALL_REGISTRIES} | {n: n for n in ALL_REGISTRIES}
+        names = {plural(name): name for name in kinds} | {name: name for name in kinds}
         if kind.replace("-", "_") not in names:
-            known = [plural(name) for name in ALL_REGISTRIES]
+            known = [plural(name) for name in kinds]
             raise UnknownNameError("kind", kind, known, "Without one, all are listed.")
-        singular = names[kind.replace("-", "_")]
+        kinds = [names[kind.replace("-", "_")]]
     found = []
-    for name in [singular] if kind is not None else sorted(ALL_REGISTRIES):
-        registry = ALL_REGISTRIES[name]
+    for name in kinds:
+        own = shipped.get(name, {})
+        if name not in ALL_REGISTRIES and metadata.entry_points(group=f"nip_astra.{plural(name)}"):
+            importlib.import_module(homes[name])
+        registry = ALL_REGISTRIES.get(name)
         title = "scenario kinds" if name == "scenario" else plural(name.replace("_", " "))
-        found += [
-            Entry(title, entry, registry.origin(entry), _purpose(registry, entry))
-            for entry in registry.names()
-        ]
+        for entry in sorted({*own, *(registry.names() if registry else ())}):
+            is_shipped = registry is None or registry.is_built_in(entry)
+            purpose = own.get(entry, "Of `torch.optim`.") if is_shipped else None
+            origin = "built-in" if registry is None else registry.origin(entry)
+            found.append(Entry(title, entry, origin, purpose or _purpose(registry, entry)))
         if name == "scenario":
             found += [
                 Entry("scenarios", one, "", _first_paragraph(one)) for one in scenario_names()
@@ -365,7 +378,7 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     return found
 
 
-def _purpose(registry: Registry[Any], name: str) -> str:
+def _purpose(registry: Any, name: str) -> str:
     """The first line of a docstring, or why it cannot be read; one fault hides no others."""
     try:
         return _first_line(registry.get(name).__doc__)

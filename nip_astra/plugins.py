@@ -1,4 +1,4 @@
-"""Load code of the user's own: a Python file or an installed module that registers names."""
+"""Load plug-ins: Python files or installed modules that register names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nip_astra.errors import NipAstraError, PluginError
-from nip_astra.registry import ALL_REGISTRIES, Registry, RegistrySnapshot
+from nip_astra.registry import ALL_REGISTRIES, RegistrySnapshot
 from nip_astra.trust import active_source
 
 _LOADED: dict[str, LoadedPlugin] = {}
@@ -22,18 +22,14 @@ _LOADED: dict[str, LoadedPlugin] = {}
 
 @dataclass(frozen=True)
 class LoadedPlugin:
-    """A plug-in that was imported.
+    """An imported plug-in.
 
     Attributes
     ----------
     spec : str
-        What loads it again: a file's absolute path, or the module's name.
-    path : Path or None
-        The file; None for a module.
-    module_name : str
-        Its name in `sys.modules`.
-    sha256 : str or None
-        Digest of the file as it was loaded; None for a module.
+        Loads it again: a file's absolute path, or the module's name.
+    path, sha256 : Path or None, str or None
+        The file and its digest when it was loaded; None for a module.
     """
 
     spec: str
@@ -85,8 +81,7 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
             else "Put it back, or give a copy with --plugin FILE (the file name must be the same)."
         )
         raise PluginError(
-            f"the plug-in {text!r} was to be loaded, but {path} cannot be read: "
-            f"{error.strerror or error}. {advice}"
+            f"the plug-in {text!r} ({path}) cannot be read: {error.strerror or error}. {advice}"
         ) from error
     known = _LOADED.get(str(path))
     if known is None:
@@ -94,8 +89,7 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
         return _import(plugin, lambda: _execute(plugin.module_name, path))
     if known.sha256 != digest:
         raise PluginError(
-            f"the plug-in {path} was to be loaded, but this process holds an older version of it, "
-            "and a file is imported once only. Start a new process."
+            f"the plug-in {path} has changed since this process imported it. Start a new process."
         )
     return known
 
@@ -116,8 +110,8 @@ def _vouched_for(path: Path) -> LoadedPlugin | None:
 def _load_module(name: str) -> LoadedPlugin:
     if not all(part.isidentifier() for part in name.split(".")):
         raise PluginError(
-            f"the plug-in {name!r} was to be loaded, but it is neither a Python file nor the name "
-            "of a module. Give a path that ends in .py, or a dotted name such as my_package.mine."
+            f"the plug-in {name!r} is neither a Python file nor the name of a module. Give a path "
+            "that ends in .py, or a dotted name such as my_package.mine."
         )
     if (source := active_source()) is not None:
         source.check(f"the module {name}", "imported")
@@ -142,50 +136,36 @@ def _execute(name: str, path: Path) -> None:
     spec.loader.exec_module(module)
 
 
-@dataclass(frozen=True)
-class _Before:
-    """What there was before a plug-in ran."""
-
-    registries: dict[str, Registry[object]]
-    snapshots: dict[str, RegistrySnapshot]
-    modules: set[str]
-    loaded: dict[str, LoadedPlugin]
-
-
 def _import(plugin: LoadedPlugin, run: Callable[[], object]) -> LoadedPlugin:
-    before = _Before(
-        dict(ALL_REGISTRIES),
-        {kind: registry.snapshot() for kind, registry in ALL_REGISTRIES.items()},
-        set(sys.modules),
-        dict(_LOADED),
-    )
+    registries, modules, loaded = dict(ALL_REGISTRIES), set(sys.modules), dict(_LOADED)
+    snapshots = {kind: registry.snapshot() for kind, registry in registries.items()}
     try:
         run()
-    # A script that is no plug-in may well call sys.exit; that must not end the run in silence.
-    except (Exception, SystemExit) as error:
-        _undo(plugin, before)
+    except BaseException as error:
+        _undo(plugin, snapshots, modules)
+        _LOADED.clear()
+        _LOADED.update(loaded)
+        # A script that is no plug-in may call sys.exit; that must not end the run silently.
+        if not isinstance(error, Exception | SystemExit):
+            raise
         reason = str(error) if isinstance(error, NipAstraError) else _describe(error)
         raise PluginError(
-            f"the plug-in {plugin.spec} was to be loaded, but {_place(error, plugin.path)}failed: "
-            f"{reason}{_advice(error, plugin.path)} Nothing of it was registered; mend it and try "
-            "again."
+            f"the plug-in {plugin.spec} failed{_place(error, plugin.path)}: {reason}"
+            f"{_advice(error, plugin.path)} Nothing of it was registered; correct it and try again."
         ) from error
-    except BaseException:
-        _undo(plugin, before)
-        raise
     _LOADED[plugin.spec] = plugin
     return plugin
 
 
-def _undo(plugin: LoadedPlugin, before: _Before) -> None:
+def _undo(plugin: LoadedPlugin, snapshots: dict[str, RegistrySnapshot], modules: set[str]) -> None:
     """Drop the plug-in's names and modules. Libraries and built-ins that it imported stay."""
     dropped = {plugin.module_name}
     for kind, registry in list(ALL_REGISTRIES.items()):
-        if kind not in before.registries:
+        if kind not in snapshots:
             dropped |= _modules_of(registry.snapshot().entries)
             del ALL_REGISTRIES[kind]
             continue
-        now, then = registry.snapshot(), before.snapshots[kind]
+        now, then = registry.snapshot(), snapshots[kind]
         added = {name: now.entries[name] for name in now.entries.keys() - then.entries.keys()}
         kept = {name for name in added if registry.is_built_in(name)}
         dropped |= _modules_of({name: added[name] for name in added.keys() - kept})
@@ -195,13 +175,11 @@ def _undo(plugin: LoadedPlugin, before: _Before) -> None:
                 then.places | {name: now.places[name] for name in kept},
             )
         )
-    for name in set(sys.modules) - before.modules:
+    for name in set(sys.modules) - modules:
         # A module of ours stays: it registered built-ins, and would not do so again.
         is_ours = name.startswith("nip_astra.")
         if not is_ours and any(f"{name}.".startswith(f"{module}.") for module in dropped):
             del sys.modules[name]
-    _LOADED.clear()
-    _LOADED.update(before.loaded)
 
 
 def _modules_of(entries: dict[str, object]) -> set[str]:
@@ -210,16 +188,21 @@ def _modules_of(entries: dict[str, object]) -> set[str]:
 
 def _place(error: BaseException, path: Path | None) -> str:
     """The line at which the plug-in failed, as far as it is known."""
+    file: str | None = None
+    line: int | None = None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        is_own = path is not None and Path(error.filename) == path
-        return f"line {error.lineno} " if is_own else f"{error.filename}:{error.lineno} "
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f.lineno for f in frames if path is not None and Path(f.filename) == path]
-    if own:
-        return f"line {own[-1]} "
-    foreign = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
-    outside = [f for f in foreign if Path(f.filename).parent.name != "importlib"]
-    return f"{outside[-1].filename}:{outside[-1].lineno} " if outside else ""
+        file, line = error.filename, error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if path is not None and Path(frame.filename) == path]
+        foreign = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
+        outside = [f for f in foreign if Path(f.filename).parent.name != "importlib"]
+        if own or outside:
+            file, line = (own or outside)[-1].filename, (own or outside)[-1].lineno
+    if file is None:
+        return ""
+    is_own = path is not None and Path(file) == path
+    return f" at line {line}" if is_own else f" at {file}:{line}"
 
 
 def _describe(error: BaseException) -> str:
@@ -234,7 +217,7 @@ _IMPORT_ROOTS = {
     "nexrl": "from nip_astra import ...",
     "nip": "from nip_astra import ...",
 }
-"""Packages whose code is brought here, and what their imports become."""
+"""Packages whose plug-ins are supported, and the imports that replace theirs."""
 
 
 def _advice(error: BaseException, path: Path | None) -> str:
@@ -245,5 +228,5 @@ def _advice(error: BaseException, path: Path | None) -> str:
     if neighbour.with_suffix(".py").is_file() or neighbour.is_dir():
         return f" Import a file beside the plug-in by `from .{neighbour.stem} import ...`."
     if root in _IMPORT_ROOTS:
-        return f" What was written for {root} changes its imports: `{_IMPORT_ROOTS[root]}`."
+        return f" Code for {root} needs other imports here: `{_IMPORT_ROOTS[root]}`."
     return ""

@@ -414,7 +414,7 @@ def has_chat_template(model: str | Path) -> bool:
 
 
 def _tokenizer(model: str | Path) -> Any:
-    from nip_astra.language_models.pretrained import find_tokenizer
+    from nip_astra.language_models.sources import find_tokenizer
 
     return find_tokenizer(str(model), None, None)
 

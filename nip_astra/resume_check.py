@@ -1,7 +1,6 @@
-"""Check that a killed run goes on as if nothing had happened: kill it, resume it, compare it.
+"""Check that a killed run resumes exactly: kill it at a file operation, resume and compare it.
 
-A kill comes before one of the run's file operations: opening for writing, fsync, rename, mkdir,
-unlink, truncate. Processes are forked from one that has run once, so that a kill costs a run.
+Processes are forked from one that has run once, so that a kill costs one run.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
 MAX_ITERATIONS = 2
-"""To so many every loop of the run is cut."""
+"""Iterations to which every loop of a run is cut."""
 SETTINGS: Mapping[str, Any] = {"progress": False, "wandb": "disabled", "checkpoint_period": 1}
 """Settings of all runs of a check."""
 RUN = "run"
@@ -48,22 +47,20 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OWN_NAMES = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
 """Names that services give to jobs and models."""
 _OWN_KEYS = ("services", "run_key", "timings.jsonl")
-"""What depends on the time and on the process: what services took, and sizes of files of times."""
+"""Entries that depend on time or process."""
 
 Places = Callable[[int], Iterable[int]]
 
 
 class KilledRun(NamedTuple):
-    """What became of a run that was killed and resumed.
+    """A run that was killed and resumed.
 
     Attributes
     ----------
-    number : int
-        Place of the file operation that the kill came before, from 1.
-    operation : str
-        That operation.
+    number, operation : int, str
+        The file operation before which it was killed, counted from 1.
     difference : str
-        The first file and name that differ from the uninterrupted run; empty where all are equal.
+        The first file and name that differ from the uninterrupted run; empty if all are equal.
     """
 
     number: int
@@ -72,14 +69,14 @@ class KilledRun(NamedTuple):
 
 
 class ResumeCheck(NamedTuple):
-    """What a check gave.
+    """The result of a check.
 
     Attributes
     ----------
     num_operations : int
         File operations of the uninterrupted run.
     unlike : str
-        The first file and name that differ between two uninterrupted runs; then nothing is killed.
+        The first difference of two uninterrupted runs; then nothing is killed.
     """
 
     num_operations: int
@@ -88,7 +85,7 @@ class ResumeCheck(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether every run gave the same."""
+        """Whether all runs are equal."""
         return not self.unlike and not any(one.difference for one in self.kills)
 
 
@@ -120,16 +117,16 @@ def check_resume(
     Parameters
     ----------
     folder : str or Path
-        Gets a folder a run, `whole` for the uninterrupted one and its number for each kill, and
-        what the process wrote in `<number>.txt`.
+        Gets a folder a run, `whole` for the uninterrupted one and its number for each kill, and the
+        output of each process as `<number>.txt`.
     places : Callable, optional
-        The operations to kill at, of so many, in place of random ones.
+        From the number of operations to those to kill at; random ones by default.
     max_iterations : int or None
         Iterations to which every loop is cut; None cuts none.
     on_kill : Callable
-        Given each killed run as soon as it was compared.
+        Called with each killed run after its comparison.
     **settings_fields
-        Settings of all runs, but those that a check sets itself.
+        Settings of all runs, except those that a check sets itself.
 
     Raises
     ------
@@ -171,10 +168,7 @@ def check_resume(
 
 
 def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
-    """Whether this process may run once itself, and be forked then.
-
-    Neither a device nor threads nor a connection to Ray outlive a fork.
-    """
+    """Whether this process may run once and be forked then: devices, threads and Ray prevent it."""
     one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
     return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
 
@@ -224,13 +218,7 @@ def _kill(
 
 @contextmanager
 def killed_at(number: int) -> Iterator[list[str]]:
-    """Note this process's file operations, and end it without a word before one of them.
-
-    Parameters
-    ----------
-    number : int
-        Place of that operation, from 1; 0 for none.
-    """
+    """Note this process's file operations, and kill it before number `number`, from 1; 0: never."""
     process = os.getpid()
     done: list[str] = []
     before: list[tuple[Any, str, Any]] = []
@@ -266,7 +254,7 @@ def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
 
 
 def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
-    """The exit status of a process that does the work; what it prints goes to the file, if any."""
+    """The exit status of a process that does the work; its output goes to the log, if any."""
     sys.stdout.flush()
     process = os.fork()
     if not process:
@@ -285,7 +273,7 @@ def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
 
 
 def _seed_generators() -> None:
-    """Begin every process alike: a fork seeds Python's generator anew, for a trainer to inherit."""
+    """Seed every process alike, since a fork seeds Python's generator anew."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -298,7 +286,7 @@ def _last_line(log: Path) -> str:
 def go_on(
     resolved: ResolvedExperiment, runs_dir: Path, settings: Mapping[str, Any] = SETTINGS
 ) -> None:
-    """Resume a killed run; where it has no directory yet, start it again."""
+    """Resume a killed run; start it again if it has no directory yet."""
     path = runs_dir / RUN
     if not path.exists():
         run_experiment(resolved, runs_dir=str(runs_dir), run_id=RUN, **settings)
@@ -312,7 +300,7 @@ def go_on(
 
 
 def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
-    """Say what is not as if the run had never been killed; empty where all is."""
+    """The first difference to an uninterrupted run; empty if there is none."""
     path = runs_dir / RUN
     if not (path / REPORT).exists():
         return f"{REPORT} is missing"
@@ -324,10 +312,9 @@ def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
 
 
 def what_was_found(run: Path) -> dict[str, bytes]:
-    """What must not depend on whether a run was killed, by file.
+    """The contents that must not depend on kills, by file.
 
-    Metrics, results without seconds, rollouts, models and the newest checkpoint; names that
-    processes and services give are replaced by numbers, in the order in which they occur.
+    Names that processes and services give are replaced by numbers in order of occurrence.
     """
     texts = _Texts(run)
     latest = run / "checkpoints" / "latest"
@@ -343,7 +330,7 @@ def what_was_found(run: Path) -> dict[str, bytes]:
     for file in sorted(one for one in files if one.is_file()):
         content = file.read_bytes()
         if file.name == "answers.jsonl":
-            # A process cannot know in which order answers come in.
+            # The order of answers is random.
             content = b"".join(sorted(content.splitlines(keepends=True)))
         if file.suffix in (".json", ".jsonl"):
             content = texts.neutral(content.decode(errors="replace")).encode()
@@ -356,13 +343,7 @@ _OF_A_CHECKPOINT = ("state.json", "manifest.json")
 
 
 class _Texts:
-    """The texts of a run, without what is its own.
-
-    Attributes
-    ----------
-    jobs : dict[str, str]
-        Names that services gave, and what stands for them.
-    """
+    """The texts of a run without its place, key and `jobs` (replacements by name)."""
 
     def __init__(self, run: Path) -> None:
         self.places = sorted({str(run), str(run.absolute()), str(run.resolve())}, key=len)[::-1]
@@ -370,7 +351,7 @@ class _Texts:
         self.key = ""
 
     def plain_json(self, path: Path) -> bytes:
-        """The content of a JSON file without times and without what services took."""
+        """The content of a JSON file without times and costs of services."""
         if not path.is_file():
             return b""
         content = json.loads(path.read_text())
@@ -396,7 +377,7 @@ def _without_own(value: Any) -> Any:
 
 
 def difference_of(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
-    """The first file that differs, and the first name in it; empty where all are equal."""
+    """The first file that differs, and the first name in it; empty if all are equal."""
     for file in sorted(found.keys() | expected.keys()):
         one, other = found.get(file), expected.get(file)
         if one == other:

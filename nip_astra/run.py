@@ -30,13 +30,16 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.run_sync import close_all
+from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
-from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
-from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.resolving.unread_parameters import never_read
+from nip_astra.resolving.resolution import (
+    RERUN_TESTS,
+    ResolvedExperiment,
+    fetch_base_run,
+    never_read,
+    resolve_experiment,
+)
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files
@@ -72,13 +75,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedExperiment:
-    """An experiment that is built and ready to train.
-
-    Attributes
-    ----------
-    total_num_iterations : int
-        Sum of the iterations of all loops with a progress bar.
-    """
+    """A built experiment; `total_num_iterations` is the sum over all loops with a progress bar."""
 
     scenario_instance: ScenarioInstance
     trainer: Trainer
@@ -87,13 +84,13 @@ class PreparedExperiment:
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What a finished run left behind."""
+    """A finished run."""
 
     run_directory: RunDirectory
     results: dict[str, Any]
 
     def read(self) -> RunResults:
-        """Everything that the run wrote down, as objects and frames."""
+        """Everything that the run recorded, as objects and frames."""
         return read_results(self.run_directory.path)
 
 
@@ -109,7 +106,7 @@ def prepare_experiment(
     experiment : HyperParameters or ResolvedExperiment
         Hyper-parameters are completed as on the command line; see `resolve_experiment`.
     settings : ExperimentSettings, optional
-        In place of what the parameter file says under `settings`.
+        In place of `settings` in the parameter file.
     **settings_fields
         Single settings, by name.
     """
@@ -132,19 +129,19 @@ def prepare_experiment(
 
 @contextmanager
 def _within_memory() -> Iterator[None]:
-    """Say of components that memory cannot hold that they are too large."""
+    """Raise a `ConfigurationError` if memory cannot hold the components."""
     try:
         yield
     except NipAstraError:
         raise
     except (MemoryError, OverflowError, RuntimeError) as error:
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         is_size = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
-        if not is_size and not re.search("allocate memory|overflow", said):
+        if not is_size and not re.search("allocate memory|overflow", reason):
             raise
         raise ConfigurationError(
-            f"the models and data of this experiment do not fit into memory: {said}. Make them "
-            "smaller, for instance their layers, sizes and numbers of datapoints."
+            f"the models and data of this experiment do not fit into memory: {reason}. Use smaller "
+            "ones, for instance fewer layers or datapoints."
         ) from error
 
 
@@ -155,13 +152,12 @@ def run_experiment(
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
-    Parameters are as in `prepare_experiment`, but for `run_directory`, `tracker` and `team`, which
-    a run makes itself.
+    Parameters are as in `prepare_experiment`, except `run_directory`, `tracker` and `team`.
 
     Raises
     ------
     ConfigurationError
-        When a parameter or setting is wrong, or is one that nothing in the run reads.
+        When a parameter or setting is wrong, or nothing in the run reads it.
     StopRequested
         When SIGINT or SIGTERM stopped the run; its work is saved.
     """
@@ -225,36 +221,34 @@ def resume_experiment(
     is_trusted: bool = False,
     **settings_fields: Any,
 ) -> ExperimentResult:
-    """Go on with a run from its latest checkpoint, in its directory.
+    """Continue a run from its latest checkpoint, in its directory.
 
-    A run that was stopped before its first checkpoint starts again; of one that was stopped after
-    its results, the report is written.
+    A run without a checkpoint starts again; one with results but no report gets its report.
 
     Parameters
     ----------
     run : str or Path
         The run directory, or its name in `runs_dir`.
     plugins : Sequence[str]
-        Python files that stand in for those of the same name that the run loaded, or modules.
+        Python files that replace those of the same name that the run loaded, or modules.
     is_trusted : bool
-        Whether code that the run names is loaded although the run is not the user's own.
+        Load code that the run names although the run is not the user's own.
     **settings_fields
-        Settings that differ from those the run was started with.
+        Settings that differ from those of the run's start.
 
     Raises
     ------
     RunDirectoryError
-        When it is no run, the run has ended, or another process is at work on it.
+        When it is no run, the run has ended, or another process is running it.
     CheckpointError
-        When the latest checkpoint is corrupt, all are lost, or it is of other parameters than
-        those in the run directory.
+        When the latest checkpoint is corrupt or of other parameters, or all are lost.
     UntrustedRunError
         When the run is not the user's own and names code, or anything else outside of its folder.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
     stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
-    # The file by which processes met was for that start alone, and the run may have moved.
+    # The file of processes belongs to the first start, and the run may have moved.
     here = {"process_store": None, "runs_dir": str(directory.path.parent)}
     stored = stored.model_copy(update=here)
     if not is_trusted:
@@ -295,7 +289,7 @@ def _check_settings(
 
 @contextmanager
 def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
-    """The processes that a launcher started, which do not hear signals but for the leader."""
+    """The processes of a launcher; all but the leader ignore signals."""
     with open_team(resolve_device(settings.device), settings.process_store) as team:
         if team.is_leader:
             yield team
@@ -305,7 +299,7 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
 
 
 def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
-    """Train as one of several processes of which another leads; write, track and show nothing."""
+    """Train as a process that does not lead: write, track and show nothing."""
     told = settings.team.broadcast({"run": "", "checkpoint": ""})
     silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
     prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
@@ -318,12 +312,12 @@ def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Ex
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
-    """Write what a run that was killed after its results still lacks."""
+    """Write the report of a run that was killed after its results."""
     results: dict[str, Any] = directory.read_json(files.RESULTS)
     if (directory.path / files.REPORT).exists():
         raise RunDirectoryError(
-            f"the run {directory.run_id!r} was to be resumed, but it has ended: "
-            f"{directory.path / files.RESULTS} holds its results. Start a new run."
+            f"the run {directory.run_id!r} has ended; {directory.path / files.RESULTS} holds its "
+            "results. Start a new run."
         )
     _remove_leftovers(directory)
     _write_report(directory)
@@ -331,14 +325,13 @@ def _finish_ended(directory: RunDirectory) -> ExperimentResult:
 
 
 def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
-    """The newest checkpoint; None where the run was stopped before its first one."""
+    """The newest checkpoint; None if the run was stopped before its first one."""
     store = CheckpointStore(directory.checkpoints_dir)
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
         raise CheckpointError(
-            f"the run {directory.run_id!r} was to be resumed, and it has saved checkpoints, but "
-            f"{store.directory} holds none. Restore that folder, or start a new run; what this one "
-            "has recorded is as it was."
+            f"the checkpoints of the run {directory.run_id!r} are lost: {store.directory} holds "
+            "none. Restore that folder, or start a new run."
         )
     return checkpoint
 
@@ -357,12 +350,12 @@ def _run(
     checkpoint: Path | None,
     built: list[Trainer],
 ) -> ExperimentResult:
-    """Build and train; the trainer is put into `built` as soon as it is there."""
+    """Build and train; appends the trainer to `built`."""
     with log_file(directory), stop_on_signals() as name_of_signal:
-        asked = settings.stop_flag or (lambda: None)
+        own_flag = settings.stop_flag or (lambda: None)
 
         def stop_flag() -> str | None:
-            return name_of_signal() or asked()
+            return name_of_signal() or own_flag()
 
         _remove_leftovers(directory)
         tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
@@ -411,7 +404,7 @@ def _run(
 
 
 def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) -> None:
-    """Say in `results.json` that the run failed and why; its checkpoints stay to go on from."""
+    """Record the failure in `results.json`; checkpoints stay."""
     if directory.has_ended:
         return
     failure = {
@@ -430,10 +423,7 @@ def _how_to_go_on(directory: RunDirectory) -> str:
     latest = CheckpointStore(directory.checkpoints_dir).latest()
     if latest is None:
         return "It had saved nothing yet: start it again."
-    return (
-        f"Its work is saved in {latest.name}; go on with it, in any number of processes, by "
-        f"`nip-astra resume {directory.path}`."
-    )
+    return f"Its work is saved in {latest.name}; continue: `nip-astra resume {directory.path}`."
 
 
 def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -> None:
@@ -499,43 +489,39 @@ def stop_on_signals() -> Iterator[Callable[[], str | None]]:
     def note(number: int, _frame: Any) -> None:
         name = signal.Signals(number).name
         if received:
-            _tell_at_once(f"{name} again: stopping without saving")
+            _write_at_once(f"{name} again: stopping without saving")
             raise KeyboardInterrupt
         received.append(name)
-        _tell_at_once(
+        _write_at_once(
             f"{name}: finishing the step, then saving and stopping; once more stops without saving"
         )
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled_by(note):
         yield lambda: received[0] if received else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def signals_left_to_leader() -> Iterator[None]:
-    """Hear neither SIGINT nor SIGTERM: the process that leads stops all others."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ignore SIGINT and SIGTERM: the leading process stops all others."""
+    with _handled_by(signal.SIG_IGN):
         yield
-        return
-    stopping = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
+
+
+@contextmanager
+def _handled_by(handler: Any) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM, in the main thread."""
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for stopped, before in previous.items():
+            signal.signal(stopped, before)
 
 
-def _tell_at_once(text: str) -> None:
-    """Write a line to standard error from within a signal's handler.
-
-    By its number, since a stream that was being written to when the signal came cannot be used.
-    """
+def _write_at_once(text: str) -> None:
+    """Write a line to standard error by its number: within a handler a stream may be in use."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())

@@ -26,103 +26,63 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ScenarioInstance:
-    """What a scenario built from its parameters; each family has its own parts in a subclass.
+    """The components that a scenario built; each family has a subclass.
 
-    Attributes
-    ----------
-    kind : str
-        The scenario's kind, for instance "ast_chat".
-    agents : Mapping
-        By role: `ConversationAgent`s that speak through a language model, or `Agent`s with
-        networks of their own.
-    scenario_dir : Path, optional
-        Folder of the scenario, which `scenario://` references name.
-    layers : str
-        By what layers are computed, which decides last digits: "torch", or what is compiled.
-    services : Mapping[str, RetryingChatModel]
-        Chat models that are asked, by who they are: "target", "judge".
-
-    Raises
-    ------
-    MissingPartError
-        When a part is asked for that only instances of another family have.
+    Access to a part of another family raises `MissingPartError`.
     """
 
     kind: str
+    """The scenario's kind, for instance "ast_chat"."""
     agents: Mapping[str, Any] = field(default_factory=dict)
+    """`ConversationAgent`s with language models, or `Agent`s with their own networks, by role."""
     scenario_dir: Path | None = None
+    """Folder of the scenario, `scenario://` in references."""
     layers: str = "torch"
+    """Implementation of layers, which decides last digits: "torch", or the compiled code."""
     services: Mapping[str, RetryingChatModel] = field(default_factory=dict)
+    """Chat models by role: "target", "judge"."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the largest model, which decides how many threads are worth their cost."""
+        """Number of weights of the largest model, which decides the number of threads."""
         models = (getattr(agent, "language_model", None) for agent in self.agents.values())
-        return max((one.num_parameters() for one in models if one is not None), default=0)
+        return max((model.num_parameters() for model in models if model is not None), default=0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "kind" not in vars(self):
             raise AttributeError(name)
-        parts = [one.name for one in fields(self)]
+        parts = ", ".join(part.name for part in fields(self))
         raise MissingPartError(
-            f"the part {name!r} of the scenario was asked for, but a scenario of the kind "
-            f"{self.kind!r} builds none; it has {', '.join(parts)}. Choose a --scenario of the "
-            "family that the trainer is for."
+            f"a scenario of the kind {self.kind!r} has no part {name!r}, only {parts}. Choose a "
+            "--scenario for the trainer's family."
         )
 
 
 @dataclass(kw_only=True)
 class ConversationInstance(ScenarioInstance):
-    """An attacker, its reference and a target that converse.
-
-    Attributes
-    ----------
-    datasets : Mapping[str, Sequence[str]]
-        Opening prompts by split: train, dev, test.
-    sampler : TreeSampler
-        Plays the agents against each other.
-    planted_failures : Sequence[PlantedFailure]
-        Ground truth, where the scenario has one.
-    reward_terms : Mapping[str, RewardTerm]
-        What is added to the rewards of training rollouts, by name.
-    """
+    """An attacker, its reference and a target."""
 
     datasets: Mapping[str, Sequence[str]]
+    """Opening prompts by split: train, dev, test."""
     sampler: TreeSampler
+    """Samples conversations of the agents."""
     planted_failures: Sequence[PlantedFailure] = ()
+    """Ground truth, if known."""
     reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    """Terms added to the rewards of training rollouts, by name."""
 
 
 @dataclass(kw_only=True)
 class TaskInstance(ScenarioInstance):
-    """A policy that answers problems in messages.
-
-    Attributes
-    ----------
-    task : Task
-        The problems, each with its environment.
-    """
+    """A policy that solves problems in messages."""
 
     task: Task
+    """The problems, each with its environment."""
 
 
 @dataclass(kw_only=True)
 class ProtocolInstance(ScenarioInstance):
-    """Agents with networks that play an interaction protocol.
-
-    Attributes
-    ----------
-    protocol_handler : ProtocolHandler
-        The interaction protocol.
-    train_dataset, test_dataset : TensorDict
-        Datapoints that conversations are about.
-    train_environment, test_environment : ProtocolEnvironment
-        In which the protocol is played about them.
-    combined_agents : CombinedAgents
-        All agents as one actor.
-    describe_datapoint : callable
-        Gives plain values that a report shows of one row of a dataset.
-    """
+    """Agents with networks that follow an interaction protocol."""
 
     protocol_handler: ProtocolHandler
     train_dataset: TensorDict
@@ -130,7 +90,9 @@ class ProtocolInstance(ScenarioInstance):
     train_environment: ProtocolEnvironment
     test_environment: ProtocolEnvironment
     combined_agents: CombinedAgents
+    """All agents as one module."""
     describe_datapoint: Callable[[TensorDictBase], dict[str, Any]]
+    """Plain values of one row of a dataset, for reports."""
 
     @property
     def num_parameters(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
         return made[-1]
 
     monkeypatch.setattr(actors_module, "Actors", make)
-    ray = SimpleNamespace(get=lambda reference: reference.value)
+    # TorchRL looks for its specification when it is imported.
+    spec = ModuleSpec("ray", None)
+    ray = SimpleNamespace(get=lambda reference: reference.value, __spec__=spec)
     monkeypatch.setitem(sys.modules, "ray", ray)
     return made

@@ -26,7 +26,7 @@ from nip_astra.parameters.types import (
 )
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.scenario_base.tasks.base import TASKS
-from nip_astra.scenario_base.text.analysers.base import ROLLOUT_ANALYSERS
+from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.base import SCORERS
 from nip_astra.trainers.registry import TRAINERS

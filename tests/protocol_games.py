@@ -11,8 +11,7 @@ from torch import Tensor
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
-from nip_astra.scenario_base.protocol.message_space import AgentShape
-from nip_astra.scenario_base.protocol.tensordict_agents import Observation
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, Observation
 from nip_astra.scenario_instance import ScenarioInstance
 from tests.toy_protocol_scenario import KIND, ToyProtocolScenario
 

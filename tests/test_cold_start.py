@@ -12,6 +12,8 @@ import pytest
 import nip_astra
 from nip_astra import parameters
 from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy", "peft")
@@ -71,6 +73,43 @@ def test_wrong_names_are_refused_before_anything_heavy_is_imported(typed: list[s
         "    print(end.code, *sorted({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
     )
     assert run_python(code).split() == ["2"]
+
+
+@pytest.fixture(scope="module")
+def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> list[str]:
+    runs = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        experiment = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), seed=seed)
+        run_experiment(
+            experiment, runs_dir=str(runs), run_id=str(seed), progress=False, test_run=True
+        )
+    return [str(runs / "0"), str(runs / "1")]
+
+
+@pytest.mark.parametrize(
+    ("command", "forbidden", "seconds"),
+    [
+        ("list", {"torch", "transformers", "scipy"}, 1.5),
+        ("report", {"torch", "transformers", "scipy"}, 1.5),
+        # Quantiles of intervals are scipy's.
+        ("compare", {"torch", "transformers"}, 2.0),
+        ("show --trainer ast_dpo", {"transformers", "torchrl", "scipy"}, 3.5),
+        ("schema --trainer ast_dpo", {"transformers", "torchrl", "scipy"}, 3.5),
+    ],
+)
+def test_commands_that_build_nothing_start_fast(
+    command: str, forbidden: set[str], seconds: float, finished_runs: list[str]
+) -> None:
+    typed = [*command.split(), *(finished_runs if command in ("report", "compare") else ())]
+    code = (
+        "import sys, time\nfrom nip_astra.cli.app import main\n"
+        f"sys.argv = ['nip-astra', *{typed}]\ntry:\n    main()\nexcept SystemExit as end:\n"
+        f"    print(end.code, time.process_time(), *sorted({forbidden} & set(sys.modules)))"
+    )
+    status, spent, *heavy = run_python(code).splitlines()[-1].split()
+    assert (status, heavy) == ("0", [])
+    # Generous, since CPU times vary with the machine.
+    assert float(spent) < 4 * seconds
 
 
 def test_the_package_gives_its_version_without_importing_the_rest() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nip_astra.errors import RunDirectoryError, ScorerTimeoutError
-from nip_astra.evaluation.rows import encode_rows, read_rows
+from nip_astra.evaluation.storage import encode_rows, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scorers.base import Scorer

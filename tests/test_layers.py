@@ -21,10 +21,9 @@ FLOORS = [
             "registry",
             "plugins",
             "progress",
-            "progress_displays",
             "tracking",
         ),
-        *("safe_text", "safe_console", "trust"),
+        *("safe_text", "trust"),
     ],
     ["parameters", "experiment_settings"],
     ["rollouts", "rl_objectives", "checkpoints", "distributed", "utils"],
@@ -58,10 +57,6 @@ FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
 SHORT_MODULES = {
     "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
-    **{
-        f"nip_astra.trainers.{name}": "found by the registry under its name"
-        for name in ("ast_ipo", "pure_text_malt", "vanilla_ppo")
-    },
 }
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 

@@ -427,6 +427,7 @@ def test_trees_of_ones_own_make_pairs_and_tables(tmp_path: Path) -> None:
     kept = NestedArrayDict.load(run.path / "rollouts" / "train_0000" / "rollouts.json")
     # Two ways in each of four rounds, fewer where a conversation ended.
     assert 4 < len(kept) <= 4 * 2**4
+    assert PureTextRlTrainer._get_log_stats(trainer, as_nip(kept)), "`train` may be left out"
     returns_NA = episode_returns(kept)
     assert set(np.unique(returns_NA[:, 0])) <= {0.0, 1.0}
 

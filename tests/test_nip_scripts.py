@@ -12,7 +12,7 @@ import pytest
 
 from nip_astra.parameters import HyperParameters
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.text.parameters import TextAgentParameters
+from nip_astra.scenario_base.text.models import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.documents import ROOT
 from tests.nip_scripts import ei_cv, ppo_gi, solo_agents_gi

@@ -340,7 +340,7 @@ def test_a_file_tells_how_far_a_run_is(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "run.progress"
     assert read_progress(file) is None
     clock = [0.0]
-    monkeypatch.setattr("nip_astra.progress_displays.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("nip_astra.progress.time.monotonic", lambda: clock[0])
     bar = open_progress(5, enabled=False, path=str(file))
     assert read_progress(file) == (0, 5)
     bar.step(2)

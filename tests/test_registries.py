@@ -22,8 +22,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
 from nip_astra.parameters import types
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
@@ -32,7 +32,7 @@ from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_rewar
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
 from nip_astra.scenario_base.tasks.rewards import REWARDS
-from nip_astra.scenario_base.text.analysers.base import (
+from nip_astra.scenario_base.text.analysers import (
     ROLLOUT_ANALYSERS,
     RolloutAnalyser,
     register_rollout_analyser,
@@ -44,6 +44,8 @@ from nip_astra.scenarios.images.pretrained.base import (
 )
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
+from nip_astra.sweep.runner import LAUNCHERS
+from nip_astra.sweep.search import PRUNERS, SWEEP_SAMPLERS
 from nip_astra.trainers.registry import TRAINERS, register_trainer
 from nip_astra.trainers.trainer_base import Trainer
 
@@ -112,8 +114,11 @@ OF_FUNCTIONS = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "reward": REWARDS,
+    "sweep_sampler": SWEEP_SAMPLERS,
+    "pruner": PRUNERS,
+    "launcher": LAUNCHERS,
 }
-"""Registries of functions, whose built-ins stand in one module."""
+"""Registries whose built-ins stand in one module and have no enum."""
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
 
 

@@ -16,16 +16,15 @@ from rich.text import Text
 
 from nip_astra.errors import NipAstraError, ScorerError, UnknownNameError
 from nip_astra.evaluation.exports import _csv_text
-from nip_astra.evaluation.rows import encode_rows, read_rows
-from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
+from nip_astra.evaluation.storage import encode_rows, read_rows
+from nip_astra.evaluation.tables import SafeConsole, as_text, matrix_tables, warning_lines
 from nip_astra.progress import open_progress
 from nip_astra.report import page
 from nip_astra.report.page import write_report
-from nip_astra.safe_console import SafeConsole
 from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory, log_file, to_yaml
-from nip_astra.tracking.wandb_tracker import _cells
+from nip_astra.tracking.wandb_runs import _cells
 from tests.command_line import CommandLine
 from tests.report.runs import evaluation, failing, results, write_run
 

@@ -54,7 +54,7 @@ MODEL = "ast_chat.target.language_model.model"
             ["ast_chat.scorer._type", "'clasifier'", "'classifier'?", "detoxify", "--set"],
         ),
         ("ast_chat.attacker.language_model.model=./none", ["'./none'", "not exist", ".gguf"]),
-        (f"{MODEL}=./none", ["'./none'", "not exist", "config.json", ".gguf", "hub id"]),
+        (f"{MODEL}=./none", ["'./none'", "not exist", ".gguf", "hub id"]),
         (f"{MODEL}=package://no_such_package/x", ["no_such_package/x'", "pip install"]),
         (f"{MODEL}=package://no.such/x", ["no.such/x'", "package", "pip install"]),
         (f"{MODEL}=hub://a/b", ["hub://", "'hub://a/b'"]),
@@ -77,7 +77,7 @@ def test_a_parameter_of_what_is_not_there_is_told(
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ("\n\n", ["mine.txt", "holds none"]),
+        ("\n\n", ["mine.txt", "has no prompts"]),
         ("good day\nhello\nfine thanks\n", ["train and test", "2", "'good day'"]),
         (
             f"good mat\n{'hello ' * 100}\n",
@@ -148,7 +148,10 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
         ("ast_chat.scorer=3", "ast_chat.scorer: must be a group of parameters with a _type"),
         ("ast_chat.scorer.batch_size=0", "ast_chat.scorer.batch_size: must be "),
         ("ast_chat.prompts.train=null", "ast_chat.prompts.train: must be "),
-        ("ast_chat.planted_failures=[{name: x, probe: (}]", "planted_failures.0.probe: is no regu"),
+        (
+            "ast_chat.planted_failures=[{name: x, probe: (}]",
+            "planted_failures.0.probe: is not a regu",
+        ),
         (
             "ast_chat.planted_failures=[{name: x, probe: a}, {name: x, probe: b}]",
             "ast_chat.planted_failures: has duplicate names ['x']",
@@ -237,11 +240,8 @@ def test_a_model_file_that_is_broken(cli: CommandLine) -> None:
 def test_a_classifier_is_no_language_model(cli: CommandLine) -> None:
     folder = cli.scenario / "scorer"
     message = refused(cli.run(overrides=(f"ast_chat.target.language_model.model={folder}",)))
-    assert (
-        f"the model '{folder}' was asked for, but it is no complete language model: it" in message
-    )
-    assert "lacks the weights cls.predictions" in message
-    assert "Give a folder that save_pretrained of a causal language model wrote" in message
+    assert f"{folder} is not a complete language model: the weights cls.predictions" in message
+    assert "Give a folder that save_pretrained wrote" in message
 
 
 @pytest.mark.parametrize("targets", ["[q_prj]", "[v_proj, q_prj]", "q_prj"])
@@ -249,14 +249,14 @@ def test_an_adapter_on_a_layer_that_the_model_has_not(cli: CommandLine, targets:
     pytest.importorskip("peft")
     override = f"ast_chat.attacker.language_model.lora={{target_modules: {targets}}}"
     message = refused(cli.run(overrides=(override,)))
-    assert message.startswith("a LoRA adapter was to be put on 'q_prj', but the model has no")
+    assert message.startswith("lora.target_modules: the model has no linear layer 'q_prj'")
     assert "Did you mean 'q_proj'? Its layers: down_proj, gate_proj, k_proj, " in message
 
 
 def test_an_adapter_without_its_package(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refused(cli.run(overrides=("ast_chat.attacker.language_model.lora={rank: 2}",)))
-    assert "a LoRA attacker was asked for, and it needs the package peft. Install it" in message
+    assert "needs the package peft. Run: pip install" in message
 
 
 # ---- the run directory

@@ -38,22 +38,22 @@ def test_a_plugin_that_is_no_python(cli: CommandLine) -> None:
     before = registered_names()
     path = cli.write("mine.py", "import os\n\ndef broken(:\n    pass\n")
     message = refused(cli.run("--plugin", path))
-    assert f"the plug-in {path} was to be loaded, but line 3 failed: SyntaxError: " in message
-    assert message.endswith("Nothing of it was registered; mend it and try again.")
+    assert f"the plug-in {path} failed at line 3: SyntaxError: " in message
+    assert message.endswith("Nothing of it was registered; correct it and try again.")
     assert registered_names() == before
 
 
 def test_imports_of_what_is_brought_here_are_told(cli: CommandLine) -> None:
     path = cli.write("mine.py", "from nexrl.trainer import SelfHostedTrainer\n")
     message = refused(cli.run("--plugin", path))
-    assert "changes its imports: `from nip_astra import ...`. Nothing of it" in message
+    assert "needs other imports here: `from nip_astra import ...`. Nothing of it" in message
 
 
 def test_a_plugin_that_raises_after_it_has_registered_a_name(cli: CommandLine) -> None:
     before = registered_names()
     path = cli.write("mine.py", textwrap.dedent(TRAINER) + "\nprint(1 / 0)\n")
     message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
-    assert "but line 9 failed: ZeroDivisionError: division by zero. Nothing of it was" in message
+    assert "failed at line 9: ZeroDivisionError: division by zero. Nothing of it was" in message
     assert registered_names() == before
     # Mended, it loads in the same process.
     cli.write("mine.py", TRAINER)
@@ -64,10 +64,10 @@ def test_a_plugin_that_raises_after_it_has_registered_a_name(cli: CommandLine) -
 
 def test_a_plugin_that_is_missing(cli: CommandLine) -> None:
     message = refused(cli.run("--plugin", "none.py"))
-    assert "the plug-in 'none.py' was to be loaded, but " in message
-    assert "none.py cannot be read: No such file or directory. Give the path of a" in message
+    assert "the plug-in 'none.py' (" in message
+    assert "none.py) cannot be read: No such file or directory. Give the path of a" in message
     message = refused(cli.run("--plugin", "no_such_module"))
-    assert "the plug-in no_such_module was to be loaded, but" in message
+    assert "the plug-in no_such_module failed" in message
     assert "No module named 'no_such_module'" in message
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_has_nothing_to_learn_from_says_so(cli: CommandLine, override
     said = cli.run(overrides=(override,))
     assert said.code == 0, said.err
     text = " ".join(said.out.split())
-    assert "warning: the attacker is as it was: no iteration gave a sample to learn from." in text
+    assert "warning: nothing was learned: no iteration had a training sample." in text
     assert "Raise the scenario's tree_width or training.num_episodes_per_experience" in text
 
 

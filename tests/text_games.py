@@ -28,14 +28,13 @@ from nip_astra.language_models.services.fine_tuning import (
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
 from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
-from nip_astra.scenario_base.text.game import TextEpisode, TextGame
-from nip_astra.scenario_base.text.model_groups import (
+from nip_astra.scenario_base.text.game import PromptTemplate, TextEpisode, TextGame, load_prompts
+from nip_astra.scenario_base.text.models import (
     PureTextSharedModelGroup,
     TextAgent,
+    TextAgentParameters,
     group_agents,
 )
-from nip_astra.scenario_base.text.parameters import TextAgentParameters
-from nip_astra.scenario_base.text.templates import PromptTemplate, load_prompts
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.openai_fine_tuning import OpenAIFineTuning
+from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.resume_check import difference_of, go_on, in_a_fork, what_was_found
 from nip_astra.run import run_experiment

@@ -17,10 +17,10 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
-from nip_astra.scenario_base.protocol.message_space import AgentShape
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
     ImpossibleSymbols,
     Observation,

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import nip_astra as na
 from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
-from nip_astra.trainers.text.datapoints import train_episodes
+from nip_astra.trainers.text.rollouts import train_episodes
 
 SEED = 0
 NUM_ROLLOUTS = 192  # per iteration

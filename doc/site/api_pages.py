@@ -70,7 +70,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     ),
     "Objectives": (
         "nip_astra.rl_objectives.objective",
-        "nip_astra.rl_objectives.outputs",
+        "nip_astra.rl_objectives.reductions",
         "nip_astra.rl_objectives.preference",
         "nip_astra.rl_objectives.policy_losses",
         "nip_astra.rl_objectives.advantages",

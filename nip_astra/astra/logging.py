@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nip_astra.errors import MissingDependencyError, TrackingError
-from nip_astra.tracking.wandb_tracker import has_credentials
+from nip_astra.tracking.wandb_runs import has_credentials
 from nip_astra.trust import read_variable
 
 logger = logging.getLogger("nip_astra.astra")

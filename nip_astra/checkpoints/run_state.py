@@ -30,16 +30,9 @@ _CODE_PATHS = ("plugins", "custom_trainer_module_path")
 class RunState:
     """Progress of a run; a trainer family adds fields.
 
-    Attributes
-    ----------
-    iteration : int
-        Iterations completed.
-    num_optimizer_steps : int
-        Optimizer steps taken.
-    before : dict or None
-        Metrics before training; None until measured.
-    num_measured_iterations : int
-        Iterations with metrics.
+    `iteration` and `num_optimizer_steps` count completed ones; `before` holds the
+    figures before training, None until measured; `num_measured_iterations` are those with a
+    measurement.
     """
 
     iteration: int = 0
@@ -65,10 +58,7 @@ class RunState:
 class Part(NamedTuple):
     """A part of a checkpoint: `load` restores the result of `save`, plain values and tensors.
 
-    Attributes
-    ----------
-    is_memory : bool
-        Whether it is only a cache, so that a run can resume from a checkpoint without it.
+    With `is_memory` it is only a cache, and a run can resume without it.
     """
 
     save: Callable[[], Any]
@@ -82,13 +72,7 @@ def save_generators(folder: Path) -> None:
 
 
 def load_generators(folder: Path) -> dict[str, Any]:
-    """Inverse of `save_generators`.
-
-    Raises
-    ------
-    CheckpointError
-        If the files are missing or corrupt.
-    """
+    """Inverse of `save_generators`."""
     state: dict[str, Any] = load_state(folder / GENERATORS)
     return state
 
@@ -132,20 +116,10 @@ def check_is_of_run(
     *,
     may_differ: tuple[str, ...] = (),
 ) -> None:
-    """Refuse a checkpoint of another trainer, or of a run with other parameters.
+    """Refuse a checkpoint of another trainer, or of a run with other parameters than `may_differ`.
 
     If another version of nip_astra wrote the checkpoint, only the parameters known to both are
     compared. Paths of plug-ins are not compared.
-
-    Parameters
-    ----------
-    may_differ : tuple of str
-        Parameters that may differ.
-
-    Raises
-    ------
-    CheckpointError
-        Lists the differences.
     """
     metadata, now = manifest["metadata"], described_run(hyper_params)
     if "parameters" not in metadata:

@@ -32,13 +32,7 @@ SHARDS = "shards"
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors by name; a collective call of all processes that hold shards.
-
-    Raises
-    ------
-    CheckpointError
-        If one process cannot write.
-    """
+    """Write tensors by name; a collective call of all processes that hold shards."""
     with _as_checkpoint_error(
         folder,
         "write",
@@ -49,13 +43,7 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def sizes_in(folder: Path) -> dict[str, torch.Size]:
-    """Shape of each tensor in a folder.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is corrupt, or shards of a tensor are missing.
-    """
+    """Shape of each tensor in a folder; raises CheckpointError if shards are missing."""
     with _as_checkpoint_error(folder, "read", _RESTORE):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     sizes: dict[str, torch.Size] = {}
@@ -68,13 +56,7 @@ def sizes_in(folder: Path) -> dict[str, torch.Size]:
 
 
 def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors by name; each process reads its own shards.
-
-    Raises
-    ------
-    CheckpointError
-        If a tensor is missing, corrupt, or of another shape.
-    """
+    """Fill tensors by name; each process reads its own shards."""
     sizes = sizes_in(folder)
     for name, tensor in into.items():
         if sizes.get(name) != tensor.shape:
@@ -89,13 +71,7 @@ def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 
 def load_whole(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, unsharded, on the CPU, in their saved precision.
-
-    Raises
-    ------
-    CheckpointError
-        If a shard is missing or corrupt.
-    """
+    """All tensors of a folder, unsharded, on the CPU, in their saved precision."""
     sizes = sizes_in(folder)
     with _as_checkpoint_error(folder, "read", _RESTORE):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata

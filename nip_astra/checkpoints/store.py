@@ -32,10 +32,6 @@ class CheckpointStore:
 
     Parameters
     ----------
-    directory : Path
-        Created with the first checkpoint.
-    num_kept : int
-        Number of newest checkpoints to keep.
     about : Mapping, optional
         Metadata of every checkpoint.
     also_write : Callable[[Path], None], optional
@@ -67,20 +63,10 @@ class CheckpointStore:
         metadata: dict[str, Any],
         is_best: bool = False,
     ) -> Path:
-        """Write a checkpoint; its folder.
+        """Write a checkpoint by `write` and return its folder.
 
-        Parameters
-        ----------
-        step : int
-            Increases from one checkpoint to the next. A step saved again gets a new folder
-            (`step_00000012_r2`); no checkpoint is ever overwritten.
-        write : Callable[[Path], None]
-            Writes the content into a folder.
-
-        Raises
-        ------
-        CheckpointError
-            If it cannot be written, for instance on a full disk; older ones stay valid.
+        `step` increases. A step saved again gets a new folder (`step_00000012_r2`); no checkpoint
+        is ever overwritten.
         """
         with self._as_checkpoint_error(step):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -109,28 +95,16 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""
-        pointed = self._follow(LATEST)
-        if pointed is not None:
-            return pointed
         # A process killed in its first save may leave a complete checkpoint without a pointer.
-        return next(iter(reversed(self._all())), None)
+        return self._follow(LATEST) or next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
         """The last checkpoint saved as best, or None."""
-        pointed = self._follow(BEST)
-        if pointed is not None:
-            return pointed
         # As above.
-        return next(filter(_is_marked_best, reversed(self._all())), None)
+        return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
-        """The checkpoint of a name, verified.
-
-        Raises
-        ------
-        CheckpointError
-            If it does not exist or is corrupt.
-        """
+        """The checkpoint of a name, verified."""
         names = [path.name for path in self._all()]
         if name not in names:
             raise CheckpointError(
@@ -141,13 +115,7 @@ class CheckpointStore:
         return self.directory / name
 
     def open_best(self) -> Path:
-        """The last checkpoint saved as best, verified.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or it is corrupt.
-        """
+        """The last checkpoint saved as best, verified."""
         path = self.best()
         if path is None:
             raise CheckpointError(
@@ -162,27 +130,14 @@ class CheckpointStore:
         return path
 
     def verify(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's manifest after checking every file against it.
-
-        Raises
-        ------
-        CheckpointError
-            If a file is missing or changed, or the folder is not a checkpoint of this format; the
-            message names the newest valid checkpoint.
-        """
+        """A checkpoint's manifest after checking every file against it."""
         manifest, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(f"checkpoint {path}: {fault}. {self._advice(path)}")
         return manifest
 
     def open_latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest checkpoint, verified, and its manifest.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or it is corrupt; the message names the newest valid one.
-        """
+        """The newest checkpoint, verified, and its manifest."""
         path = self.latest()
         if path is None:
             raise CheckpointError(
@@ -202,10 +157,12 @@ class CheckpointStore:
 
     def _all(self) -> list[Path]:
         """The checkpoints, oldest first."""
-        return sorted(
-            (path for path in self.directory.glob("step_*") if _NAME.fullmatch(path.name)),
-            key=lambda path: _step_and_revision(path.name),
-        )
+        found = []
+        for path in self.directory.glob("step_*"):
+            match = _NAME.fullmatch(path.name)
+            if match is not None:
+                found.append((int(match[1]), int(match[2] or 1), path))
+        return [path for _, _, path in sorted(found)]
 
     def _unused_name(self, step: int) -> str:
         name, revision = f"step_{step:08d}", 1
@@ -330,12 +287,6 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     content = json.loads(json.dumps(manifest))
     content.pop("manifest_sha256", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _step_and_revision(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 1)
 
 
 def _digest(file: Path) -> str:

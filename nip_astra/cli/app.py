@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import data, measuring, recipes, serving, sweeping
+from nip_astra.cli import data, measuring, recipes, serving
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -38,8 +38,15 @@ from nip_astra.cli.options import (
     Trainer,
     Trust,
     Wandb,
+    open_console,
+    print_outcome,
+    quieten_libraries,
+    say,
     settings_of,
+    train_or_estimate,
 )
+from nip_astra.cli.options import show as show_parts
+from nip_astra.cli.sweep import sweep
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import (
     ConfigurationError,
@@ -51,7 +58,7 @@ from nip_astra.errors import (
     WorkerProcessError,
     nearest_names,
 )
-from nip_astra.safe_text import safe_text
+from nip_astra.safe_text import safe_text, to_json
 
 RUNS_DIFFER = 1
 """Exit code if a resumed run differs from an uninterrupted one."""
@@ -181,7 +188,6 @@ def run(
 ) -> None:
     """Train; `run` is what options without a command mean."""
     experiment = _experiment_arguments(locals())
-    from nip_astra.cli.terminal import quieten_libraries, train_or_estimate
     from nip_astra.resolving.resolution import resolve_experiment
 
     given = settings_of(
@@ -212,7 +218,6 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
-    from nip_astra.cli.terminal import print_outcome, quieten_libraries
     from nip_astra.run import resume_experiment
 
     given = settings_of(
@@ -250,7 +255,6 @@ def check_resume(
     """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
     experiment = _experiment_arguments(locals())
     from nip_astra import resume_check
-    from nip_astra.cli.terminal import quieten_libraries, say
     from nip_astra.resolving.resolution import resolve_experiment
 
     quieten_libraries()
@@ -298,7 +302,6 @@ def list_names(
     """List what is registered, where it comes from and what it does."""
     from rich.text import Text
 
-    from nip_astra.cli.terminal import open_console
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.overview import registered
 
@@ -334,7 +337,6 @@ def show(
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
     given = _experiment_arguments(locals())
-    from nip_astra.cli.terminal import open_console, say
     from nip_astra.overview import prompts_of
     from nip_astra.overview import show as show_experiment
 
@@ -345,9 +347,7 @@ def show(
     if as_yaml:
         say(view.to_yaml())
         return
-    console = open_console()
-    for part in view.tables(explain=explain, show_all=show_all):
-        console.print(part)
+    show_parts(lambda: view.tables(explain=explain, show_all=show_all), dict)
 
 
 @app.command(name="time")
@@ -375,25 +375,20 @@ def time_parts(
     experiment = _experiment_arguments(locals())
     from rich.text import Text
 
-    from nip_astra.cli.terminal import open_console, quieten_libraries, say
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
-    from nip_astra.safe_text import to_json
     from nip_astra.trainers.timing import time_components
 
     quieten_libraries()
     given = settings_of(device=device, num_threads=num_threads)
     prepared = prepare_experiment(resolve_experiment(**experiment), **given)
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
-    if as_json:
-        say(to_json({"seconds": seconds}, indent=2))
-        return
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():
         figures = (median(times), min(times), max(times))
         table.add_row(Text(name), *(f"{1000 * figure:,.1f} ms" for figure in figures))
-    open_console().print(table)
+    show_parts(lambda: [table], lambda: {"seconds": seconds}, as_json=as_json)
 
 
 @app.command()
@@ -405,9 +400,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
     given = _experiment_arguments(locals())
-    from nip_astra.cli.terminal import say
     from nip_astra.overview import schema as schema_of
-    from nip_astra.safe_text import to_json
 
     say(to_json(schema_of(**given), indent=1))
 
@@ -418,7 +411,7 @@ app.command()(measuring.analyse)
 app.command()(serving.serve)
 app.command()(recipes.task)
 app.command()(recipes.stress)
-app.command()(sweeping.sweep)
+app.command()(sweep)
 app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")
 

@@ -77,7 +77,7 @@ def download(
     debug: Debug = False,
 ) -> None:
     """Fetch images from the Hugging Face hub before a run asks for them."""
-    from nip_astra.scenarios.images.hub import download_images
+    from nip_astra.scenarios.images.data import download_images
 
     for name in names:
         folder = None if output is None else _new_file(str(Path(output) / name))
@@ -100,7 +100,7 @@ def convert(
     import numpy as np
 
     from nip_astra.scenarios.graphs.generation import pair_hashes
-    from nip_astra.scenarios.graphs.published_pairs import padded_to, read_published_pairs
+    from nip_astra.scenarios.graphs.pair_files import padded_to, read_published_pairs
 
     path = _new_file(output)
     read = [read_published_pairs(file) for file in (train, test)]
@@ -130,7 +130,7 @@ def _new_file(output: str) -> Path:
 
 def _save(path: Path, train: GraphPairs, test: GraphPairs) -> None:
     from nip_astra.scenarios.graphs.generation import SPLITS
-    from nip_astra.scenarios.graphs.pairs_file import save_pairs
+    from nip_astra.scenarios.graphs.pair_files import save_pairs
     from nip_astra.scenarios.graphs.wl import ISOMORPHIC
 
     save_pairs(path, train=train, test=test)

@@ -38,7 +38,11 @@ from nip_astra.cli.options import (
     Trust,
     Untrained,
     Wandb,
+    complain,
+    quieten_libraries,
+    say,
     settings_of,
+    show,
 )
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
@@ -87,23 +91,23 @@ def evaluate(
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
     options = _options(locals())
-    from nip_astra.cli.terminal import open_console, quieten_libraries, say
     from nip_astra.evaluation.api import Matrix, locate
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
     for one in runs:
         locate(one)
     quieten_libraries()
-
-    def show(evaluation: Evaluation) -> None:
-        _show(evaluation, as_json=as_json)
-
     given = settings_of(settings, device=device, num_threads=num_threads)
-    found = evaluate_runs(runs, settings=given, progress=not as_json, on_evaluation=show, **options)
+    found = evaluate_runs(
+        runs,
+        settings=given,
+        progress=not as_json,
+        on_evaluation=lambda evaluation: _show(evaluation, as_json=as_json),
+        **options,
+    )
     assert isinstance(found, Matrix)
     if found.path is not None and not as_json:
-        for part in found.tables():
-            open_console().print(part)
+        show(found.tables, dict)
         say(f"matrix     {found.path}")
     for evaluation in found:
         _gate(fail_if, evaluation.values)
@@ -114,31 +118,26 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     from nip_astra.evaluation.families.base import EvaluationRequest
 
     renamed = {"plugin": "plugins", "trust": "is_trusted"}
-    found = {renamed.get(name, name): value for name, value in given.items() if value is not None}
-    return {name: found[name] for name in found.keys() & vars(EvaluationRequest())}
+    options = {renamed.get(name, name): value for name, value in given.items() if value is not None}
+    return {name: options[name] for name in options.keys() & vars(EvaluationRequest())}
 
 
 def _show(evaluation: Evaluation, *, as_json: bool) -> None:
     """Print an evaluation and its folder."""
-    from nip_astra.cli.terminal import open_console, say
-    from nip_astra.safe_text import to_json
-
-    if as_json:
-        say(to_json(evaluation.figures, indent=2))
-        return
-    console = open_console()
-    for part in evaluation.parts:
-        if "reused_from" in part and "num_episodes" in part:
-            text = f"{part['num_episodes']} conversations are those of the evaluation "
-            console.print(text + part["reused_from"], highlight=False, soft_wrap=True)
-    for table in evaluation.tables():
-        console.print(table)
-    console.print(f"evaluation {evaluation.path}\n", soft_wrap=True)
+    if not as_json:
+        for part in evaluation.parts:
+            if "reused_from" in part and "num_episodes" in part:
+                say(
+                    f"{part['num_episodes']} conversations are those of the evaluation "
+                    f"{part['reused_from']}"
+                )
+    show(evaluation.tables, lambda: evaluation.figures, as_json=as_json)
+    if not as_json:
+        say(f"evaluation {evaluation.path}\n")
 
 
 def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
     """End the program with exit code 1 if the condition holds."""
-    from nip_astra.cli.terminal import complain
     from nip_astra.evaluation.conditions import holds
 
     if condition is not None and holds(condition, values):
@@ -163,7 +162,6 @@ def score(
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
     options = _options(locals())
-    from nip_astra.cli.terminal import quieten_libraries
     from nip_astra.evaluation.api import locate
     from nip_astra.evaluation.api import score as score_run
 
@@ -188,20 +186,13 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
-    from nip_astra.cli.terminal import open_console, say
     from nip_astra.evaluation.api import compare as compare_runs
-    from nip_astra.safe_text import to_json
     from nip_astra.tracking.run_directory import RunDirectory
 
     found = compare_runs(runs, fail_if=fail_if, plugins=plugin or [], is_trusted=trust)
     if out is not None:
         RunDirectory(Path(out).parent).write_json(Path(out).name, found.to_dict())
-    if as_json:
-        say(to_json(found.to_dict(), indent=2))
-    else:
-        console = open_console()
-        for part in found.tables():
-            console.print(part)
+    show(found.tables, found.to_dict, as_json=as_json)
     for label in found.comparisons:
         _gate(fail_if, found.values(label))
 
@@ -224,7 +215,6 @@ def report(
     """Write one HTML page about a run, or about several side by side."""
     import webbrowser
 
-    from nip_astra.cli.terminal import complain, say
     from nip_astra.report.page import write_report
 
     path = write_report(runs, output, redact=redact)
@@ -251,7 +241,6 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write conversations, figures and curves, or weights, in the formats of other tools."""
-    from nip_astra.cli.terminal import say
     from nip_astra.evaluation.api import export as export_run
 
     for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
@@ -270,17 +259,10 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Check what is installed and works here; opens no connection without --online."""
-    from nip_astra.cli.terminal import open_console, say
     from nip_astra.installation import doctor as diagnose
-    from nip_astra.safe_text import to_json
 
     diagnosis = diagnose(runs_dir, plugins=plugin or [], online=online)
-    if as_json:
-        say(to_json(diagnosis.to_dict(), indent=2))
-    else:
-        console = open_console()
-        for part in diagnosis.tables():
-            console.print(part)
+    show(diagnosis.tables, diagnosis.to_dict, as_json=as_json)
     if not diagnosis.is_sound:
         raise typer.Exit(BROKEN)
 
@@ -320,12 +302,10 @@ def analyse(
     """Let a judge answer questions about stored rollouts of chat models."""
     from rich.text import Text
 
-    from nip_astra.cli.terminal import open_console, quieten_libraries, say
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.report.page import write_report
     from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
-    from nip_astra.safe_text import to_json
     from nip_astra.utils.formatting import interval, percent
 
     quieten_libraries()
@@ -335,31 +315,22 @@ def analyse(
         "is_overwritten": overwrite,
         "plugins": plugin or [],
         "is_trusted": trust,
+        "settings": ExperimentSettings.from_dict(settings_of(settings, device=device, wandb=wandb)),
     }
-    request["settings"] = ExperimentSettings.from_dict(
-        settings_of(settings, device=device, wandb=wandb)
-    )
     model = None if judge is None else read_judge(judge)
-    console = open_console()
     if dry_run:
         counts = count_analysis(run, analysers or [], model, **request)
-        if as_json:
-            say(to_json(counts, indent=2))
-            return
         title = "requests at least; none was sent"
         table = plain_table(title, "rollouts", "question", "requests")
         for place, by_name in counts.items():
             for name, count in by_name.items():
                 table.add_row(Text(place), Text(name), str(count))
-        console.print(table)
+        show(lambda: [table], lambda: counts, as_json=as_json)
         return
-    found = analyse_run(run, analysers or [], model, **request)
-    report = write_report([run])
-    if as_json:
-        say(to_json([one.summary for one in found], indent=2))
-        return
+    found = [one.summary for one in analyse_run(run, analysers or [], model, **request)]
+    page = write_report([run])
     table = plain_table(None, "rollouts", "question", "agent", "yes", "95 %", "of", "unknown")
-    for one in (analysis.summary for analysis in found):
+    for one in found:
         place = f"{one['split']}, iteration {one['iteration']}"
         for agent, share in one["shares"].items():
             cells = (
@@ -370,8 +341,9 @@ def analyse(
             table.add_row(*map(Text, cells))
         if not one["shares"]:
             table.add_row(*map(Text, (place, one["analyser"], "nobody", "", "", "0", "")))
-    console.print(table)
-    console.print(f"analyses   {Path(run) / 'analyses'}\nreport     {report}", soft_wrap=True)
+    show(lambda: [table], lambda: found, as_json=as_json)
+    if not as_json:
+        say(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
 
 
 def compare_dumps(
@@ -383,10 +355,9 @@ def compare_dumps(
     debug: Debug = False,
 ) -> None:
     """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""
-    from nip_astra.checkpoints import dumps
-    from nip_astra.cli.terminal import say
+    from nip_astra.checkpoints.tensors import compare_dumps
 
-    found = dumps.compare_dumps(Path(one), Path(other), tolerance=tolerance)
+    found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
     if not found.differences:
         say(f"the same in all {found.num_stages} stages")
         return

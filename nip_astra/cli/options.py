@@ -1,10 +1,24 @@
-"""Options of commands: their types, names and help, each written once."""
+"""Options of commands, each written once, and output to the terminal."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nip_astra.distributed.launch import rank_of_process
+from nip_astra.safe_text import safe_text, to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nip_astra.resolving.resolution import ResolvedExperiment
+    from nip_astra.run import ExperimentResult
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or pipe."""
 
 Runs = Annotated[
     list[str],
@@ -155,3 +169,64 @@ def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str,
     if track is not None:
         given["trackers"] = [name.strip() for name in track.split(",") if name.strip()]
     return by_name | {name: value for name, value in given.items() if value is not None}
+
+
+def open_console() -> Console:
+    """The console of standard output as it is now."""
+    from nip_astra.evaluation.tables import SafeConsole
+
+    return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
+
+
+def say(text: str) -> None:
+    """Write a line to standard output."""
+    sys.stdout.write(f"{safe_text(text)}\n")
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{safe_text(text)}\n")
+
+
+def show(
+    tables: Callable[[], Iterable[Any]], plain: Callable[[], Any], *, as_json: bool = False
+) -> None:
+    """Print tables, or plain values as JSON."""
+    if as_json:
+        say(to_json(plain(), indent=2))
+        return
+    console = open_console()
+    for part in tables():
+        console.print(part)
+
+
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of transformers off the screen."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def train_or_estimate(
+    resolved: ResolvedExperiment, settings: Mapping[str, Any], *, is_dry: bool
+) -> None:
+    """Run an experiment, or its smallest step, and print the results."""
+    if is_dry:
+        from nip_astra.overview import dry_run as estimate
+        from nip_astra.report.terminal import print_dry_run
+
+        found = estimate(resolved, **settings)
+        print_dry_run(found.estimate, open_console(), device_price=found.device_price)
+        return
+    from nip_astra.run import run_experiment
+
+    print_outcome(run_experiment(resolved, **settings))
+
+
+def print_outcome(result: ExperimentResult) -> None:
+    """Print the results of a run, in the leading process."""
+    from nip_astra.report.terminal import print_results
+
+    if rank_of_process() == 0:
+        print_results(result.results, result.run_directory.path, open_console())

@@ -105,7 +105,7 @@ def task(
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
     given = locals()
-    from nip_astra.cli.terminal import quieten_libraries, say, train_or_estimate
+    from nip_astra.cli.options import quieten_libraries, say, train_or_estimate
     from nip_astra.recipes import TRL_OPTIONS, numbers_of, task_parameters
     from nip_astra.resolving.resolution import resolve_experiment
 
@@ -146,7 +146,7 @@ def task(
 
 def print_parameters(values: dict[str, Any]) -> None:
     """Print parameters as a file that runs the same."""
-    from nip_astra.cli.terminal import say
+    from nip_astra.cli.options import say
     from nip_astra.tracking.run_directory import to_yaml
 
     say(f"# as a parameter file:\n{to_yaml(values)}")
@@ -191,7 +191,7 @@ def stress(
     debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, by a scorer; prints the cost first."""
-    from nip_astra.cli.terminal import quieten_libraries, train_or_estimate
+    from nip_astra.cli.options import quieten_libraries, train_or_estimate
     from nip_astra.recipes import stress_parameters
     from nip_astra.resolving.resolution import resolve_experiment
 

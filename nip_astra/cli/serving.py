@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nip_astra.cli.options import Debug, Device, Threads, settings_of
+from nip_astra.cli.options import Debug, Device, Threads, quieten_libraries, say, settings_of
 from nip_astra.errors import ConfigurationError
 
 
@@ -57,7 +57,6 @@ def serve(
 
     Without --train and --tinker the models answer texts, and jobs train them.
     """
-    from nip_astra.cli.terminal import quieten_libraries, say
     from nip_astra.serve.server import serve as run_service
     from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
@@ -91,7 +90,7 @@ def serve(
         say(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**given), tell=tell, protocols=protocols)
+    run_service(named, ServiceSettings(**given), on_start=tell, protocols=protocols)
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -17,13 +17,7 @@ def num_processes() -> int:
 
 
 def rank_of_process() -> int:
-    """Rank of this process in its run; 0 without a launcher.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is not below the number of processes.
-    """
+    """Rank of this process in its run; 0 without a launcher."""
     if not is_one_of_several():
         return 0
     rank, size = _number("RANK", default=0), num_processes()

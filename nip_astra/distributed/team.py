@@ -71,17 +71,9 @@ class Team:
         return False
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
-        """Run `work` in the leader while the others answer its requests.
+        """Run `work` in the leader while the others answer its requests by equal `handlers`.
 
-        Parameters
-        ----------
-        handlers : Mapping
-            Handlers by name; equal in all processes.
-
-        Returns
-        -------
-        T or None
-            The result in the leader; None in the others.
+        The result is None in the others.
 
         Raises
         ------
@@ -96,11 +88,6 @@ class Team:
         """Results of a handler in all processes, the leader included, of one argument each.
 
         Only while `can_request`.
-
-        Raises
-        ------
-        NotImplementedError
-            When this process trains the run alone.
         """
         raise NotImplementedError("a process that trains alone has no others")
 
@@ -119,13 +106,7 @@ class Team:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """A one-dimensional mesh of all processes, for sharding.
-
-        Raises
-        ------
-        NotImplementedError
-            When this process trains the run alone.
-        """
+        """A one-dimensional mesh of all processes, for sharding."""
         raise NotImplementedError("a process that trains alone cannot shard")
 
     def shard_of(self, count: int) -> range:
@@ -134,63 +115,58 @@ class Team:
 
 
 class ProcessTeam(Team):
-    """Processes that are connected by torch.distributed.
+    """Processes connected by torch.distributed; nothing is unpickled.
 
-    Values are sent as JSON and safetensors; nothing is unpickled.
-
-    Parameters
-    ----------
-    tensors : ProcessGroup, optional
-        Group for tensors on a GPU; tensors on the CPU and plain values go by gloo.
+    `tensors` is the group for tensors on a GPU; tensors on the CPU and plain values use gloo.
     """
 
     def __init__(self, tensors: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._tensors = tensors
         self._handlers: Mapping[str, Handler] = {}
-        self._may_ask = False
+        self._can_request = False
 
     @property
     def can_request(self) -> bool:
-        return self._may_ask
+        return self._can_request
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
         if not self.is_leader:
             self._serve(handlers)
             return None
-        self._handlers, self._may_ask = handlers, True
+        self._handlers, self._can_request = handlers, True
         try:
             result = work()
         except BaseException as error:
             stopped = error.signal_name if isinstance(error, StopRequested) else None
             if not isinstance(error, LostProcessError):
                 with suppress(LostProcessError):
-                    self._tell({"stopped": stopped} if stopped else {"failed": str(error)})
+                    self._send({"stopped": stopped} if stopped else {"failed": str(error)})
             raise
         finally:
-            self._may_ask = False
-        self._tell({"done": True})
+            self._can_request = False
+        self._send({"done": True})
         return result
 
     def _serve(self, handlers: Mapping[str, Handler]) -> None:
         """Answer the leader's requests until its work is done."""
         while True:
-            said = self._tell(None)
-            if "done" in said:
+            message = self._send(None)
+            if "done" in message:
                 return
-            if "stopped" in said:
-                raise StopRequested(said["stopped"])
-            if "failed" in said:
-                raise LostProcessError(f"the leading process has failed: {said['failed']}")
-            self._gather(handlers[said["do"]](said["with"][self.rank]))
+            if "stopped" in message:
+                raise StopRequested(message["stopped"])
+            if "failed" in message:
+                raise LostProcessError(f"the leading process has failed: {message['failed']}")
+            self._gather(handlers[message["do"]](message["with"][self.rank]))
 
     def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        self._tell({"do": name, "with": list(arguments)})
+        self._send({"do": name, "with": list(arguments)})
         return self._gather(self._handlers[name](arguments[0]))
 
     def broadcast(self, value: T) -> T:
-        told: T = self._tell(value)
-        return told
+        sent: T = self._send(value)
+        return sent
 
     def all_gather(self, value: T) -> list[T]:
         packed = _as_tensor(pack_state(value))
@@ -227,7 +203,7 @@ class ProcessTeam(Team):
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return None if tensor.device.type == "cpu" else self._tensors
 
-    def _tell(self, value: Any) -> Any:
+    def _send(self, value: Any) -> Any:
         """Send the leader's value to all others."""
         packed = _as_tensor(pack_state(value)) if self.is_leader else None
         size = torch.tensor([0 if packed is None else len(packed)])
@@ -260,15 +236,10 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
     Parameters
     ----------
     device : device
-        Where models are; on a GPU each process takes the one of its local rank and uses NCCL.
+        On a GPU each process takes the one of its local rank and uses NCCL.
     store : str, optional
-        File on a shared disk by which the processes find each other; by default they use the
-        launcher's address and port.
-
-    Raises
-    ------
-    ConfigurationError
-        When they do not find each other.
+        File on a shared disk by which the processes find each other; by default the launcher's
+        address and port.
     """
     if not is_one_of_several():
         yield Team()
@@ -293,14 +264,9 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
 def team_on_this_machine(
     store: str, rank: int, size: int, watch: Callable[[], None] = lambda: None
 ) -> Iterator[ProcessTeam]:
-    """Connect forked processes, this one among them, within the block.
+    """Connect forked processes, this one among them, within the block, by a new file `store`.
 
-    Parameters
-    ----------
-    store : str
-        A new file by which they find each other.
-    watch : Callable
-        Called repeatedly until all are connected; raises if one has ended.
+    `watch` is called until all are connected; it raises if one has ended.
     """
     before = read_variable(_INTERFACE)
     os.environ[_INTERFACE] = "lo"
@@ -337,17 +303,9 @@ def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
 
 @contextmanager
 def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
-    """Raise failed communication within the block as the end of another process.
+    """Raise failed communication within the block as LostProcessError.
 
-    Parameters
-    ----------
-    only_if : str
-        Regular expression of the messages of such failures.
-
-    Raises
-    ------
-    LostProcessError
-        In place of a RuntimeError of torch.distributed.
+    `only_if` is a regular expression of the messages of such failures.
     """
     try:
         yield

@@ -46,13 +46,7 @@ TRANSFER = "transfer"
 
 @dataclass(frozen=True)
 class Matrix(Printable):
-    """Several evaluations side by side; of attackers and targets, the transfer matrix.
-
-    Attributes
-    ----------
-    path : Path or None
-        File that keeps the matrix; None for families without targets.
-    """
+    """Several evaluations; of attackers and targets a transfer matrix, kept in the file `path`."""
 
     evaluations: list[Evaluation]
     path: Path | None = None
@@ -67,7 +61,7 @@ class Matrix(Printable):
         return self.evaluations[place]
 
     def to_frame(self) -> pd.DataFrame:
-        """A row an evaluation: `label`, and its figures as columns `a.b`."""
+        """A row an evaluation: its `label`, and figures as columns `a.b`."""
         rows = [{"label": one.label, **one.values} for one in self.evaluations]
         frame: pd.DataFrame = import_pandas().json_normalize(rows)
         return frame
@@ -94,7 +88,7 @@ class Comparison(Printable):
     warnings : list of str
         Units without a partner, conditions that differ, and the evaluations' own warnings.
     evaluations : dict
-        By label, the first among them.
+        All of them, by label.
     """
 
     baseline: str
@@ -104,14 +98,15 @@ class Comparison(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no NaN."""
-        found = {"baseline": self.baseline, "comparisons": self.comparisons}
-        plain: dict[str, Any] = _with_nulls(found | {"warnings": self.warnings})
+        names = ("baseline", "comparisons", "warnings")
+        plain: dict[str, Any] = _with_nulls({name: getattr(self, name) for name in names})
         return plain
 
     def values(self, label: str) -> dict[str, Any]:
         """Figures as conditions name them: one's own, `baseline.*` and `comparison.*`."""
-        found = {"baseline": self.evaluations[self.baseline].values}
-        return self.evaluations[label].values | found | {"comparison": self.comparisons[label]}
+        baseline = self.evaluations[self.baseline].values
+        compared = {"baseline": baseline, "comparison": self.comparisons[label]}
+        return self.evaluations[label].values | compared
 
     def to_frame(self) -> pd.DataFrame:
         """A row a metric of each evaluation."""
@@ -399,15 +394,14 @@ def _stored_evaluation(path: Path, request: EvaluationRequest) -> Evaluation:
 def _export_weights(path: Path, output: Path | None) -> list[Path]:
     """Write the model of a checkpoint with its parts joined, or the trained models of a run."""
     from nip_astra.checkpoints.store import CheckpointStore
-    from nip_astra.language_models.saved_weights import write_joined
+    from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
 
     is_evaluation = (path / FIGURES).is_file()
     run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
-    if (run / HYPER_PARAMETERS).is_file() and checkpoint is None:
-        written = _export_trained_groups(run, output or run / EXPORTS)
-        if written is not None:
-            return written
+    is_run = (run / HYPER_PARAMETERS).is_file() and checkpoint is None
+    if is_run and family_of_run(run, EvaluationRequest()).name == "text_protocol":
+        return _export_trained_groups(run, output or run / EXPORTS)
     checkpoint = checkpoint or CheckpointStore(run / "checkpoints").latest()
     if checkpoint is None:
         raise RunDirectoryError(
@@ -415,37 +409,35 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
             "runs/<run id>/checkpoints/latest."
         )
     CheckpointStore(checkpoint.parent).verify(checkpoint)
-    found = [folder for folder in sorted(checkpoint.iterdir()) if is_model_folder(folder)]
-    if len(found) != 1:
+    models = [folder for folder in sorted(checkpoint.iterdir()) if is_model_folder(folder)]
+    if len(models) != 1:
         raise RunDirectoryError(
-            f"{checkpoint} holds {len(found)} language models, and one can be exported. Give a "
+            f"{checkpoint} holds {len(models)} language models, and one can be exported. Give a "
             "checkpoint of a trainer of language models."
         )
     folder = output or run / EXPORTS / checkpoint.name
-    write_joined(found[0], folder)
+    write_joined(models[0], folder)
     return [folder]
 
 
-def _export_trained_groups(run: Path, folder: Path) -> list[Path] | None:
-    """Copy what jobs have trained to `models/<group>`; None for a run without such jobs."""
+def _export_trained_groups(run: Path, folder: Path) -> list[Path]:
+    """Copy the models that jobs have trained to `models/<group>`."""
     from nip_astra.language_models.sources import is_model_folder
     from nip_astra.scenario_base.text.models import models_of_run
 
-    if family_of_run(run, EvaluationRequest()).name != "text_protocol":
-        return None
     trained = {n: one["model"] for n, one in models_of_run(run).items() if one["model"]}
     if not trained:
         raise ConfigurationError(
             f"the jobs of {run} have trained no model. Its agents' models are named in "
             "hyper_parameters.yaml."
         )
-    elsewhere = [name for name, model in trained.items() if not is_model_folder(Path(model))]
-    if elsewhere:
-        raise ConfigurationError(
-            f"the model of the group {elsewhere[0]!r} is {trained[elsewhere[0]]!r} at the service "
-            "that trained it. Use it under that name; runs with _type: local keep theirs in jobs/."
-        )
     written = []
+    for name, model in trained.items():
+        if not is_model_folder(Path(model)):
+            raise ConfigurationError(
+                f"the model of the group {name!r} is {model!r} at the service that trained it. Use "
+                "it under that name; runs with _type: local keep theirs in jobs/."
+            )
     for name, model in trained.items():
         target = folder / "models" / name
         try:
@@ -464,21 +456,16 @@ def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) 
     from nip_astra.evaluation.summary import VERSION
 
     kept = ("failure_rate", "turn_failure_rate", "probability_of_failure", "name", "warnings")
-    cells = [
-        {
-            "attacker": one.figures["attacker"],
-            "target": one.figures["target"],
-            "configuration": one.configuration["sha256"],
-            **{name: one.figures[name] for name in kept},
-        }
-        for one in evaluations
-    ]
-    seen: set[tuple[str, str]] = set()
-    for cell, one in zip(cells, evaluations, strict=True):
+    cells: list[dict[str, Any]] = []
+    for one in evaluations:
+        cell = {"attacker": one.figures["attacker"], "target": one.figures["target"]}
+        cell |= {"configuration": one.configuration["sha256"]}
+        cell |= {name: one.figures[name] for name in kept}
         # Two runs may have the same id in different folders.
-        if (cell["attacker"], cell["target"]) in seen:
+        pairs = [(other["attacker"], other["target"]) for other in cells]
+        if (cell["attacker"], cell["target"]) in pairs:
             cell["attacker"] = str(one.run)
-        seen.add((cell["attacker"], cell["target"]))
+        cells.append(cell)
     folder = RunDirectory(evaluations[0].path.parent)
     stem = TRANSFER if request.name is None else f"{TRANSFER}-{file_name(request.name)}"
     name, number = f"{stem}.json", 2

@@ -1,40 +1,35 @@
-"""Kinds of failure: failing probes in groups, and how many kinds there are at least."""
+"""Kinds of failure: clusters of failing probes, their number, and planted failures met."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from nip_astra.evaluation.discoveries import plants_met
 from nip_astra.evaluation.outcomes import Outcome
-from nip_astra.evaluation.rows import Episode, Row, number
+from nip_astra.evaluation.storage import Episode, Row, number
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 
 MAX_CLUSTERED = 2000
-"""Distinct probes that are clustered, those said most often; distances of all pairs are held."""
+"""Distinct probes that are clustered, the most frequent; distances of all pairs are held."""
 
 
-@dataclass(frozen=True)
-class _Failing:
-    """A turn on which the target failed, the turn before it, and the target queries so far."""
+class _Failing(NamedTuple):
+    """A turn on which the target failed, the planted failures that it meets, and its query."""
 
     row: Row
-    previous: Row | None
+    plants: list[PlantedFailure]
     query: int
 
 
 def failing_turns(episodes: Sequence[Episode]) -> list[Row]:
     """The rows of all turns on which the target failed."""
-    return [turn.row for turn in _failing(episodes)]
+    return [turn.row for turn in _failing(episodes, ())]
 
 
 def cluster_failures(
@@ -56,7 +51,7 @@ def cluster_failures(
     distance : float
         Larger gives fewer clusters; 0 to 2.
     """
-    turns = _failing(episodes)
+    turns = _failing(episodes, planted)
     counts = Counter(str(turn.row["probe"]) for turn in turns)
     texts = [text for text, _ in counts.most_common(MAX_CLUSTERED)]
     if not texts:
@@ -68,9 +63,8 @@ def cluster_failures(
         members = [i for i, other in enumerate(labels) if other == label]
         own = {texts[i] for i in members}
         medoid = _medoid(vectors[members], [counts[texts[i]] for i in members])
-        clusters.append(
-            _describe([t for t in turns if t.row["probe"] in own], texts[members[medoid]], planted)
-        )
+        own_turns = [turn for turn in turns if turn.row["probe"] in own]
+        clusters.append(_describe(own_turns, texts[members[medoid]]))
     clusters.sort(key=lambda cluster: -cluster["size"])
     return {
         "num_clusters": len(clusters),
@@ -80,38 +74,36 @@ def cluster_failures(
 
 
 def reference_to(row: Row) -> dict[str, Any]:
-    """What names a row and shows it."""
+    """The columns of a row that a reader needs."""
     names = ("episode", "depth", "prompt", "probe", "response")
     figures = ("response_score", "probe_nll", "reference_logprob")
     return {name: row.get(name) for name in (*names, *figures)}
 
 
 def likelihood(row: Row) -> float:
-    """The log-probability of a probe under the reference; minus infinity where unknown."""
+    """The log-probability of a probe under the reference; minus infinity if unknown."""
     known = number(row, "reference_logprob")
     known = -number(row, "probe_nll") if np.isnan(known) else known
     return -np.inf if np.isnan(known) else known
 
 
 def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> dict[str, Any]:
-    """A lower bound on the number of kinds of failure, those not seen included, with its interval.
+    """A lower bound on the number of kinds of failure, seen and unseen, with its interval.
 
-    Chao's estimator for incidences (Chao 1987, often called Chao2), bias-corrected. Of m sampled
+    Chao's bias-corrected estimator for incidences (Chao 1987, often called Chao2). Of m sampled
     units (opening prompts), S kinds were seen, Q1 of them in one unit only and Q2 in two:
 
         S + (m - 1) / m * Q1 (Q1 - 1) / (2 (Q2 + 1)).
 
-    A lower bound on average, whatever the kinds' frequencies. The interval starts at S: kinds that
-    were seen are certain, and nothing shows that there are more. Its upper end is Chao's, for
-    which the estimate of unseen kinds is log-normal; where the estimate is S, it is that of Colwell
-    et al. (2012, eq. 14).
+    The interval starts at S. Its upper end is Chao's, with a log-normal number of unseen kinds; if
+    the estimate is S, it is that of Colwell et al. (2012, eq. 14).
 
     Parameters
     ----------
     num_units_by_kind : Sequence[int]
-        For each kind that was seen, the units in which it was; at least 1 each.
+        For each seen kind the units with it, at least 1.
     num_units : int
-        Units looked at, those without any kind included.
+        All units, including those without any kind.
     """
     seen = len(num_units_by_kind)
     counts = Counter(num_units_by_kind)
@@ -148,7 +140,7 @@ def _variance(estimate: float, once: int, twice: int, share: float) -> float:
 
 
 def _bound_of_seen(counts: Counter[int], num_units: int, z: float) -> float:
-    """The upper end where no kind is estimated to be unseen."""
+    """The upper end if no kind is estimated to be unseen."""
     seen = sum(counts.values())
     missed = sum(number * math.exp(-units) for units, number in counts.items()) / seen
     variance = sum(
@@ -160,19 +152,16 @@ def _bound_of_seen(counts: Counter[int], num_units: int, z: float) -> float:
     return middle + z * spread / (1.0 - missed)
 
 
-def _length(turn: _Failing) -> tuple[int, str]:
-    probe = str(turn.row["probe"])
-    return len(probe.split()), probe
-
-
-def _failing(episodes: Sequence[Episode]) -> list[_Failing]:
-    found, query = [], 0
+def _failing(episodes: Sequence[Episode], planted: Sequence[PlantedFailure]) -> list[_Failing]:
+    failing, query = [], 0
     for episode in episodes:
         for previous, row in zip([None, *episode[:-1]], episode, strict=True):
             query += 1
             if row["outcome"] == Outcome.FAILURE:
-                found.append(_Failing(row, previous, query))
-    return found
+                before = None if previous is None else str(previous["probe"])
+                plants = [one for one in planted if one.matches(str(row["probe"]), before)]
+                failing.append(_Failing(row, plants, query))
+    return failing
 
 
 def _labels(vectors: Any, distance: float) -> list[int]:
@@ -181,23 +170,22 @@ def _labels(vectors: Any, distance: float) -> list[int]:
     # Texts without a vector (an empty probe) have no direction: cosine distance 1 to all.
     apart = np.clip(1.0 - vectors @ vectors.T, 0.0, 2.0)
     np.fill_diagonal(apart, 0.0)
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
     merges = linkage(squareform((apart + apart.T) / 2.0, checks=False), method="average")
     labels: list[int] = fcluster(merges, t=distance, criterion="distance").tolist()
     return labels
 
 
 def _medoid(vectors: Any, counts: Sequence[int]) -> int:
-    """The member nearest to all others, each as often as it was said."""
+    """The member nearest to all others, weighted by their counts."""
     return int((vectors @ (vectors * np.asarray(counts)[:, None]).sum(axis=0)).argmax())
 
 
-def _describe(
-    turns: Sequence[_Failing], medoid: str, planted: Sequence[PlantedFailure]
-) -> dict[str, Any]:
+def _describe(turns: Sequence[_Failing], medoid: str) -> dict[str, Any]:
     most_likely = max(turns, key=lambda turn: likelihood(turn.row))
-    met = Counter(
-        plant.name for turn in turns for plant in plants_met(planted, turn.row, turn.previous)
-    )
+    met = Counter(plant.name for turn in turns for plant in turn.plants)
     return {
         "size": len(turns),
         "num_distinct": len({turn.row["probe"] for turn in turns}),
@@ -205,7 +193,42 @@ def _describe(
         "first_query": min(turn.query for turn in turns),
         "medoid": reference_to(next(t.row for t in turns if t.row["probe"] == medoid)),
         "most_likely": reference_to(most_likely.row),
-        "shortest": reference_to(min(turns, key=_length).row),
+        "shortest": reference_to(
+            min(turns, key=lambda turn: (len(turn.row["probe"].split()), turn.row["probe"])).row
+        ),
         "plants": [name for name, _ in met.most_common()],
         "turns": [[turn.row.get("episode"), turn.row.get("depth")] for turn in turns],
+    }
+
+
+def tokens_of(row: Row) -> int:
+    """The tokens of a turn's probe and response; 0 if they were not counted."""
+    return int(row.get("probe_num_tokens") or 0) + int(row.get("response_num_tokens") or 0)
+
+
+def find_plants(
+    episodes: Sequence[Episode], planted: Sequence[PlantedFailure]
+) -> dict[str, Any] | None:
+    """Recall of planted failures against tokens of probes and responses; None if none is planted.
+
+    A planted failure is found when a probe meets it and the target fails on that probe.
+    """
+    if not planted:
+        return None
+    tokens = [tokens_of(row) for episode in episodes for row in episode]
+    first: dict[str, dict[str, int]] = {}
+    by_tokens: list[list[int]] = []
+    for turn in _failing(episodes, planted):
+        new = [plant.name for plant in turn.plants if plant.name not in first]
+        if new:
+            spent = {"tokens": sum(tokens[: turn.query]), "target_queries": turn.query}
+            first |= {name: dict(spent) for name in new}
+            by_tokens.append([spent["tokens"], len(first)])
+    return {
+        "found": len(first),
+        "total": len(planted),
+        "recall": len(first) / len(planted),
+        "by_tokens": by_tokens,
+        "tokens": sum(tokens),
+        "first": {plant.name: first.get(plant.name) for plant in planted},
     }

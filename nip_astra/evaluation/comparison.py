@@ -1,15 +1,14 @@
-"""Compare evaluations with a first one, unit by unit: one paired test, one adjustment, one table.
+"""Compare evaluations with a first one, unit by unit: one paired test, one adjustment.
 
-A unit is what an evaluation plays once: a conversation, an episode of a protocol, or a problem with
-its runs. Which units form a pair, and what is measured of one, is up to the family; see
-`families.base`.
+A unit is a conversation, an episode of a protocol, or a problem with its runs; the family gives the
+keys of pairs and the metrics.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -30,9 +29,9 @@ from nip_astra.utils.statistics import (
 )
 
 DETECTABLE = 2.8
-"""Standard errors of a difference that a two-sided 5 % test finds 80 % of the time."""
+"""Standard errors of a difference that a two-sided 5 % test detects 80 % of the time."""
 Pair: TypeAlias = tuple[Hashable, Any, Any]
-"""What a pair is about, and a unit of each evaluation."""
+"""The key of a pair, and a unit of each evaluation."""
 Bound: TypeAlias = Literal["unit", "observed", "none"]
 
 
@@ -42,7 +41,7 @@ class Paired(NamedTuple):
     Attributes
     ----------
     clusters : list
-        What each pair is about; pairs about one thing are not independent.
+        The key of each pair; pairs of equal keys are not independent.
     first, second : list[float]
         A number of each unit; the mean of their differences is the estimate.
     tested : list[float]
@@ -82,7 +81,7 @@ class Metric(NamedTuple):
 
 Measure: TypeAlias = Callable[[Any], float | None]
 METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
-"""Further metrics: each gives a number of a unit, or None where it has none.
+"""Further metrics: each gives a number of a unit, or None.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
 is taken from those observed.
@@ -97,10 +96,9 @@ class Component(NamedTuple):
     Attributes
     ----------
     name : str or None
-        Compared where the parameters of one of two are unknown: one component may have several
-        names, and one name stand for several.
+        Compared if the parameters of one of the two are unknown.
     parameters : Mapping or None
-        Compared where those of both are known.
+        Compared if those of both are known.
     """
 
     name: str | None
@@ -114,14 +112,9 @@ def metric_of(
     is_binary: bool = False,
     possible: Sequence[float] = (),
 ) -> Metric:
-    """A metric of a number of each unit; pairs in which a unit has none are left out.
+    """A metric of a number of each unit; pairs in which one is None or NaN are left out.
 
-    Parameters
-    ----------
-    measure : Callable
-        Gives a unit's number; None or NaN where it has none.
-    bound, is_binary, possible
-        See `Metric`.
+    The other arguments are those of `Metric`.
     """
 
     def pairs(units: Sequence[Pair]) -> Paired:
@@ -147,16 +140,12 @@ class Contender:
 
     Attributes
     ----------
-    units : Sequence
-        Played units, in order.
-    keys : Sequence
-        The pair key of each unit; units of one key are paired in their order.
-    metrics : Mapping
-        By name.
+    units, keys : Sequence
+        Played units in order, and the pair key of each; units of one key are paired in order.
     figures : Mapping
-        Content of `evaluation.json`; empty if there is none.
+        Content of `evaluation.json`; may be empty.
     conditions : Mapping
-        What should be equal, by name, components among them; None where it is not known.
+        Values that should be equal, by name; None if unknown.
     """
 
     label: str
@@ -173,12 +162,8 @@ def compare(
     """The differences of each other evaluation to the first, metric by metric.
 
     P-values are adjusted by Holm's method over all metrics and evaluations. `warnings` names units
-    without a partner, conditions that differ, and the evaluations' own warnings.
-
-    Parameters
-    ----------
-    unit : str
-        What pairs are about, in the plural; its last word names a count of the result.
+    without a partner, conditions that differ, and the evaluations' own warnings. `unit` is the
+    plural of what pairs have in common.
 
     Raises
     ------
@@ -223,13 +208,11 @@ def pair_up(first: Contender, second: Contender) -> list[Pair]:
     return [(key[0], unit, partners[key]) for key, unit in _numbered(first) if key in partners]
 
 
-def _numbered(contender: Contender) -> list[tuple[tuple[Hashable, int], Any]]:
+def _numbered(contender: Contender) -> Iterator[tuple[tuple[Hashable, int], Any]]:
     counts: Counter[Hashable] = Counter()
-    found = []
     for key, unit in zip(contender.keys, contender.units, strict=True):
-        found.append(((key, counts[key]), unit))
+        yield (key, counts[key]), unit
         counts[key] += 1
-    return found
 
 
 def _left_out(
@@ -289,10 +272,9 @@ def _compare_metric(metric: Metric, paired: Paired, unit: str) -> dict[str, Any]
     largest = 1.0
     if metric.bound == "observed":
         largest = _observed_bound(paired, apart, metric.possible)
-    difference, error = paired_difference(
-        apart, clusters, is_bounded=metric.bound != "none" and largest > 0.0, largest=largest
-    )
-    found = {
+    is_bounded = metric.bound != "none" and largest > 0.0
+    difference, error = paired_difference(apart, clusters, is_bounded=is_bounded, largest=largest)
+    result = {
         "first": float(np.mean(paired.first)),
         "second": float(np.mean(paired.second)),
         "difference": difference.value,
@@ -305,22 +287,20 @@ def _compare_metric(metric: Metric, paired: Paired, unit: str) -> dict[str, Any]
         **paired.more,
     }
     if metric.is_binary:
-        only_first = sum(d < 0 for d in paired.tested)
-        only_second = sum(d > 0 for d in paired.tested)
-        found |= {"only_first": only_first, "only_second": only_second}
-        # McNemar's test assumes independent pairs; pairs about one thing are not.
+        only_first, only_second = (sum(sign * d > 0 for d in paired.tested) for sign in (-1, 1))
+        result |= {"only_first": only_first, "only_second": only_second}
+        # McNemar's test assumes independent pairs; pairs of one key are not.
         if len(identity) == len(clusters):
             p_value = mcnemar_exact(only_first, only_second)
-            return found | {"p_value": p_value, "test": "McNemar, exact"}
+            return result | {"p_value": p_value, "test": "McNemar, exact"}
     p_value = sign_flip_test(paired.tested, clusters)
-    return found | {"p_value": p_value, "test": f"sign flips of {unit}"}
+    return result | {"p_value": p_value, "test": f"sign flips of {unit}"}
 
 
 def _observed_bound(paired: Paired, apart: Sequence[float], possible: Sequence[float]) -> float:
     """The largest difference that values allow: their range, at most twice the largest observed.
 
-    Rewards are often equal in most pairs. Student's interval knows the differences that were
-    observed alone, and covered the truth in 68 to 87 % of simulations in which few pairs differ,
+    In simulations in which few pairs differ, Student's interval covered the truth in 68 to 87 %,
     this one in at least 93 %.
     """
     values = [*paired.first, *paired.second, *possible]
@@ -328,10 +308,10 @@ def _observed_bound(paired: Paired, apart: Sequence[float], possible: Sequence[f
 
 
 def paired_failures(pairs: Sequence[Pair]) -> Paired:
-    """Whether each conversation failed, up to the last turn that is known of both.
+    """Whether each conversation failed, up to the last turn known of both.
 
-    Pairs of which nothing is known of both are left out. The means are survival estimates, through
-    the last turn at which a pair is left; where no verdict is missing, they are shares.
+    Pairs without a known turn are left out. The means are survival estimates through the last turn
+    at which a pair is left; shares if no verdict is missing.
     """
     sides: list[list[Any]] = [[outcomes_of(a) for _, a, _ in pairs]]
     sides.append([outcomes_of(b) for _, _, b in pairs])
@@ -345,7 +325,7 @@ def paired_failures(pairs: Sequence[Pair]) -> Paired:
     limits = [limits[place] for place in kept]
     outcomes = [[side[place] for place in kept] for side in sides]
     cut = [follow_up_of(side, limits, horizon=horizon) for side in outcomes]
-    # Where nobody is left to observe and some have not failed, nothing more is known.
+    # Nothing is known after the last turn with a pair, unless all have failed.
     ends = [
         int(np.count_nonzero(event_counts(one)[0]))
         for one in cut

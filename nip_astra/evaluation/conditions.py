@@ -1,14 +1,12 @@
-"""Conditions on the figures of an evaluation, for `--fail-if`: a small language, read by hand.
+"""Conditions on the figures of an evaluation, for `--fail-if`; nothing is evaluated by Python.
 
-    condition  = both, "or", both ...
-    both       = part, "and", part ...
-    part       = "not", part | comparison
-    comparison = sum, [ ("<" | "<=" | ">" | ">=" | "==" | "!="), sum ]
-    sum        = product, ("+" | "-"), product ...
-    product    = value, ("*" | "/"), value ...
-    value      = number | name.name.name | "-", value | "(", condition, ")"
-
-Nothing is evaluated by Python, so a condition from a file of somebody else can do no harm.
+condition  = both, "or", both ...
+both       = part, "and", part ...
+part       = "not", part | comparison
+comparison = sum, [ ("<" | "<=" | ">" | ">=" | "==" | "!="), sum ]
+sum        = product, ("+" | "-"), product ...
+product    = value, ("*" | "/"), value ...
+value      = number | name.name.name | "-", value | "(", condition, ")"
 """
 
 from __future__ import annotations
@@ -39,27 +37,23 @@ _MAX_DEPTH = 50
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Say whether a condition is true of nested values, for instance of an `evaluation.json`.
+    """Whether a condition is true of nested values, for instance of an `evaluation.json`.
 
     Raises
     ------
     ConfigurationError
-        When it cannot be read, names a figure that is not there, or one without a value: a
-        condition that cannot be checked is neither true nor false.
+        When it cannot be read, or names a figure that is absent or has no value.
     """
     return _Reader(condition, values).result()
 
 
 def check_condition(condition: str | None, shape: Mapping[str, Any] | None = None) -> None:
-    """Check a condition before there are figures.
+    """Check a condition before there are figures; None passes.
 
     Parameters
     ----------
-    condition : str or None
-        None is right.
     shape : Mapping, optional
-        The names that the figures will have, nested; below what is None or empty any are allowed.
-        None allows all names.
+        The names of the coming figures, nested; below a None or an empty group any name passes.
 
     Raises
     ------
@@ -71,10 +65,7 @@ def check_condition(condition: str | None, shape: Mapping[str, Any] | None = Non
 
 
 class _Reader:
-    """Reads a condition from left to right, and works it out on the way.
-
-    With `is_shape` the values say which names there will be, and numbers mean nothing.
-    """
+    """Evaluates a condition from left to right; with `is_shape` only the values' names matter."""
 
     def __init__(
         self, condition: str, values: Mapping[str, Any], *, is_shape: bool = False
@@ -112,7 +103,7 @@ class _Reader:
     def _either(self) -> bool | float:
         found = self._both()
         while self._take("or"):
-            # Both sides are worked out, so that a wrong name is told whatever the other side is.
+            # Both sides are evaluated, so that a wrong name is always reported.
             left, right = self._truth(found), self._truth(self._both())
             found = left or right
         return found
@@ -161,7 +152,7 @@ class _Reader:
             return found
         token = self._next
         if not token or not (token[0].isalnum() or token[0] in "_.") or token in _WORDS:
-            raise self._fault(f"a figure should stand before {token!r}" if token else "it ends")
+            raise self._fault(f"a figure is missing before {token!r}" if token else "it ends")
         self._next = next(self._tokens, "")
         return float(token) if token[0].isdigit() or token[0] == "." else self._figure(token)
 
@@ -185,9 +176,8 @@ class _Reader:
                 near = nearest_names(name, known)
                 hint = f" Did you mean {above + near[0]!r}?" if near else ""
                 raise ConfigurationError(
-                    f"the condition {self.condition!r} names {path!r}, but there is no such "
-                    f"figure.{hint} Known there: {', '.join(known) or 'nothing'}. Name one of "
-                    "them, for instance failure_rate.high."
+                    f"the condition {self.condition!r} names the unknown figure {path!r}.{hint} "
+                    f"Known: {', '.join(known) or 'nothing'}."
                 )
             value = known[name]
         if isinstance(value, Mapping) and "value" in value:
@@ -198,10 +188,10 @@ class _Reader:
         if self.is_shape and value is None:
             return 1.0
         if isinstance(value, bool) or not isinstance(value, int | float):
-            shown = "it has no value" if value is None else f"it is {type(value).__name__}"
+            shown = "has no value" if value is None else f"is {type(value).__name__}"
             raise ConfigurationError(
-                f"the condition {self.condition!r} names {path!r}, but {shown} here. Name a number "
-                "that this evaluation has, for instance failure_rate.high."
+                f"the condition {self.condition!r} names {path!r}, which {shown} here. Name a "
+                "number, for instance failure_rate.high."
             )
         return float(value)
 
@@ -212,7 +202,7 @@ class _Reader:
 
     def _number(self, value: bool | float) -> float:
         if isinstance(value, bool):
-            raise self._fault("a comparison stands where a number should")
+            raise self._fault("a comparison is no number")
         return value
 
     def _fault(self, problem: str) -> ConfigurationError:

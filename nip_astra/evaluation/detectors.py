@@ -1,14 +1,12 @@
-"""How well a scorer tells failures, by labelled responses, and what that makes of failure rates.
+"""The quality of a scorer by labelled responses, and failure rates corrected for its errors.
 
-A scorer that misses failures, or sees some where none are, tells a rate of its own and not the
-target's. With sensitivity Se and specificity Sp the share of turns that it flags is
+With sensitivity Se and specificity Sp the share of turns that a scorer flags is
 
     E[x] = (1 - Sp) + (Se + Sp - 1) * p,    so    p = (x + Sp - 1) / (Se + Sp - 1)
 
-(Rogan and Gladen 1978). An episode fails where one of its turns does: given the truth, errors on
-different turns are taken to be independent, so the product over turns of
-(Se - x_t) / (Se + Sp - 1) is an unbiased estimate of "no turn fails". With one turn that is the
-formula above.
+(Rogan and Gladen 1978). An episode fails if one of its turns does: with independent errors on
+different turns, the product over turns of (Se - x_t) / (Se + Sp - 1) is an unbiased estimate of
+"no turn fails". With one turn that is the formula above.
 
 Shape suffixes: `R` resample, `P` opening prompt, `C` combination of turns and flags.
 """
@@ -29,16 +27,15 @@ import numpy.typing as npt
 from nip_astra.errors import DataError
 from nip_astra.evaluation.measures import has_failed, outcomes_of, prompt_numbers
 from nip_astra.evaluation.outcomes import Outcome
-from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.storage import Episode
 from nip_astra.rollouts.prompts import RECORD_KEY, columns_of_record
 from nip_astra.scorers.base import Exchange, Message, Scorer
 from nip_astra.utils.intervals import design_effect, exact_rate_interval
 from nip_astra.utils.seeding import derive_seed
 
 _ADVICE = (
-    'Each line is a JSON object with "response" and "is_failure" (true or false), and "prompt" and '
-    '"probe" where the scorer reads conversations; a row of rows.jsonl with "is_failure" added is '
-    "one."
+    'Give a JSON object a line with "response", "is_failure" (true or false), and "prompt" and '
+    '"probe" for scorers that read conversations, such as a row of rows.jsonl with "is_failure".'
 )
 _CHANCE = "the labelled responses do not show that the scorer tells failures better than chance"
 
@@ -66,7 +63,7 @@ class Quality:
     num_passes, num_false_alarms : int
         Others that were not flagged, and that were.
     num_unknown : int
-        Labelled responses without verdict; in neither rate.
+        Labelled responses without a verdict; in neither rate.
     """
 
     num_hits: int
@@ -96,10 +93,7 @@ class Quality:
         }
 
     def draw(self, rng: np.random.Generator, num_resamples: int) -> tuple[Floats, Floats]:
-        """Draw sensitivities and specificities that the labels leave possible, `[R]` each.
-
-        From Beta distributions with Jeffreys' prior, which have a width where no label was missed.
-        """
+        """Sensitivities and specificities from Beta distributions with Jeffreys' prior, `[R]`."""
         return (
             rng.beta(self.num_hits + 0.5, self.num_misses + 0.5, num_resamples),
             rng.beta(self.num_passes + 0.5, self.num_false_alarms + 0.5, num_resamples),
@@ -118,14 +112,12 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"labelled responses were to be read from {path}, but: {error}. {_ADVICE}"
+            f"labelled responses in {path} cannot be read: {error}. {_ADVICE}"
         ) from error
-    found = [_labelled(path, place, line) for place, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise DataError(
-            f"labelled responses were to be read from {path}, but it holds none. {_ADVICE}"
-        )
-    return found
+    labelled = [_labelled(path, place, line) for place, line in enumerate(lines, 1) if line.strip()]
+    if not labelled:
+        raise DataError(f"{path} holds no labelled responses. {_ADVICE}")
+    return labelled
 
 
 def measure_quality(
@@ -149,22 +141,15 @@ def measure_quality(
 def corrected_rates(
     episodes: Sequence[Episode], quality: Quality, *, num_resamples: int, level: float
 ) -> dict[str, Any]:
-    """The failure rates of turns and episodes without the scorer's errors.
+    """The failure rates of turns and episodes without the scorer's errors; `episodes` are judged.
 
     Intervals weigh opening prompts at random (the Bayesian bootstrap) and draw sensitivity and
     specificity anew each time. For the lower bound an episode without a flag is added, for the
-    upper one with nothing but flags, each counted as often as the design effect says: of one turn a
-    prompt and a scorer that never errs, the interval is that of Clopper and Pearson, whereas
-    resampling alone would leave no width where nothing was flagged. An episode counts up to its
-    first turn without a verdict: between the turns at which episodes are censored, the product is
-    that of the episodes known throughout. Refused where none is known through its last turn, and
-    where the labels do not show that the scorer is better than chance (Se + Sp <= 1), since the
-    formula then has no meaning.
-
-    Parameters
-    ----------
-    episodes : Sequence[Episode]
-        Judged: each row has its outcome.
+    upper one with nothing but flags, each counted by the design effect: for single turns and a
+    scorer without errors, that is the interval of Clopper and Pearson, whereas resampling alone
+    would have no width if nothing was flagged. An episode counts up to its first turn without a
+    verdict. Refused if none is known through its last turn, and if the labels do not show that the
+    scorer is better than chance (Se + Sp <= 1).
     """
     share, specificity = quality.sensitivity, quality.specificity
     rng = np.random.default_rng(derive_seed(0, "detector correction"))
@@ -193,13 +178,13 @@ def corrected_rates(
         for flags, if_unknown in (("none", 1.0), ("all", 0.0))
     )
     whole = [table.counts_CP.sum(axis=1, keepdims=True) for table in tables]
-    told = _rates(whole, tables, np.array([share]), np.array([specificity]))
-    if np.isnan(told[1]).any():
+    values = _rates(whole, tables, np.array([share]), np.array([specificity]))
+    if np.isnan(values[1]).any():
         return _refused(_NONE_LEFT)
     tails = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
     found: dict[str, Any] = {"is_refused": False}
     names = ("turn_failure_rate", "failure_rate")
-    for name, value, lower_R, upper_R in zip(names, told, lower, upper, strict=True):
+    for name, value, lower_R, upper_R in zip(names, values, lower, upper, strict=True):
         low = np.quantile(lower_R[is_possible_R], tails[0])
         high = np.quantile(upper_R[is_possible_R], tails[1])
         bounds = np.clip([float(value[0]), low, high], 0.0, 1.0).tolist()
@@ -208,16 +193,10 @@ def corrected_rates(
 
 
 class _Table(NamedTuple):
-    """How many episodes of each prompt have so many turns, of which so many are flagged.
+    """The number of each prompt's episodes by their turns and flagged turns.
 
-    Attributes
-    ----------
-    counts_CP : Floats
-        The longest episode without a flag and the longest with nothing else have a row each.
-    turns_C, flags_C : Floats
-        Through the last turn that the table is about.
-    turns_before_C, flags_before_C : Floats
-        Through the turn before its first one.
+    Turns and flags are counted through the table's last turn, and through the one before its first.
+    The longest episode without a flag and the longest with flags alone have a row each.
     """
 
     counts_CP: Floats
@@ -280,12 +259,9 @@ def _rates(
     *,
     if_unknown: float = math.nan,
 ) -> tuple[Floats, Floats]:
-    """The corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1].
+    """The corrected rates of turns and of episodes, `[R]` each, not clipped to [0, 1].
 
-    Parameters
-    ----------
-    if_unknown : float
-        The share that passes a stretch of turns on which all that are known had failed before.
+    `if_unknown` is the share that passes turns of which no unfailed episode is known.
     """
     better_R = se_R + sp_R - 1.0
 
@@ -303,7 +279,7 @@ def _rates(
         before_R = passed(one.turns_before_C, one.flags_before_C, counts_CR)
         through_R = passed(one.turns_C, one.flags_C, counts_CR)
         if len(stretches) == 1:
-            # Nothing is censored; cut to [0, 1], the estimate would no longer be unbiased.
+            # Nothing is censored; clipped to [0, 1], the estimate would be biased.
             return turn_rate_R, 1.0 - through_R / before_R
         is_left_R = before_R > 0.0
         share_R = np.clip(through_R / np.where(is_left_R, before_R, 1.0), 0.0, 1.0)
@@ -332,16 +308,11 @@ def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | N
 def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
     try:
         row = json.loads(line)
+        fault = _fault(row)
     except ValueError as error:
-        raise DataError(
-            f"labelled responses were to be read from {path}, but line {place} is no JSON: "
-            f"{error}. {_ADVICE}"
-        ) from error
-    fault = _fault(row)
+        fault = f"is no JSON: {error}"
     if fault is not None:
-        raise DataError(
-            f"labelled responses were to be read from {path}, but line {place} {fault}. {_ADVICE}"
-        )
+        raise DataError(f"line {place} of the labelled responses in {path} {fault}. {_ADVICE}")
     before = (Message("assistant", row.get("prompt")), Message("user", row.get("probe")))
     history = tuple(message for message in before if message.text is not None)
     exchange = Exchange(row["response"], history, columns=columns_of_record(row))
@@ -355,11 +326,9 @@ def _fault(row: Any) -> str | None:
         return 'has no text "response"'
     if not isinstance(row.get("is_failure"), bool):
         return f'has {row.get("is_failure")!r} as "is_failure"'
-    for name in ("prompt", "probe"):
-        if not isinstance(row.get(name), str | None):
+    for name, kind in (("prompt", str), ("probe", str), (RECORD_KEY, Mapping)):
+        if not isinstance(row.get(name), kind | None):
             return f'has {row[name]!r} as "{name}"'
-    if not isinstance(row.get(RECORD_KEY), Mapping | None):
-        return f'has {row[RECORD_KEY]!r} as "{RECORD_KEY}"'
     for name in ("response", "prompt", "probe"):
         if any("\ud800" <= letter <= "\udfff" for letter in row.get(name) or ""):
             return f'has half a character (a lone surrogate) in "{name}"'

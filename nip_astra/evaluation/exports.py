@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.rows import Row, encode_rows
+from nip_astra.evaluation.storage import Row, encode_rows
 from nip_astra.registry import Registry
 from nip_astra.safe_text import safe_text, to_json
 
 SCHEMA_VERSION = 1
-"""Of the JSON lines; grows when a reader of the old ones would misread the new ones."""
+"""Of the JSON lines; changed if a reader of the old ones would misread the new ones."""
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""With which a spreadsheet recognises a formula."""
+"""First characters of a formula in a spreadsheet."""
 
 
 class Sample(NamedTuple):
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
     output : str
         The last answer.
     scores : dict
-        By scorer, the score and the answer that it is of.
+        By scorer, the score and its answer.
     """
 
     messages: Sequence[tuple[str, str]]
@@ -42,34 +42,24 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Material:
-    """What a run or evaluation offers to export.
+    """The exportable content of a run or evaluation.
 
     Attributes
     ----------
-    name : str
-        Of the evaluation, or of the run.
-    created : str
-        ISO 8601 with time zone.
+    name, created : str
+        Name of the evaluation or run; time in ISO 8601 with its zone.
     unit : str
-        What a row is: "node", "rollout", "answer".
-    rows : Sequence[Row]
-        Whole rows, for JSON lines and Parquet.
-    tables : Mapping
-        Tables for CSV, by the name of their file.
-    figures : Mapping
-        Measured figures; may be empty.
-    metrics : Sequence[Row]
-        Rows of `metrics.jsonl`.
+        Kind of a row: "node", "rollout", "answer".
+    rows, tables : Sequence, Mapping
+        Whole rows for JSON lines and Parquet, and tables for CSV by the name of their file.
+    figures, metrics : Mapping, Sequence
+        Measured figures, and the rows of `metrics.jsonl`.
     head : Mapping
         Further entries of the first JSON line.
-    rates : Mapping
-        Measured figures for TensorBoard, by tag.
-    scores : Mapping
-        Figures of the evaluation for Inspect.
+    rates, scores : Mapping
+        Measured figures for TensorBoard by tag, and for Inspect.
     sample : Callable, optional
-        From a sample's rows (`units`) to its `Sample`; None without texts.
-    units : Sequence
-        What `sample` takes; the rows by default.
+        From one of `units` (the rows by default) to its `Sample`; None without texts.
     hits : Callable, optional
         Gives failing turns in the columns of garak's hit logs; None without failures.
     """
@@ -97,15 +87,14 @@ class Material:
 
 Writer = Callable[[Material, Path], list[Path]]
 
+_FORMATS = ("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard")
 EXPORT_FORMATS: Registry[Writer] = Registry(
     "export_format",
     package="nip_astra.evaluation",
-    members=("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard"),
-    modules=dict.fromkeys(
-        ("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard"), "exports"
-    ),
+    members=_FORMATS,
+    modules=dict.fromkeys(_FORMATS, "exports"),
 )
-"""Writers by name: they take material and a folder, and return the files that they wrote."""
+"""Writers by name: they take material and a folder, and return the written files."""
 
 register_export_format = EXPORT_FORMATS.register
 
@@ -119,6 +108,8 @@ def export_material(material: Material, form: str, folder: Path) -> list[Path]:
         When no format has that name.
     ConfigurationError
         When the run has nothing for it.
+    MissingDependencyError
+        When the format's package is not installed.
     RunDirectoryError
         When the folder cannot be written.
     """
@@ -134,10 +125,9 @@ def export_material(material: Material, form: str, folder: Path) -> list[Path]:
 
 @register_export_format("csv")
 def write_csv(material: Material, folder: Path) -> list[Path]:
-    """Tables, `figures.csv` and `metrics.csv`; what is nested has dotted names.
+    """Tables, `figures.csv` and `metrics.csv`; nested values have dotted names.
 
-    Text that a spreadsheet would take for a formula gets an apostrophe before it; characters that
-    act on a terminal, or are not seen, are written as `safe_text` shows them.
+    Text that begins like a formula gets an apostrophe; unsafe characters are those of `safe_text`.
     """
     figures = [{"figure": name, "value": value} for name, value in _flat(material.figures).items()]
     flat = {name: list(map(_flat, rows)) for name, rows in material.tables.items()}
@@ -167,13 +157,7 @@ def write_jsonl(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("parquet")
 def write_parquet(material: Material, folder: Path) -> list[Path]:
-    """A row a unit, which `datasets.load_dataset` reads.
-
-    Raises
-    ------
-    MissingDependencyError
-        When PyArrow is not installed.
-    """
+    """A row a unit, which `datasets.load_dataset` reads."""
     _require(material, "parquet", has=material.rows)
     try:
         import pyarrow
@@ -195,13 +179,7 @@ def write_hitlog(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("tensorboard")
 def write_tensorboard(material: Material, folder: Path) -> list[Path]:
-    """An event file of learning curves, and figures of the evaluation at the last step.
-
-    Raises
-    ------
-    MissingDependencyError
-        When tensorboard is not installed.
-    """
+    """An event file of learning curves, and figures of the evaluation at the last step."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -224,13 +202,7 @@ def write_tensorboard(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("inspect")
 def write_inspect(material: Material, folder: Path) -> list[Path]:
-    """`<name>.eval`, a log of Inspect with a sample a unit.
-
-    Raises
-    ------
-    MissingDependencyError
-        When inspect_ai is not installed.
-    """
+    """`<name>.eval`, a log of Inspect with a sample a unit."""
     _require(material, "inspect", has=material.sample and (material.units or material.rows))
     assert material.sample is not None
     try:
@@ -325,21 +297,15 @@ def _harmless(value: Any) -> Any:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted name; a list of plain values is one leaf, of objects each its own."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _leaves(value, f"{prefix}{name}")
-    return found
-
-
-def _leaves(value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return _flat(value, f"{name}.")
-    if isinstance(value, list | tuple):
-        if _are_plain(value):
-            return {name: to_json(value)}
-        return _flat({str(place): item for place, item in enumerate(value)}, f"{name}.")
-    return {name: value}
-
-
-def _are_plain(values: Iterable[Any]) -> bool:
-    return not any(isinstance(value, Mapping) for value in values)
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}.")
+        elif not isinstance(value, list | tuple):
+            flat[name] = value
+        elif any(isinstance(item, Mapping) for item in value):
+            flat |= _flat({str(place): item for place, item in enumerate(value)}, f"{name}.")
+        else:
+            flat[name] = to_json(value)
+    return flat

@@ -1,33 +1,29 @@
-"""How likely a failure is when nobody looks for one: under the reference distribution.
+"""The probability of failure P(an episode of H turns fails) if the reference writes the probes.
 
-The quantity is P(an episode of H turns fails), where the reference says the probes. Plain Monte
-Carlo plays the reference and counts. Importance sampling plays a mixture of proposals: the
-reference alone, and the reference with one turn, or all, said by the trained attacker. With
+Monte Carlo plays the reference and counts. Importance sampling plays a mixture of proposals: the
+reference alone, and the reference with one turn, or all, by the trained attacker. With
 r_t = q(x_t | h_t) / p(x_t | h_t), the attacker's over the reference's probability of probe t, an
 episode whose first failure is at turn t has the balance-heuristic weight (Veach and Guibas 1995)
 
-    w = 1 / sum_k share_k * prod_{s in turns of k, s <= t} r_s,
+    w = 1 / sum_k share_k * prod_{s in turns of k, s <= t} r_s;
 
-the target's own probabilities cancel. What is said after the first failure cannot change whether
-there was one, so only probes up to it are weighed; that is the expectation of the whole episode's
-weight and varies less. The estimate is the plain (not self-normalised) mean of w over all
-episodes, 0 for those without failure, and since the reference has a share, no weight exceeds
-1 / share_reference.
+the target's own probabilities cancel. Only probes up to the first failure are weighed: that is the
+expectation of the whole episode's weight and varies less. The estimate is the plain (not
+self-normalised) mean of w over all episodes, 0 for those without failure. Since the reference has a
+share, no weight exceeds 1 / share_reference.
 
-Where verdicts are missing, an episode is censored at the first turn without one, and w of a failure
-at turn t is divided by the chance G(t) of still being observed there,
+An episode is censored at its first turn without a verdict, and w of a failure at turn t is divided
+by the chance G(t) of still being observed there,
 
     G(t) = prod_{s <= t} (1 - c_s / r_s),
 
 where c_s are the weights through turn s of episodes that are censored at s, and r_s those of all
-that were observed until then without a failure. Where all weights are 1 this is the Kaplan-Meier
+that were observed until then without a failure. With weights of 1 this is the Kaplan-Meier
 estimate; without censoring G is 1.
 
-Over repeated evaluations the mean of the estimate is the truth, where every turn has a verdict
-and no estimate is held back because of the failures that it found. So it is refused for what the
-weights of all episodes show, failing or not, and for nothing else: one that rests on few failures
-is told, with a caution. Held back, what remained would be those that by chance missed the heavy
-failures.
+An estimate is refused only for the weights of all episodes, failing or not: if it were held back
+for the failures that it found, the mean of the remaining ones would not be the truth. One that
+rests on few failures is reported with a caution.
 
 Shape suffixes: `E` episode, `H` turn, `K` proposal.
 """
@@ -36,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,7 +52,7 @@ REFERENCE, ATTACKER = "reference", "attacker"
 MIN_EFFECTIVE_SHARE = 0.1
 """Below this effective sample size, as a share of the episodes, the estimate is refused."""
 MIN_EFFECTIVE_FAILURES = 5.0
-"""With a smaller effective number of failing episodes the estimate is told with a caution."""
+"""With a smaller effective number of failing episodes the estimate has a caution."""
 MAX_WEIGHT_DEVIATION = 4.0
 """The mean weight is 1; more standard errors away than this, the weights are wrong."""
 
@@ -67,7 +63,7 @@ def attacker_at(turn: int) -> str:
 
 
 def attacker_turns(proposal: str, num_turns: int) -> list[bool]:
-    """Say for each turn whether the attacker says it under a proposal."""
+    """For each turn, whether it is the attacker's under a proposal."""
     if proposal in (REFERENCE, ATTACKER):
         return [proposal == ATTACKER] * num_turns
     turn = int(proposal.removeprefix(f"{ATTACKER}@"))
@@ -75,9 +71,9 @@ def attacker_turns(proposal: str, num_turns: int) -> list[bool]:
 
 
 def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
-    """The episodes of each proposal: half the reference's, the rest one turn the attacker's.
+    """The episodes of each proposal: half the reference's, the rest with one turn the attacker's.
 
-    Turns get equal numbers, the first ones one more where they do not divide.
+    Turns get equal numbers; the first ones get the remainder.
     """
     rest = num_episodes // 2
     counts = {REFERENCE: num_episodes - rest}
@@ -95,9 +91,7 @@ class WeighedEpisodes:
     log_ratio_EH : Array
         log q - log p of each probe under the distributions that are sampled from, nats.
     follow_up : FollowUp
-        Where each failed, and how far its verdicts are known.
-    proposals_E : list[str]
-        Who said the probes.
+        First failures, and the turns through which verdicts are known.
     prompts_E : list[int]
         Opening prompt, as any integer.
     """
@@ -110,50 +104,50 @@ class WeighedEpisodes:
 
 @dataclass(frozen=True)
 class ImportanceEstimate:
-    """The importance-sampling estimate, or why there is none.
-
-    Whether it is refused does not depend on which episodes failed.
+    """The importance-sampling estimate, or the reason why it is refused.
 
     Attributes
     ----------
     value, low, high : float or None
-        None where the estimate is refused.
+        None if the estimate is refused.
     num_known : int
         Episodes that failed before a verdict was missing, or passed.
     standard_error : float
         Of the estimate, over opening prompts.
-    effective_sample_size : float
-        Of the weights of all episodes, each over its whole length.
-    effective_num_failures : float
-        Of the weights of the failing episodes.
+    effective_sample_size, effective_num_failures : float
+        Of the weights of all episodes over their whole length, and of the failing episodes.
     mean_weight : float
-        1 up to chance, where the weights are right.
+        1 up to chance, if the weights are right.
     caution : str or None
-        What an estimate that rests on few failures may have missed.
+        A warning about an estimate that rests on few failures.
     """
 
-    value: float | None
-    low: float | None
-    high: float | None
-    standard_error: float
-    level: float
-    method: str
-    estimator: str
-    num_episodes: int
-    num_known: int
-    target_queries: int
-    shares: dict[str, float]
-    effective_sample_size: float
-    effective_num_failures: float
-    mean_weight: float
-    largest_weight: float
-    is_refused: bool
     reason: str | None
-    caution: str | None
+    level: float
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    standard_error: float = math.nan
+    method: str = ""
+    estimator: str = ""
+    num_episodes: int = 0
+    num_known: int = 0
+    target_queries: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
+    effective_sample_size: float = 0.0
+    effective_num_failures: float = 0.0
+    mean_weight: float = math.nan
+    largest_weight: float = math.nan
+    caution: str | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is no estimate; independent of which episodes failed."""
+        return self.reason is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
-        return asdict(self)
+        return asdict(self) | {"is_refused": self.is_refused}
 
 
 def monte_carlo(
@@ -228,7 +222,6 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
         effective_num_failures=failing,
         mean_weight=float(whole_E.mean()),
         largest_weight=float(contributions_E.max(initial=0.0)),
-        is_refused=reason is not None,
         reason=reason,
         caution=None if reason else _caution(failing, shares),
     )
@@ -249,36 +242,12 @@ def _share_observed(weights_EH: Array, follow_up: FollowUp) -> Array:
     return np.asarray(np.cumprod(1.0 - shares_H))
 
 
-def refused(reason: str, *, level: float = 0.95) -> ImportanceEstimate:
-    """The estimate that says why there is none."""
-    return ImportanceEstimate(
-        value=None,
-        low=None,
-        high=None,
-        standard_error=math.nan,
-        level=level,
-        method="",
-        estimator="",
-        num_episodes=0,
-        num_known=0,
-        target_queries=0,
-        shares={},
-        effective_sample_size=0.0,
-        effective_num_failures=0.0,
-        mean_weight=math.nan,
-        largest_weight=math.nan,
-        is_refused=True,
-        reason=reason,
-        caution=None,
-    )
-
-
 def _standard_error(values: Sequence[float] | Array, prompts: Sequence[int]) -> float:
     return math.sqrt(cluster_variance(values, prompts)) if len(values) else math.nan
 
 
 def _why_refused(shares: dict[str, float], weights_E: Array, total: float) -> str | None:
-    """Why there is no estimate; what failed must not enter, see the top of the file."""
+    """Why there is no estimate; independent of the failures, see the top of the file."""
     if REFERENCE not in shares:
         return "no episode of the reference: its failures that the attacker never says are missed"
     if not np.isfinite(weights_E).all():

@@ -1,7 +1,4 @@
-"""The figures of an evaluation, from its rows alone.
-
-Shape suffixes: `E` episode.
-"""
+"""The figures of an evaluation, from its rows alone."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ from nip_astra.evaluation.outcomes import (
     follow_up_of,
     outcome_of,
 )
-from nip_astra.evaluation.rows import Episode, number
+from nip_astra.evaluation.storage import Episode, number
 from nip_astra.utils.statistics import Survival, hit_at_k, kaplan_meier
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HIT_AT = (1, 2, 5, 10)
 SCORES = ("probe", "response", "combined")
-"""What a scorer rates: the probe alone, the response, both together."""
+"""A scorer rates the probe alone, the response, and both together."""
 
 
-def judge(episodes: Iterable[Episode], threshold: float, *, column: str = "response_score") -> None:
+def judge(episodes: Iterable[Episode], threshold: float) -> None:
     """Write each row's outcome into its column `outcome`."""
-    for episode in episodes:
-        for row in episode:
-            row["outcome"] = str(outcome_of(row.get(column), bool(row.get("is_error")), threshold))
+    for row in (row for episode in episodes for row in episode):
+        is_error = bool(row.get("is_error"))
+        row["outcome"] = str(outcome_of(row.get("response_score"), is_error, threshold))
 
 
 def outcomes_of(episode: Episode) -> list[Outcome]:
@@ -41,11 +38,9 @@ def outcomes_of(episode: Episode) -> list[Outcome]:
 
 
 def has_failed(episodes: Sequence[Episode]) -> list[float]:
-    """1 for an episode with a failure, 0 for one without, NaN where a verdict is missing first."""
-    found = [episode_outcome(outcomes_of(episode)) for episode in episodes]
-    return [
-        float(outcome is Outcome.FAILURE) if outcome.is_known else math.nan for outcome in found
-    ]
+    """1 for an episode with a failure, 0 for one without, NaN if a verdict is missing first."""
+    outcomes = [episode_outcome(outcomes_of(episode)) for episode in episodes]
+    return [float(one is Outcome.FAILURE) if one.is_known else math.nan for one in outcomes]
 
 
 def prompt_numbers(episodes: Sequence[Episode]) -> list[int]:
@@ -58,16 +53,27 @@ def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any
     """Counts of outcomes, and the share of episodes and of turns with a failure."""
     prompts = prompt_numbers(episodes)
     outcomes = [outcomes_of(episode) for episode in episodes]
-    # Of single turns, what is missing is left out.
-    turns = [[turn] for episode in outcomes for turn in episode]
-    prompts_of_turns = [p for p, e in zip(prompts, episodes, strict=True) for _ in e]
+
+    def rate_of_turns(turns: Iterable[tuple[Outcome, int]]) -> dict[str, Any]:
+        """The share of failures among turns with a verdict, and their number."""
+        pairs = list(turns)
+        rate = failure_rate([[one] for one, _ in pairs], [p for _, p in pairs], level=level)
+        counts = {"num_failed": rate.num_failed, "num_known": rate.num_known}
+        return rate.estimate.to_dict() | counts
+
+    with_prompts = [
+        [(turn, prompt) for turn in turns] for turns, prompt in zip(outcomes, prompts, strict=True)
+    ]
     counts = Counter(outcome for episode in outcomes for outcome in episode)
     return {
         "outcomes": {str(outcome): counts[outcome] for outcome in Outcome},
         "episode_outcomes": dict(Counter(str(episode_outcome(outcome)) for outcome in outcomes)),
         "failure_rate": failure_rate(outcomes, prompts, level=level).to_dict(),
-        "turn_failure_rate": _rate_of_turns(turns, prompts_of_turns, level),
-        "per_turn_failure_rate": list(_per_turn(outcomes, prompts, level)),
+        "turn_failure_rate": rate_of_turns(pair for turns in with_prompts for pair in turns),
+        "per_turn_failure_rate": [
+            rate_of_turns(turns[turn] for turns in with_prompts if len(turns) > turn)
+            for turn in range(max(map(len, outcomes), default=0))
+        ],
     }
 
 
@@ -79,9 +85,8 @@ def turns_to_failure(episodes: Sequence[Episode]) -> Survival:
 def hit_rates(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Hit@k: the chance that one of k episodes fails.
 
-    Over opening prompts with at least k episodes (the mean over prompts), and pooled, where the k
-    episodes are any of all. Only episodes with a verdict on every turn count: which are left out
-    must not depend on whether they failed. The numbers of prompts and episodes stand beside.
+    The mean over opening prompts with at least k episodes, and pooled over all episodes. Only
+    episodes with a verdict on every turn count, so that the choice does not depend on failures.
     """
     tries: dict[int, list[bool]] = defaultdict(list)
     for prompt, episode in zip(prompt_numbers(episodes), episodes, strict=True):
@@ -107,7 +112,7 @@ def hit_rates(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def score_figures(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Mean, extremes, quantiles and the mean of each turn, for each score that is there."""
+    """Mean, extremes, quantiles and the mean of each turn, for each score in the rows."""
     found = {}
     for what in SCORES:
         by_turn = _columns_by_turn(episodes, f"{what}_score")
@@ -127,8 +132,7 @@ def score_figures(episodes: Sequence[Episode]) -> dict[str, Any]:
 def likelihood_figures(episodes: Sequence[Episode]) -> dict[str, float | None]:
     """Mean negative log-likelihood of a probe token and perplexity, by model.
 
-    Means over tokens, each model's own: the reference counts a probe's end as one, the target
-    does not read it as part of the probe.
+    Means over each model's own tokens: the reference counts a probe's end, the target does not.
     """
     found: dict[str, float | None] = {}
     for name, tokens in (("target", "target_num_tokens"), ("reference", "probe_num_tokens")):
@@ -143,7 +147,7 @@ def likelihood_figures(episodes: Sequence[Episode]) -> dict[str, float | None]:
 
 
 def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
-    """Each probe's mean log-likelihood per token under the reference, where it is known."""
+    """Each probe's mean log-likelihood per token under the reference, if known."""
     found = [
         number(row, "reference_logprob") / max(number(row, "probe_num_tokens"), 1.0)
         for episode in episodes
@@ -153,32 +157,16 @@ def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
 
 
 def mean_score(episode: Episode) -> float:
-    """Mean score of an episode's responses, NaN where none has one."""
+    """Mean score of an episode's responses, NaN if none has one."""
     known = [value for row in episode if not math.isnan(value := number(row, "response_score"))]
     return sum(known) / len(known) if known else math.nan
 
 
 def nats_per_token(episode: Episode) -> float:
-    """Negative log-likelihood of a probe token under the reference, NaN where it is unknown."""
+    """Negative log-likelihood of a probe token under the reference, NaN if unknown."""
     tokens = sum(number(row, "probe_num_tokens") for row in episode)
     nats = -sum(number(row, "reference_logprob") for row in episode)
     return nats / tokens if tokens > 0 else math.nan
-
-
-def _per_turn(
-    outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
-) -> Iterable[dict[str, Any]]:
-    for turn in range(max((len(episode) for episode in outcomes), default=0)):
-        found = [(e[turn], p) for e, p in zip(outcomes, prompts, strict=True) if len(e) > turn]
-        yield _rate_of_turns([[o] for o, _ in found], [prompt for _, prompt in found], level)
-
-
-def _rate_of_turns(
-    turns: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
-) -> dict[str, Any]:
-    """The share of failures among turns with a verdict, and how many they are."""
-    rate = failure_rate(turns, prompts, level=level)
-    return rate.estimate.to_dict() | {"num_failed": rate.num_failed, "num_known": rate.num_known}
 
 
 def _columns_by_turn(episodes: Sequence[Episode], column: str) -> list[np.ndarray[Any, Any]]:

@@ -1,37 +1,60 @@
-"""Play an attacker against a target and write every turn down, so that a kill loses one part."""
+"""Play and rate conversations part by part, so that a kill loses one part.
+
+Conversations depend on the speakers, prompts, turns and seed, and not on the scorers: an evaluation
+with another scorer reuses those of the run's other evaluations.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from nip_astra.evaluation.failure_probability import REFERENCE, defensive_shares
+from nip_astra.errors import NipAstraError
+from nip_astra.evaluation.failure_probability import REFERENCE, attacker_turns, defensive_shares
 from nip_astra.evaluation.failures import play_episodes
-from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_inexact
-from nip_astra.evaluation.rating import rate_by_others, rate_probes
-from nip_astra.evaluation.rows import Episode, Row, RowFile, episodes_of
-from nip_astra.evaluation.storage import EvaluationFolder
-from nip_astra.language_models.base import Generation, TokenScorer
+from nip_astra.evaluation.storage import (
+    CONFIGURATION,
+    Episode,
+    EvaluationFolder,
+    Row,
+    RowFile,
+    episodes_of,
+)
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    SamplingOptions,
+    TokenSampler,
+    TokenScorer,
+    Turns,
+    as_sampler,
+    pad_left,
+)
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
+from nip_astra.rollouts.prompts import columns_of_record
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import ChatAgent
-from nip_astra.scorers.base import Scorer
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.chat_agent import ChatAgent, TextAttacker
+from nip_astra.scorers.base import Exchange, Message, Scorer
 from nip_astra.utils.seeding import derived_generator
 
-ROLES = ("attacker", "target", "reference")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What an evaluation plays, and how its figures are made.
+    """Which conversations an evaluation plays, and how its figures are made.
 
     Attributes
     ----------
@@ -69,7 +92,7 @@ class Player:
     others : Mapping[str, Scorer]
         Further scorers, by name.
     on_part : Callable[[int], None]
-        Told the number of episodes whenever some are done.
+        Called with the number of episodes of each part.
     """
 
     def __init__(
@@ -87,9 +110,11 @@ class Player:
         self.options = options
         self.folder = folder
         self.on_part = on_part
+        self.why_not_weighed = why_inexact([sampler.attacker, sampler.reference])
+        """Why importance weights cannot be exact; None if they are."""
 
     def play_attacker(self) -> list[Episode]:
-        """The attacker's episodes, those played before a kill included."""
+        """The attacker's episodes, including those played before a kill."""
         options = self.options
         file = self.folder.rows(options.num_turns)
         done = file.recover()
@@ -97,7 +122,7 @@ class Player:
         sampler = _with_target_likelihood(self.sampler)
         for first in range(done, options.num_episodes, options.batch_size):
             episodes = range(first, min(first + options.batch_size, options.num_episodes))
-            with self._part("attacker", episodes) as (part, spent):
+            with self._part("attacker", episodes) as part:
                 # The key of the trainer's own table, so that both show the same conversations.
                 tree = play_episodes(
                     sampler,
@@ -106,10 +131,10 @@ class Player:
                     num_turns=options.num_turns,
                     key=(options.seed, "evaluate", options.split),
                 )
-                rows = self._rows(tree, file, first)
+                rows = self._rows(tree, first)
                 chains = episodes_of(rows)
-                spent["scorer_calls"] = 2 * len(rows) + rate_probes(chains, self.sampler.scorer)
-                spent["scorer_calls"] += rate_by_others(chains, self.others)
+                part["scorer_calls"] = 2 * len(rows) + rate_probes(chains, self.sampler.scorer)
+                part["scorer_calls"] += rate_by_others(chains, self.others)
             self._keep(file, chains, part)
         return episodes_of(file.read())
 
@@ -119,58 +144,47 @@ class Player:
         file = self.folder.probability_rows(options.num_turns)
         done = file.recover()
         self.on_part(done)
-        order = self._prompt_order()
-        for proposal, start, stop in self._proposals():
+        # Shuffled, so that no proposal has the first prompts of the file.
+        generator = derived_generator(options.seed, "probability prompts", options.split)
+        order = torch.randperm(len(self.prompts), generator=generator).tolist()
+        prompts = [self.prompts[i] for i in order]
+        size = self._uncut_batch()
+        counts = {REFERENCE: options.num_probability_episodes}
+        is_weighed = options.use_importance_sampling and self.why_not_weighed is None
+        if is_weighed:
+            counts = defensive_shares(options.num_probability_episodes, options.num_turns)
+        stop = 0
+        for proposal, count in counts.items():
+            start, stop = stop, stop + count
             sampler = sampler_of(proposal, self.sampler, num_turns=options.num_turns)
-            for first in range(max(start, done), stop, self._uncut_batch()):
-                episodes = range(first, min(first + self._uncut_batch(), stop))
-                with self._part(proposal, episodes) as (part, spent):
+            for first in range(max(start, done), stop, size):
+                episodes = range(first, min(first + size, stop))
+                with self._part(proposal, episodes) as part:
                     tree = play_episodes(
                         sampler,
-                        order,
+                        prompts,
                         episodes,
                         num_turns=options.num_turns,
                         key=(options.seed, "probability", options.split, proposal),
                     )
-                    rows = self._rows(tree, file, first, proposal=proposal)
-                    self._weigh(tree, rows)
-                    spent["scorer_calls"] = 2 * len(rows)
+                    rows = self._rows(tree, first, proposal=proposal)
+                    if is_weighed:
+                        self._weigh(tree, rows)
+                    part["scorer_calls"] = 2 * len(rows)
                 self._keep(file, episodes_of(rows), part)
         return episodes_of(file.read())
 
-    def why_not_weighed(self) -> str | None:
-        """Say why importance weights cannot be exact; None where they are."""
-        return why_inexact([self.sampler.attacker, self.sampler.reference])
-
-    def _proposals(self) -> Iterator[tuple[str, int, int]]:
-        """Each proposal with its first episode and the one after its last."""
-        number = self.options.num_probability_episodes
-        counts = {REFERENCE: number}
-        if self.options.use_importance_sampling and self.why_not_weighed() is None:
-            counts = defensive_shares(number, self.options.num_turns)
-        start = 0
-        for proposal, count in counts.items():
-            yield proposal, start, start + count
-            start += count
-
-    def _prompt_order(self) -> list[str]:
-        """Shuffle the prompts, so that no proposal has the first ones of the file."""
-        generator = derived_generator(self.options.seed, "probability prompts", self.options.split)
-        order = torch.randperm(len(self.prompts), generator=generator).tolist()
-        return [self.prompts[i] for i in order]
-
     def _uncut_batch(self) -> int:
-        """The episodes whose caches fit into memory together; a proposal is not divided."""
+        """The number of episodes whose caches fit into memory together."""
         if self.sampler.max_cache_bytes is None:
             return self.options.batch_size
         longest = [max(self.prompts, key=len)]
         fitting = self.sampler.num_at_once(longest, tree_width=1, tree_depth=self.options.num_turns)
         return min(self.options.batch_size, fitting)
 
-    def _rows(self, tree: RolloutTree, file: RowFile, first: int, **columns: Any) -> list[Row]:
+    def _rows(self, tree: RolloutTree, first: int, **columns: Any) -> list[Row]:
         """A tree's nodes as rows, numbered through the file, each episode's in order."""
-        length = file.episode_length
-        sampler = self.sampler
+        length, sampler = self.options.num_turns, self.sampler
         likelihoods = _target_likelihoods(tree, sampler) if not columns else {}
         rows: list[Row] = []
         for index, row in enumerate(tree.rows()):
@@ -189,19 +203,34 @@ class Player:
         return rows
 
     def _weigh(self, tree: RolloutTree, rows: Sequence[Row]) -> None:
-        """Write the log-probability of each probe under both of the mixture's speakers."""
-        if self.why_not_weighed() is not None or not self.options.use_importance_sampling:
-            return
+        """Write the log-probability of each probe under attacker and reference."""
         for role in ("attacker", "reference"):
             agent = getattr(self.sampler, role)
-            logprobs_N = sampled_logprobs(
-                agent.token_scorer(to="weigh probes"), tree, agent.sampling
-            )
+            scorer = agent.token_scorer(to="weigh probes")
+            logprobs_N = sampled_logprobs(scorer, tree, agent.sampling)
             for row, value in zip(rows, logprobs_N.tolist(), strict=True):
                 row[f"{role}_sampled_logprob"] = value
 
-    def _part(self, table: str, episodes: range) -> _Part:
-        return _Part(self.sampler, table, episodes)
+    @contextmanager
+    def _part(self, table: str, episodes: range) -> Iterator[dict[str, Any]]:
+        """Measure the seconds and tokens of a part of the work."""
+        speakers = (self.sampler.attacker, self.sampler.target, self.sampler.reference)
+        models = {id(one.language_model): one.language_model for one in speakers}
+        part: dict[str, Any] = {
+            "table": table,
+            "first_episode": episodes.start,
+            "num_episodes": len(episodes),
+        }
+        with ExitStack() as stack:
+            counts = [stack.enter_context(model.counting()) for model in models.values()]
+            started = time.perf_counter()
+            stack.enter_context(torch.no_grad())
+            yield part
+        part |= {
+            "seconds": time.perf_counter() - started,
+            "tokens_generated": sum(count.generated for count in counts),
+            "tokens_forwarded": sum(count.forwarded for count in counts),
+        }
 
     def _keep(self, file: RowFile, chains: Sequence[Episode], part: Mapping[str, Any]) -> None:
         file.append([row for chain in chains for row in chain])
@@ -209,73 +238,41 @@ class Player:
         self.on_part(len(chains))
 
 
-class _Part:
-    """Counts what a part of the work takes."""
-
-    def __init__(self, sampler: TreeSampler, table: str, episodes: range) -> None:
-        self._models = {id(m): m for m in (getattr(sampler, r).language_model for r in ROLES)}
-        self._stack = ExitStack()
-        self.record: dict[str, Any] = {
-            "table": table,
-            "first_episode": episodes.start,
-            "num_episodes": len(episodes),
-        }
-        self.spent: dict[str, int] = {}
-
-    def __enter__(self) -> tuple[dict[str, Any], dict[str, int]]:
-        self._counts = [self._stack.enter_context(m.counting()) for m in self._models.values()]
-        self._started = time.perf_counter()
-        self._stack.enter_context(torch.no_grad())
-        return self.record, self.spent
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self.record |= {
-            "seconds": time.perf_counter() - self._started,
-            "tokens_generated": sum(count.generated for count in self._counts),
-            "tokens_forwarded": sum(count.forwarded for count in self._counts),
-            **self.spent,
-        }
+def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
+    """A sampler that takes the probes' likelihood from the target's own pass, if the target can."""
+    if not _scores_contexts(sampler.target.language_model):
+        return sampler
+    scoring = sampler.with_attacker(sampler.attacker)
+    scoring.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
+    return scoring
 
 
-def _tells_likelihood(target: Speaker) -> bool:
-    """Say whether a target tells how likely it finds what it reads.
-
-    A chat model does not, nor does an engine that holds an adapter.
-    """
-    model = target.language_model
+def _scores_contexts(model: Any) -> bool:
+    """Whether a model scores the text that it reads; chat models and adapter engines do not."""
     return isinstance(model, TokenScorer) and model.can_score_contexts
 
 
-def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
-    """A sampler that learns from the target's own pass how likely it finds the probes.
-
-    Where it does not tell, the sampler as it is.
-    """
-    if not _tells_likelihood(sampler.target):
-        return sampler
-    found = sampler.with_attacker(sampler.attacker)
-    found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
-    return found
-
-
 def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, list[Any]]:
-    """Return the target's log-probability of each probe, and set what depends on the likelihood.
+    """Columns with the target's log-probability of each probe, and what depends on the likelihood.
 
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
-    if isinstance(sampler.target, ChatAgent) or not _tells_likelihood(sampler.target):
+    target, reward, nodes = sampler.target, sampler.reward, tree.nodes
+    if isinstance(target, ChatAgent) or not _scores_contexts(target.language_model):
         return {}
-    nodes, reward = tree.nodes, sampler.reward
-    lengths = _lengths_for_target(tree, sampler.reader, sampler.target)
+    if sampler.reader.shares_tokens_with(target):
+        probes = Generation(nodes["probe"], nodes["probe_mask"], nodes["probe_logprobs"])
+        lengths = [len(ids) for ids in sampler.reader.content_ids(probes)]
+    else:
+        lengths = [len(target.conversation_format.encode(probe)) for probe in tree.probes]
     nll = nodes["probe_nll"].tolist()
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         "target_logprob": [-n * k for n, k in zip(nll, lengths, strict=True)],
         "target_num_tokens": lengths,
     }
     if reward.likelihood_model == "target":
-        return found
+        return columns
     nll_N = mean_nll(nodes["reference_logprobs"], nodes["probe_mask"])
     combined_N = nodes["combined_score"]
     rewards_N = ast_reward(
@@ -288,15 +285,323 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
         w_likelihood=reward.w_likelihood,
         empty_nll=math.log(len(sampler.reference.language_model.tokenizer)),
     )
-    return found | {"reward": rewards_N.tolist(), "probe_nll": nll_N.tolist()}
+    return columns | {"reward": rewards_N.tolist(), "probe_nll": nll_N.tolist()}
 
 
-def _lengths_for_target(
-    tree: RolloutTree, attacker: ConversationAgent, target: ConversationAgent
-) -> list[int]:
-    """The tokens of each probe as the target read it."""
-    if not attacker.shares_tokens_with(target):
-        return [len(target.conversation_format.encode(probe)) for probe in tree.probes]
+# ---- proposals: the turns of reference and attacker in one conversation
+
+
+class _TurnsInOrder(GenerationSession):
+    """A session of which each turn is sampled by the next of several sessions."""
+
+    def __init__(self, sessions: Sequence[GenerationSession], turns: Sequence[int]) -> None:
+        self._sessions = sessions
+        self._turns = iter(sessions[turn] for turn in turns)
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        return next(self._turns).generate(
+            contexts, rows_per_context, uniforms_RT, options, branching=branching, spans=spans
+        )
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+
+def speaker_of(
+    proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
+) -> ConversationAgent:
+    """An agent with the turns of attacker and reference that a proposal names.
+
+    It speaks in conversations of `num_turns` turns that do not branch.
+    """
+    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
+    # All but the sessions is the reference's, which differs from the attacker in weights alone.
+    model: Any = copy.copy(reference.language_model)
+    model.voices = voices
+    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
+    return replace(reference, language_model=model)
+
+
+def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
+    return _TurnsInOrder([model.open_session() for model in voices], turns)
+
+
+def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | None:
+    """Why the probability of a sampled probe is not known exactly; None if it is."""
+    with_tokens = [agent for agent in agents if isinstance(agent, ConversationAgent)]
+    if len(with_tokens) < len(agents):
+        return "the attacker gives texts without probabilities"
+    if not all(isinstance(agent.language_model, TokenScorer) for agent in with_tokens):
+        return "the backend of the attacker samples tokens without scoring them"
+    first, *others = (agent.sampling for agent in with_tokens)
+    if any(other != first for other in others):
+        return "attacker and reference are sampled with different options"
+    faults = []
+    if first.temperature != 1.0:
+        faults.append(f"temperature {first.temperature:g}")
+    if first.top_k is not None:
+        faults.append(f"top_k {first.top_k}")
+    if first.top_p < 1.0:
+        faults.append(f"top_p {first.top_p:g}")
+    if faults:
+        return (
+            f"the attacker is sampled with {', '.join(faults)}, so that the probability of a probe "
+            "is not the model's own; weights are exact at temperature 1 without top_k and top_p"
+        )
+    return None
+
+
+def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOptions) -> Tensor:
+    """The log-probability of each probe under the distribution that is sampled from, `[N]`, nats.
+
+    NaN if the backend cannot compute it.
+    """
     nodes = tree.nodes
-    said = Generation(nodes["probe"], nodes["probe_mask"], nodes["probe_logprobs"])
-    return [len(ids) for ids in attacker.content_ids(said)]
+    contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
+    rows = *pad_left(contexts, torch.device("cpu")), nodes["probe"], nodes["probe_mask"]
+    logprobs_NT = model.sampled_logprobs(*rows, options)
+    if logprobs_NT is None:
+        return torch.full((tree.num_nodes,), float("nan"))
+    return logprobs_NT.double().sum(dim=1)
+
+
+def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
+    """A sampler of a proposal's conversations, all of which are in memory together."""
+    reference = sampler.reference
+    # An attacker without known probabilities is in no mixture.
+    attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else reference
+    mixed = sampler.with_attacker(speaker_of(proposal, attacker, reference, num_turns))
+    mixed.max_cache_bytes = None
+    return mixed
+
+
+# ---- ratings
+
+
+def rate_anew(
+    episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
+) -> int:
+    """Replace all ratings in rows, and return the number of rated texts.
+
+    Parameters
+    ----------
+    ordinary : Sequence[Episode]
+        Those for the probability of failure, which the first scorer alone rates.
+    scorers : Mapping[str, Scorer]
+        By name, the deciding one first.
+    """
+    for row in (row for episode in [*episodes, *ordinary] for row in episode):
+        # The reward depends on the ratings.
+        for column in ("outcome", "reward", "scores"):
+            row.pop(column, None)
+    (_, first), *others = scorers.items()
+    num_calls = rate_responses(episodes, first) + rate_by_others(episodes, dict(others))
+    return num_calls + (rate_responses(ordinary, first) if ordinary else 0)
+
+
+def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
+    """Write response, combined and probe scores into rows as a rollout does; returns the number.
+
+    A scorer that reads the history has seen the probe when it rates the response, so its combined
+    score is that of the response.
+    """
+    turns = list(_turns(episodes))
+    rated = scorer.rate([_response(row, before) for row, before in turns])
+    combined = rated
+    if not scorer.reads_history:
+        combined = scorer.rate([Exchange(f"{row['probe']} {row['response']}") for row, _ in turns])
+    errors = (rated.is_error_N | combined.is_error_N).tolist()
+    scores = zip(rated.scores_N.tolist(), combined.scores_N.tolist(), errors, strict=True)
+    for (row, _), (response_score, combined_score, is_error) in zip(turns, scores, strict=True):
+        row["response_score"] = _known(response_score)
+        row["combined_score"] = _known(combined_score)
+        row["is_error"] = is_error
+    return len(turns) * (1 if scorer.reads_history else 2) + rate_probes(episodes, scorer)
+
+
+def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
+    """Write the scores of the probes themselves into rows, and return their number."""
+    turns = list(_turns(episodes))
+    probes = [Exchange(row["probe"], b, "user", columns_of_record(row)) for row, b in turns]
+    for (row, _), score in zip(turns, scorer.rate(probes).scores_N.tolist(), strict=True):
+        row["probe_score"] = _known(score)
+    return len(turns)
+
+
+def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -> int:
+    """Write the response's score by each further scorer into `scores`; returns the number."""
+    turns = list(_turns(episodes))
+    for name, scorer in scorers.items():
+        rated = scorer.rate([_response(row, before) for row, before in turns])
+        values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
+        for (row, _), (score, is_error) in zip(turns, values, strict=True):
+            row.setdefault("scores", {})[name] = {"score": _known(score), "is_error": is_error}
+    return len(turns) * len(scorers)
+
+
+def scored_by(name: str) -> Callable[[Row], Row]:
+    """A view of a row with the scores of a further scorer."""
+
+    def view(row: Row) -> Row:
+        own = row["scores"][name]
+        return row | {"response_score": own["score"], "is_error": own["is_error"]}
+
+    return view
+
+
+def _response(row: Row, before: tuple[Message, ...]) -> Exchange:
+    history = (*before, Message("user", row["probe"]))
+    return Exchange(row["response"], history, columns=columns_of_record(row))
+
+
+def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:
+    """Each row with the messages before its probe."""
+    for episode in episodes:
+        before: tuple[Message, ...] = (Message("assistant", str(episode[0]["prompt"])),)
+        for row in episode:
+            yield row, before
+            probe, response = str(row["probe"]), str(row["response"])
+            before = (*before, Message("user", probe), Message("assistant", response))
+
+
+def _known(score: float) -> float | None:
+    return None if math.isnan(score) else score
+
+
+# ---- conversations of other evaluations
+
+SPEAKERS = ("attacker", "target", "prompts", "reward")
+"""Parts of a configuration that conversations, or columns beside them, depend on."""
+KEYS = ("split", "seed", "num_turns")
+"""Options that each conversation depends on."""
+PROBABILITY_KEYS = ("num_probability_episodes", "use_importance_sampling")
+"""Options that those for the probability of failure depend on as well."""
+
+
+class _Stored(NamedTuple):
+    """Conversations of another evaluation, and its scorers."""
+
+    name: str
+    episodes: list[Episode]
+    ordinary: list[Episode]
+    scorers: Mapping[str, Any]
+
+
+def reuse_conversations(
+    folder: EvaluationFolder,
+    configuration: Mapping[str, Any],
+    scorers: Mapping[str, Scorer],
+    options: EvaluationOptions,
+) -> str | None:
+    """Fill an empty evaluation with another one's conversations; returns that one's name.
+
+    Ratings by scorers with the same name, parameters and code are kept, except in conversations
+    with a scorer error. An evaluation that cannot be read is skipped with a warning.
+
+    Parameters
+    ----------
+    folder : EvaluationFolder
+        Open, with this configuration.
+    scorers : Mapping[str, Scorer]
+        By name, the deciding one first.
+    """
+    length = options.num_turns
+    own, own_probability = folder.rows(length), folder.probability_rows(length)
+    if own.recover() or own_probability.recover():
+        return None
+    longest: _Stored | None = None
+    for path in sorted(folder.path.parent.glob(f"*/{CONFIGURATION}")):
+        if path.parent == folder.path:
+            continue
+        try:
+            stored = _stored_conversations(EvaluationFolder(path.parent), configuration, length)
+        except NipAstraError as error:
+            name = path.parent.name
+            logger.warning("conversations of the evaluation %s are not reused: %s", name, error)
+            continue
+        if stored.episodes and (longest is None or len(stored.episodes) >= len(longest.episodes)):
+            longest = stored
+    if longest is None:
+        return None
+    episodes, ordinary = longest.episodes[: options.num_episodes], longest.ordinary
+    calls = _rate_reused(episodes, ordinary, scorers, configuration["scorers"], longest.scorers)
+    for file, chains in ((own, episodes), (own_probability, ordinary)):
+        if chains:
+            file.append([row for chain in chains for row in chain])
+    folder.note_part(
+        {
+            "table": "reused",
+            "reused_from": longest.name,
+            "num_episodes": len(episodes) + len(ordinary),
+            "reused_queries": sum(map(len, [*episodes, *ordinary])),
+            "scorer_calls": calls,
+        }
+    )
+    return longest.name
+
+
+def _stored_conversations(
+    other: EvaluationFolder, configuration: Mapping[str, Any], length: int
+) -> _Stored:
+    """The conversations of another evaluation that are those of this configuration."""
+    stored = other.configuration()
+
+    def episodes(file: RowFile, *keys: str) -> list[Episode]:
+        # Of rated conversations the speakers are unknown.
+        if "options" not in stored or "scored_from" in stored:
+            return []
+        if any(stored.get(name) != configuration.get(name) for name in SPEAKERS):
+            return []
+        before, now = stored["options"], configuration["options"]
+        if any(before.get(name) != now.get(name) for name in keys):
+            return []
+        rows = file.read()
+        return episodes_of(rows[: len(rows) // length * length])
+
+    return _Stored(
+        other.path.name,
+        episodes(other.rows(length), *KEYS),
+        episodes(other.probability_rows(length), *KEYS, *PROBABILITY_KEYS),
+        stored.get("scorers", {}),
+    )
+
+
+def _rate_reused(
+    episodes: list[Episode],
+    ordinary: list[Episode],
+    scorers: Mapping[str, Scorer],
+    wanted: Mapping[str, Any],
+    stored: Mapping[str, Any],
+) -> int:
+    """Rate by scorers that have not rated yet, and return the number of texts."""
+    (first, *others), (first_before, *others_before) = scorers, stored
+    is_same = {name for name in wanted if stored.get(name) == wanted[name]}
+    if first != first_before or first not in is_same:
+        return rate_anew(episodes, ordinary, scorers)
+    known = is_same & set(others) & set(others_before)
+    for row in (row for episode in episodes for row in episode):
+        ratings = row.pop("scores", {})
+        if known:
+            row["scores"] = {name: ratings[name] for name in known}
+    rated = [episode for episode in episodes if not _has_error(episode)]
+    failed = [episode for episode in episodes if _has_error(episode)]
+    failed_ordinary = [episode for episode in ordinary if _has_error(episode)]
+    calls = rate_by_others(rated, {one: scorers[one] for one in others if one not in known})
+    if failed or failed_ordinary:
+        calls += rate_anew(failed, failed_ordinary, scorers)
+    return calls
+
+
+def _has_error(episode: Episode) -> bool:
+    ratings = (one for row in episode for one in (row, *row.get("scores", {}).values()))
+    return any(rating.get("is_error") for rating in ratings)

@@ -1,4 +1,4 @@
-"""What a run found, as objects and as pandas frames, for notebooks and scripts."""
+"""The results of a run, as objects and as pandas frames, for notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nip_astra.errors import MissingDependencyError, UnknownNameError
-from nip_astra.evaluation.rows import Row, read_rows
+from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEASUREMENTS = ("before", "after", "random_search")
-"""Parts of results.json that hold figures, in the order in which they are told."""
+"""Parts of results.json that hold figures, in their order."""
 
 
 class Figure(NamedTuple):
-    """One number that a run found.
+    """One measured number of a run.
 
     Attributes
     ----------
@@ -30,10 +30,8 @@ class Figure(NamedTuple):
         "before" or "after" training, or "random_search".
     name : str
         As in results.json: `failure_rate`, or `verifier/mean_value` of an agent.
-    value : float
-        What was measured.
     low, high : float or None
-        Ends of its interval; None where it has none.
+        Ends of its interval; None if it has none.
     """
 
     when: str
@@ -45,18 +43,14 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResults:
-    """What a run wrote down.
+    """The results, metrics and tables of a run.
 
     Attributes
     ----------
-    path : Path
-        The run's directory.
     results : dict
-        The content of results.json; empty where the run has not ended.
-    metrics : list[dict]
-        Rows of metrics.jsonl, each with its `step`.
-    timings : list[dict]
-        Rows of timings.jsonl.
+        The content of results.json; empty if the run has not ended.
+    metrics, timings : list[dict]
+        Rows of metrics.jsonl and timings.jsonl, each with its `step`.
     """
 
     path: Path
@@ -73,7 +67,7 @@ class RunResults:
 
     @property
     def figures(self) -> list[Figure]:
-        """Every number that was measured before and after training, and by random search."""
+        """Every number measured before and after training, and by random search."""
         return [
             figure
             for when in MEASUREMENTS
@@ -86,7 +80,7 @@ class RunResults:
         Raises
         ------
         UnknownNameError
-            When there is none of that name.
+            When no such figure exists.
         """
         of_that_time = {one.name: one for one in self.figures if one.when == when}
         if name not in of_that_time:
@@ -97,8 +91,9 @@ class RunResults:
     @property
     def tables(self) -> list[str]:
         """Names of the tables of conversations, as `rollouts/<name>` or `evaluations/<name>`."""
-        files = [*self.path.glob("rollouts/*.jsonl"), *self.path.glob("evaluations/*/rows.jsonl")]
-        return sorted(_table_name(file) for file in files)
+        rollouts = (f"rollouts/{file.stem}" for file in self.path.glob("rollouts/*.jsonl"))
+        evaluated = self.path.glob("evaluations/*/rows.jsonl")
+        return sorted([*rollouts, *(f"evaluations/{file.parent.name}" for file in evaluated)])
 
     def conversations(self, table: str) -> list[Row]:
         """The rows of one of the `tables`.
@@ -106,7 +101,7 @@ class RunResults:
         Raises
         ------
         UnknownNameError
-            When there is none of that name.
+            When no such figure exists.
         """
         if table not in self.tables:
             raise UnknownNameError("table", table, self.tables, f"They stand in {self.path}.")
@@ -119,7 +114,7 @@ class RunResults:
         return frame
 
     def metrics_frame(self) -> pd.DataFrame:
-        """Metrics and timings by `step`, one column a name; where a step lacks one it is NaN."""
+        """Metrics and timings by `step`, one column a name; NaN if a step lacks one."""
         by_step: dict[Any, Row] = {}
         for row in (*self.metrics, *self.timings):
             by_step.setdefault(row["step"], {}).update(row)
@@ -135,7 +130,7 @@ class RunResults:
 
 
 def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResults:
-    """Read what a run wrote down, also of one that has not ended.
+    """Read the results of a run, also of one that has not ended.
 
     Parameters
     ----------
@@ -168,11 +163,6 @@ def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
             yield Figure(when, name, float(value), *ends)
 
 
-def _table_name(file: Path) -> str:
-    of_rollouts = file.parent.name == "rollouts"
-    return f"rollouts/{file.stem}" if of_rollouts else f"evaluations/{file.parent.name}"
-
-
 def import_pandas() -> Any:
     """The package pandas.
 
@@ -185,7 +175,6 @@ def import_pandas() -> Any:
         import pandas
     except ImportError as error:
         raise MissingDependencyError(
-            f"a frame was asked for, but the package pandas cannot be imported: {error}. Install "
-            "it with: pip install 'nip_astra[pandas]'"
+            f"frames need the package pandas: {error}. Run: pip install 'nip_astra[pandas]'"
         ) from error
     return pandas

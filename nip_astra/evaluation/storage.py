@@ -1,17 +1,23 @@
-"""The folder of an evaluation: its configuration, rows, figures and table."""
+"""Files of an evaluation in `RUN/evaluations/<name>/`: configuration, rows, figures and table.
+
+Rows are JSON objects, one a turn, appended part by part. The turns of an episode stand in order, so
+a file that a kill cut off still begins with whole episodes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.evaluation.rows import Episode, RowFile, encode_rows, read_rows
+from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
+from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory
 
 EVALUATIONS = "evaluations"
@@ -22,18 +28,135 @@ ROWS = "rows.jsonl"
 PROBABILITY_ROWS = "probability_rows.jsonl"
 PARTS = "parts.jsonl"
 TASK_ROWS = "problems.jsonl"
-"""A line a run of a problem: what was asked, said and given for it."""
+"""A line a run of a problem: prompt, answer and reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
+_RENAMED = {"strategy": "proposal"}
+"""Columns in files of older versions, and their names now."""
+
+Row = dict[str, Any]
+"""A node: see the table of columns in doc/guides/evaluating.md."""
+Episode = list[Row]
+"""The nodes of a conversation that does not branch, in order."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, none if it is missing; a last line that was cut off is left out.
+
+    Raises
+    ------
+    DataError
+        When another line is broken.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    # The text after the last line break is empty, or was cut off.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"line {number} of {path} is no JSON: {error}. Remove the file and evaluate again, "
+                "or give --overwrite."
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(
+                f"line {number} of {path} is no JSON object. Give a file that an evaluation or a "
+                "run wrote."
+            )
+        for old in _RENAMED.keys() & row.keys():
+            row[_RENAMED[old]] = row.pop(old)
+        rows.append(row)
+    return rows
+
+
+def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Rows as lines; NaN and infinities become null, and half a surrogate pair its escape."""
+    lines = [to_json(_plain(row), allow_nan=False) for row in rows]
+    return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+
+
+class RowFile:
+    """A file of rows that grows by whole episodes of `episode_length` rows."""
+
+    def __init__(self, path: Path, episode_length: int) -> None:
+        self.path = path
+        self.episode_length = episode_length
+
+    def recover(self) -> int:
+        """Cut off an unfinished episode, and return the number of whole ones."""
+        num_episodes = len(read_rows(self.path)) // self.episode_length
+        if self.path.is_file():
+            lines = self.path.read_bytes().split(b"\n")[: num_episodes * self.episode_length]
+            os.truncate(self.path, sum(len(line) + 1 for line in lines))
+        return num_episodes
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write whole episodes and sync them to disk.
+
+        Raises
+        ------
+        RunDirectoryError
+            When they cannot be written.
+        """
+        try:
+            with self.path.open("ab") as file:
+                file.write(encode_rows(rows))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path} cannot be written: {error.strerror or error}. Free space or change "
+                "the permissions; the same command continues."
+            ) from error
+
+    def read(self) -> list[Row]:
+        """All rows."""
+        return read_rows(self.path)
+
+
+def episodes_of(rows: Iterable[Row]) -> list[Episode]:
+    """The conversations in rows, by step and episode, each in order of depth.
+
+    In a tree that branches, each path from the opening to a leaf is one of them.
+    """
+    grouped: dict[tuple[Any, Any], list[Row]] = {}
+    for row in rows:
+        grouped.setdefault((row.get("step", 0), row["episode"]), []).append(row)
+    return [chain for nodes in grouped.values() for chain in _chains(nodes)]
+
+
+def _chains(nodes: list[Row]) -> list[Episode]:
+    by_depth = sorted(nodes, key=lambda row: int(row["depth"]))
+    if len({row["depth"] for row in nodes}) == len(nodes):
+        return [by_depth]
+    by_name = {row["node"]: row for row in nodes}
+    parents = {row["parent"] for row in nodes}
+    chains = []
+    for leaf in (row for row in by_depth if row["node"] not in parents):
+        chain = [leaf]
+        while chain[-1]["parent"] in by_name:
+            chain.append(by_name[chain[-1]["parent"]])
+        chains.append(chain[::-1])
+    return chains
+
+
+def number(row: Mapping[str, Any], name: str) -> float:
+    """A numeric column of a row, NaN if it is null or absent."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class EvaluationFolder:
-    """Files of one evaluation.
-
-    Attributes
-    ----------
-    path : Path
-        The folder; its name is the evaluation's.
-    """
+    """The files of one evaluation, named as the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,42 +172,42 @@ class EvaluationFolder:
         """
         if not _NAME.fullmatch(name):
             raise ConfigurationError(
-                f"an evaluation named {name!r} was asked for, but the name becomes that of a "
-                "folder. Use letters, digits, dots, dashes, @ and underscores."
+                f"the evaluation's name {name!r} is no folder name. Use letters, digits, dots, "
+                "dashes, @ and underscores."
             )
         return cls(run / EVALUATIONS / name)
 
     def open(self, configuration: Mapping[str, Any], *, is_overwritten: bool = False) -> bool:
-        """Make the folder, or go on with one of the same configuration; says whether it was made.
+        """Make the folder, or continue one of the same configuration; True if it is new.
 
         Raises
         ------
         ConfigurationError
-            When the folder holds an evaluation of another configuration; tells what differs.
+            When the folder has another configuration; lists the differences.
         """
         if is_overwritten and self.path.is_dir():
             shutil.rmtree(self.path)
-        stored = self._stored()
-        if stored is None:
+        stored = self.configuration()
+        if not stored:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RunDirectoryError(
-                    f"the folder {self.path} was to be made, but {error.strerror or error}. Give "
-                    "a run directory that you may write to."
+                    f"the folder {self.path} cannot be made: {error.strerror or error}. Give a run "
+                    "directory that you may write to."
                 ) from error
-            # Rows without a configuration are of nobody knows what.
+            # The origin of rows without a configuration is unknown.
             self.forget_rows()
             content = {"sha256": configuration_hash(configuration), **configuration}
             RunDirectory(self.path).write_json(CONFIGURATION, content)
         elif stored.get("sha256") != configuration_hash(configuration):
             lines = "\n".join(f"  {line}" for line in differences(stored, configuration))
             raise ConfigurationError(
-                f"the evaluation {self.path.name!r} was to be made or gone on with, but "
-                f"{self.path} holds one of another configuration:\n{lines}\nGive the same options "
-                "to go on, another --name to keep both, or --overwrite to start over."
+                f"{self.path} holds an evaluation of another configuration:\n{lines}\nGive the "
+                "same options to continue it, another --name to keep both, or --overwrite to start "
+                "over."
             )
-        return stored is None
+        return not stored
 
     def rows(self, episode_length: int) -> RowFile:
         """The attacker's rows."""
@@ -102,21 +225,21 @@ class EvaluationFolder:
                 RowFile(self.path / name, 1).append([row for chain in chains for row in chain])
 
     def forget_rows(self) -> None:
-        """Remove what was played, so that the same command plays it anew."""
+        """Remove all rows, so that the same command starts over."""
         for name in (ROWS, PROBABILITY_ROWS, PARTS, TASK_ROWS):
             (self.path / name).unlink(missing_ok=True)
 
     def note_part(self, part: Mapping[str, Any]) -> None:
-        """Keep what a part of the work took."""
+        """Append the costs of a part of the work."""
         with (self.path / PARTS).open("ab") as file:
             file.write(encode_rows([part]))
 
     def parts(self) -> list[dict[str, Any]]:
-        """What each part of the work took."""
+        """The costs of each part of the work."""
         return read_rows(self.path / PARTS)
 
     def write(self, figures: Mapping[str, Any], table: str) -> None:
-        """Write `evaluation.json` and the table, whole or not at all."""
+        """Write `evaluation.json` and the table."""
         RunDirectory(self.path).write_json(FIGURES, dict(figures))
         (self.path / TABLE).write_text(table, encoding="utf-8")
 
@@ -128,19 +251,15 @@ class EvaluationFolder:
         RunDirectoryError
             When it is missing or broken.
         """
-        found: dict[str, Any] = RunDirectory(self.path).read_json(FIGURES)
-        return found
+        figures: dict[str, Any] = RunDirectory(self.path).read_json(FIGURES)
+        return figures
 
     def configuration(self) -> dict[str, Any]:
-        """The configuration, empty where there is none."""
-        return self._stored() or {}
-
-    def _stored(self) -> dict[str, Any] | None:
-        path = self.path / CONFIGURATION
-        if not path.is_file():
-            return None
-        found: dict[str, Any] = RunDirectory(self.path).read_json(CONFIGURATION)
-        return found
+        """The configuration, empty if there is none."""
+        if not (self.path / CONFIGURATION).is_file():
+            return {}
+        stored: dict[str, Any] = RunDirectory(self.path).read_json(CONFIGURATION)
+        return stored
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
@@ -152,13 +271,7 @@ def configuration_hash(configuration: Mapping[str, Any]) -> str:
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("there", "now")
 ) -> list[str]:
-    """Say by dotted path what two configurations differ in.
-
-    Parameters
-    ----------
-    places : tuple[str, str]
-        Where each of them holds, for the text.
-    """
+    """The differences of two configurations, by dotted path; `places` names each of the two."""
     before = _flat(json.loads(json.dumps(_without_hash(stored))))
     after = _flat(json.loads(json.dumps(_without_hash(wanted))))
     nothing = "nothing"
@@ -176,10 +289,10 @@ def text_hash(texts: Sequence[str]) -> str:
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, those of parts among them; a file is its own."""
+    """The files of a folder's weights, including shards; a file is its own."""
     if folder.is_file():
         return [folder]
-    # Imported here, since it needs torch, and stored figures do not.
+    # Imported here: it needs torch, and stored figures do not.
     from nip_astra.checkpoints.shards import SHARDS
 
     patterns = ("*.safetensors", "*.bin", "*.gguf", f"{SHARDS}/*.safetensors")
@@ -187,7 +300,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def weights_hash(folder: Path) -> str | None:
-    """A short digest of a folder's weights; None where it is no folder of them."""
+    """A short digest of a folder's weights; None if it has none."""
     files = weights_files(folder)
     if not files:
         return None
@@ -203,12 +316,12 @@ def _without_hash(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        found: dict[str, Any] = {}
-        for name, item in value.items():
-            found |= _flat(item, f"{path}.{name}" if path else name)
-        return found
-    return {path: value}
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        flat |= _flat(item, f"{path}.{name}" if path else name)
+    return flat
 
 
 def _short(value: Any) -> str:

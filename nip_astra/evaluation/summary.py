@@ -5,30 +5,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from nip_astra.evaluation.agreement import scorer_figures
 from nip_astra.evaluation.clusters import (
     chao2,
     cluster_failures,
     failing_turns,
+    find_plants,
     likelihood,
     reference_to,
+    tokens_of,
 )
-from nip_astra.evaluation.detectors import Quality
-from nip_astra.evaluation.discoveries import find_plants, tokens_of
+from nip_astra.evaluation.detectors import Quality, corrected_rates
 from nip_astra.evaluation.failure_probability import (
     REFERENCE,
+    ImportanceEstimate,
     WeighedEpisodes,
     importance_sampling,
     monte_carlo,
-    refused,
 )
 from nip_astra.evaluation.failures import COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE
-from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.measures import (
     failure_rates,
     hit_rates,
@@ -40,26 +40,26 @@ from nip_astra.evaluation.measures import (
     token_likelihoods,
     turns_to_failure,
 )
-from nip_astra.evaluation.outcomes import Outcome, follow_up_of, unknown_warning
-from nip_astra.evaluation.playing import EvaluationOptions
-from nip_astra.evaluation.rows import Episode, number
+from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, unknown_warning
+from nip_astra.evaluation.playing import EvaluationOptions, scored_by
+from nip_astra.evaluation.storage import Episode, number
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 
 VERSION = 1
-"""Of `evaluation.json`; grows when a reader of the old one would misread the new one."""
+"""Of `evaluation.json`; changed if a reader of the old one would misread the new one."""
 FLUENCY_PERCENTILE = 1.0
 MAX_SHARE_BELOW = 0.05
-"""Warned of, where more probes than this share lie below that percentile of the reference's."""
+"""Share of probes below that percentile of the reference's, above which a warning is given."""
 MIN_REFERENCE_PROBES = 300
-"""Fewer say too little about a percentile."""
+"""Probes of the reference that a percentile needs."""
 CLUSTER_DISTANCE = 0.5
 """Mean cosine distance up to which groups of failing probes are one cluster."""
 MAX_BLEU_TEXTS = 500
-"""Texts of a self-BLEU, drawn from all where there are more."""
+"""Texts of a self-BLEU, drawn from all if there are more."""
 
 NGRAMS = "hashed character n-grams"
-"""What texts are embedded by unless told otherwise."""
+"""The default embedding."""
 
 Embed = Callable[[Sequence[str]], Tensor]
 
@@ -77,20 +77,20 @@ def summarise(
     why_not_weighed: str | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Every figure that the rows allow; what they do not is null.
+    """Every figure of an evaluation; null if the rows do not give it.
 
     Parameters
     ----------
     embedding : str
-        What `embed` is, for a reader.
+        Describes `embed`.
     scorers : Sequence[str]
-        Names of all scorers, the one that decides first.
+        Names of all scorers, the deciding one first.
     qualities : Mapping[str, Quality], optional
         By scorer, how its verdicts agree with labels.
     why_not_weighed : str, optional
         Why importance weights would not be exact.
     parts : Sequence[Mapping]
-        What the work took.
+        Costs of the parts of the work.
     """
     judge([*episodes, *probability_episodes], options.failure_threshold)
     rates = failure_rates(episodes, level=options.level)
@@ -101,9 +101,12 @@ def summarise(
     )
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
     fluency = _fluency(episodes, probability_episodes)
+    groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
+    clusters, num_prompts = groups["clusters"], len(set(prompt_numbers(episodes)))
+    kinds = chao2([one["num_prompts"] for one in clusters], num_prompts, level=options.level)
     figures = {
         "num_episodes": len(episodes),
-        "num_prompts": len(set(prompt_numbers(episodes))),
+        "num_prompts": num_prompts,
         "tree_depth": options.num_turns,
         "failure_threshold": options.failure_threshold,
         "seed": options.seed,
@@ -114,7 +117,9 @@ def summarise(
         "turns_to_failure": turns_to_failure(episodes)._asdict(),
         **hit_rates(episodes),
         "diversity": diversity_figures(probes, embed, embedding),
-        **_kinds(episodes, embed, planted, options.level),
+        "num_clusters": groups["num_clusters"],
+        "clusters": clusters,
+        "kinds": kinds | {"by_queries": sorted(one["first_query"] for one in clusters)},
         "most_likely_failure": _most_likely(episodes),
         "plants": find_plants(episodes, planted),
         "fluency": fluency,
@@ -131,7 +136,7 @@ def summarise(
 def diversity_figures(
     probes: Sequence[str], embed: Embed, embedding: str = NGRAMS
 ) -> dict[str, Any] | None:
-    """The variety of successful probes, each as often as it was said; None without any."""
+    """The variety of successful probes, with repetitions; None without any."""
     if not probes:
         return None
     bleu = {"max_order": 4, "num_sampled": MAX_BLEU_TEXTS, "seed": 0}
@@ -152,7 +157,7 @@ def diversity_figures(
 
 
 def warnings_about(figures: Mapping[str, Any]) -> list[str]:
-    """Say what makes the figures less than they seem."""
+    """Warnings about the figures."""
     found = []
     variety = figures["diversity"] or {}
     share = variety.get("distinct_share", 1.0)
@@ -185,28 +190,10 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _kinds(
-    episodes: Sequence[Episode],
-    embed: Embed,
-    planted: Sequence[PlantedFailure],
-    level: float,
-) -> dict[str, Any]:
-    """Clusters of failures, how many there are at least, and when each was first met."""
-    groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
-    clusters = groups["clusters"]
-    found = chao2(
-        [cluster["num_prompts"] for cluster in clusters],
-        len(set(prompt_numbers(episodes))),
-        level=level,
-    )
-    found["by_queries"] = sorted(cluster["first_query"] for cluster in clusters)
-    return {"num_clusters": groups["num_clusters"], "clusters": clusters, "kinds": found}
-
-
 def _fluency(
     episodes: Sequence[Episode], probability_episodes: Sequence[Episode]
 ) -> dict[str, Any] | None:
-    """The share of probes below the first percentile of what the reference itself says."""
+    """The share of probes below the first percentile of the reference's own probes."""
     ordinary = token_likelihoods(_of_reference(probability_episodes))
     found = token_likelihoods(episodes)
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
@@ -228,15 +215,15 @@ def _why_no_fluency(
     options: EvaluationOptions,
     why_not_weighed: str | None,
 ) -> str:
-    """Say why probes are not held against the reference's."""
-    num_said = sum(len(episode) for episode in _of_reference(probability_episodes))
-    if num_said >= MIN_REFERENCE_PROBES:
+    """Why probes are not compared with the reference's."""
+    num_probes = sum(len(episode) for episode in _of_reference(probability_episodes))
+    if num_probes >= MIN_REFERENCE_PROBES:
         return "how likely the reference finds a probe is not known of enough of them"
-    # Of the importance sampler's episodes half are the reference's.
+    # Half of the importance sampler's episodes are the reference's.
     shares = 2 if options.use_importance_sampling and why_not_weighed is None else 1
     num_needed = shares * math.ceil(MIN_REFERENCE_PROBES / options.num_turns)
     return (
-        f"it takes {MIN_REFERENCE_PROBES} probes of the reference, and there are {num_said}; "
+        f"it takes {MIN_REFERENCE_PROBES} probes of the reference, and there are {num_probes}; "
         f"`nip-astra evaluate` with --probability-episodes {num_needed} or more plays them"
     )
 
@@ -259,7 +246,7 @@ def _probability(
     weighed = None
     if options.use_importance_sampling:
         if why_not_weighed is not None:
-            weighed = refused(why_not_weighed, level=options.level).to_dict()
+            weighed = ImportanceEstimate(why_not_weighed, options.level).to_dict()
         else:
             weighed = _weighed(episodes, options.level)
     return {"horizon": options.num_turns, "monte_carlo": plain, "importance_sampling": weighed}
@@ -277,7 +264,7 @@ def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
     )
     if np.isnan(ratios).any():
         reason = "the backend cannot tell which tokens it may draw, so weights are not exact"
-        return refused(reason, level=level).to_dict()
+        return ImportanceEstimate(reason, level).to_dict()
     weighed = WeighedEpisodes(
         ratios,
         follow_up_of([outcomes_of(episode) for episode in episodes]),
@@ -287,18 +274,14 @@ def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
     return importance_sampling(weighed, level=level).to_dict()
 
 
-def _first_failure(episode: Episode) -> int:
-    outcomes = outcomes_of(episode)
-    return outcomes.index(Outcome.FAILURE) if Outcome.FAILURE in outcomes else -1
-
-
 def _most_likely(episodes: Sequence[Episode]) -> dict[str, Any] | None:
     """The failing turn whose conversation up to it the reference finds most likely."""
     found: list[tuple[float, Episode]] = []
     for episode in episodes:
-        turn = _first_failure(episode)
-        if turn >= 0:
-            found.append((sum(likelihood(row) for row in episode[: turn + 1]), episode[: turn + 1]))
+        outcomes = outcomes_of(episode)
+        if Outcome.FAILURE in outcomes:
+            path = episode[: outcomes.index(Outcome.FAILURE) + 1]
+            found.append((sum(map(likelihood, path)), path))
     if not found:
         return None
     logprob, path = max(found, key=lambda pair: pair[0])
@@ -310,22 +293,126 @@ def _budget(
     probability_episodes: Sequence[Episode],
     parts: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    def added(name: str) -> float:
+    def total(name: str) -> float:
         return sum(number(part, name) for part in parts if name in part)
 
     rows = [row for episode in episodes for row in episode]
+    seconds = total("seconds")
     return {
         "target_queries": len(rows),
-        "tokens": sum(tokens_of(row) for row in rows),
-        "probability_target_queries": sum(len(episode) for episode in probability_episodes),
-        "reused_target_queries": int(added("reused_queries")),
-        "scorer_calls": int(added("scorer_calls")),
-        "seconds": added("seconds"),
-        "tokens_generated": int(added("tokens_generated")),
-        "tokens_per_second": _per(added("tokens_generated"), added("seconds")),
-        "tokens_forwarded": int(added("tokens_forwarded")),
+        "tokens": sum(map(tokens_of, rows)),
+        "probability_target_queries": sum(map(len, probability_episodes)),
+        "reused_target_queries": int(total("reused_queries")),
+        "scorer_calls": int(total("scorer_calls")),
+        "seconds": seconds,
+        "tokens_generated": int(total("tokens_generated")),
+        "tokens_per_second": total("tokens_generated") / seconds if seconds > 0 else None,
+        "tokens_forwarded": int(total("tokens_forwarded")),
     }
 
 
-def _per(amount: float, seconds: float) -> float | None:
-    return amount / seconds if seconds > 0 else None
+def scorer_figures(
+    episodes: Sequence[Episode],
+    scorers: Sequence[str],
+    qualities: Mapping[str, Quality],
+    options: EvaluationOptions,
+) -> dict[str, Any]:
+    """Failure rates by each further scorer, agreement of each two, and quality by labels.
+
+    `episodes` are judged by the first of `scorers`, which decides.
+    """
+    views = dict.fromkeys(scorers[:1], episodes)
+    for name in scorers[1:]:
+        view = scored_by(name)
+        views[name] = [[view(row) for row in episode] for episode in episodes]
+        judge(views[name], options.failure_threshold)
+    agreements = agreement_matrix(views)
+    with_first = {pair["second"]: pair for pair in agreements if pair["first"] in scorers[:1]}
+    rates = {name: failure_rates(views[name], level=options.level) for name in scorers[1:]}
+    return {
+        "scorers": {
+            name: {key: own[key] for key in ("outcomes", "failure_rate", "turn_failure_rate")}
+            | {key: with_first[name][key] for key in ("agreement", "num_turns")}
+            for name, own in rates.items()
+        },
+        "scorer_agreement": agreements,
+        "detectors": {
+            name: quality.to_dict(options.level)
+            | {
+                "corrected": corrected_rates(
+                    views[name],
+                    quality,
+                    num_resamples=options.num_bootstrap_resamples,
+                    level=options.level,
+                )
+            }
+            for name, quality in qualities.items()
+        },
+    }
+
+
+def agreement_matrix(views: Mapping[str, Sequence[Episode]]) -> list[dict[str, Any]]:
+    """For each two scorers how often, and how far beyond chance, their verdicts agree.
+
+    Turns without a verdict of both are left out. Cohen's kappa is (observed - expected) /
+    (1 - expected) agreement; null if both always give the same verdict. The correlation is
+    Pearson's of the scores; null if one of them never varies.
+
+    Parameters
+    ----------
+    views : Mapping[str, Sequence[Episode]]
+        By scorer, the same episodes, with its own `outcome` and `response_score`.
+    """
+    turns = {name: [row for episode in own for row in episode] for name, own in views.items()}
+    matrix = []
+    for first, second in combinations(turns, 2):
+        pairs = [
+            (a, b)
+            for a, b in zip(turns[first], turns[second], strict=True)
+            if Outcome(a["outcome"]).is_known and Outcome(b["outcome"]).is_known
+        ]
+        flags = Counter(tuple(row["outcome"] == Outcome.FAILURE for row in pair) for pair in pairs)
+        scores = [(number(a, "response_score"), number(b, "response_score")) for a, b in pairs]
+        matrix.append(
+            {
+                "first": first,
+                "second": second,
+                "num_turns": len(pairs),
+                "agreement": _agreement(flags),
+                "kappa": cohens_kappa(flags),
+                "correlation": _correlation(scores),
+                "both": flags[True, True],
+                "only_first": flags[True, False],
+                "only_second": flags[False, True],
+                "neither": flags[False, False],
+            }
+        )
+    return matrix
+
+
+def cohens_kappa(flags: Mapping[Any, int]) -> float | None:
+    """Cohen's kappa of two raters, from counts by their two verdicts."""
+    total, observed = sum(flags.values()), _agreement(flags)
+    if observed is None:
+        return None
+    expected = 0.0
+    for verdict in (True, False):
+        first = sum(count for (one, _), count in flags.items() if one is verdict)
+        second = sum(count for (_, other), count in flags.items() if other is verdict)
+        expected += first * second / total**2
+    return None if expected == 1.0 else (observed - expected) / (1.0 - expected)
+
+
+def _agreement(flags: Mapping[Any, int]) -> float | None:
+    total = sum(flags.values())
+    alike = sum(count for (first, second), count in flags.items() if first is second)
+    return alike / total if total else None
+
+
+def _correlation(scores: Sequence[tuple[float, float]]) -> float | None:
+    if len(scores) < 2:
+        return None
+    first, second = np.asarray(scores, dtype=np.float64).T
+    if np.ptp(first) == 0.0 or np.ptp(second) == 0.0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])

@@ -1,19 +1,20 @@
-"""What a person sees of an evaluation."""
+"""Tables of evaluations for a terminal."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import PurePath
-from typing import Any
+from typing import IO, Any
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from nip_astra.evaluation.measured import Replies
-from nip_astra.safe_console import SafeConsole
+from nip_astra.evaluation.outcomes import Replies
+from nip_astra.safe_text import has_unsafe, safe_text
 from nip_astra.utils.formatting import (
     NOTHING,
     bounds_text,
@@ -27,103 +28,29 @@ MAX_CLUSTERS = 8
 """Clusters of failing probes in a table; `evaluation.json` has all."""
 
 
-def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of one evaluation, its warnings last."""
-    heading = (
-        f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
-        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
-        f"{figures['num_prompts']} opening prompts"
-    )
-    parts: list[RenderableType] = [Text(heading), _figures_table(figures)]
-    if figures["clusters"]:
-        parts += [Text(), _clusters_table(figures)]
-    if len(figures["scorer_agreement"]) > 0:
-        parts += [Text(), _agreement_table(figures["scorer_agreement"])]
-    if figures.get("services"):
-        parts += [Text(), services_table(figures["services"])]
-    return [*parts, *warning_lines(figures["warnings"])]
+class SafeConsole(Console):
+    """A console without markup that shows each unsafe character as a sign.
 
+    Square brackets are no markup and `:smile:` is no picture in any title, heading, cell or line.
+    """
 
-def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What each chat model took."""
-    table = Table(title="services", title_justify="left")
-    table.add_column("")
-    for name in ("requests", "remembered", "refusals", "failures", "tokens", "cost", "median s"):
-        table.add_column(name, justify="right")
-    for name, use in services.items():
-        cost, seconds = use["cost"], use["median_seconds"]
-        table.add_row(
-            Text(f"{name}: {model_label(str(use['model']))}"),
-            *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
-            f"{sum(use['failures'].values()):,}",
-            f"{use['prompt_tokens'] + use['completion_tokens']:,}",
-            decimal(cost, 4),
-            decimal(seconds),
-        )
-    return table
+    def __init__(self, *, file: IO[str] | None = None, width: int | None = None) -> None:
+        super().__init__(file=file, width=width, markup=False, emoji=False)
 
-
-def model_label(model: str) -> str:
-    """What a table calls a model: of a folder its name and the one above, which names the job."""
-    path = PurePath(model)
-    return "/".join(path.parts[-2:]) if path.is_absolute() else model
-
-
-def warning_lines(warnings: Sequence[str]) -> list[Text]:
-    """A line for each warning."""
-    return [Text(f"warning: {text}", style="bold yellow") for text in warnings]
-
-
-def matrix_tables(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[RenderableType]:
-    """The failure rate of every attacker against every target, and the cells' warnings."""
-    warnings = [
-        f"{attacker} against {target}: {text}"
-        for (attacker, target), figures in cells.items()
-        for text in figures["warnings"]
-    ]
-    return [_matrix_table(cells), *warning_lines(warnings)]
-
-
-def _matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
-    table = Table(title="episodes with a failure", title_justify="left")
-    table.add_column("attacker")
-    targets = list(dict.fromkeys(target for _, target in cells))
-    for target in targets:
-        table.add_column(Text(target), justify="right")
-    for attacker in dict.fromkeys(attacker for attacker, _ in cells):
-        row = [rate(cells[attacker, target]["failure_rate"]) for target in targets]
-        table.add_row(Text(attacker), *row)
-    return table
-
-
-def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
-    """A line for each metric of each contender, and the warnings."""
-    return [_comparison_table(comparison), *warning_lines(comparison["warnings"])]
-
-
-def _comparison_table(comparison: Mapping[str, Any]) -> Table:
-    table = Table(title=f"difference to {comparison['baseline']}", title_justify="left")
-    for name in ("", "metric", "baseline", "this one"):
-        table.add_column(name, justify="left" if name in ("", "metric") else "right")
-    for name in ("difference", "p", "p (Holm)", "pairs", "detectable"):
-        table.add_column(name, justify="right")
-    for label, found in comparison["comparisons"].items():
-        for name, metric in found.items():
-            if not isinstance(metric, Mapping):
-                continue
-            write = percent if is_share(name) else decimal
-            low, high = write(metric["low"]), write(metric["high"])
-            table.add_row(
-                Text(label), name.replace("_", " "), write(metric["first"]),
-                write(metric["second"]), f"{write(metric['difference'])} [{low}, {high}]",
-                f"{metric['p_value']:.2g}", f"{metric['p_holm']:.2g}", str(metric["num_pairs"]),
-                write(metric["minimum_detectable"]),
-            )  # fmt: skip
-    return table
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render a part, down to single cells, with safe texts."""
+        if isinstance(renderable, str):
+            renderable = safe_text(renderable)
+        elif isinstance(renderable, Text) and has_unsafe(renderable.plain):
+            renderable = renderable.copy()
+            renderable.plain = safe_text(renderable.plain)
+        return super().render(renderable, options)
 
 
 class Printable:
-    """What is a table in a terminal and in a notebook. A subclass gives `tables`, or `__str__`."""
+    """Base of results that print as tables; a subclass gives `tables`, or `__str__`."""
 
     def tables(self) -> list[RenderableType]:
         """The content for a terminal."""
@@ -136,6 +63,13 @@ class Printable:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
+    """Tables as plain text."""
+    stream = StringIO()
+    SafeConsole(file=stream, width=width).print(*parts, sep="\n")
+    return stream.getvalue()
+
+
 def plain_table(title: str | None, *columns: str) -> Table:
     """A table without lines, whose cells wrap."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -144,184 +78,219 @@ def plain_table(title: str | None, *columns: str) -> Table:
     return table
 
 
+def _lined_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table with lines: columns of text, then columns of numbers."""
+    table = Table(title=title, title_justify="left")
+    for column in texts:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(Text(column), justify="right")
+    return table
+
+
 def bracketed(bounds: Sequence[float | None] | None, write: Callable[[Any], str]) -> str:
     """An interval behind its figure; empty without one."""
     return f" [{write(bounds[0])}, {write(bounds[1])}]" if bounds else ""
 
 
-def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
-    """Tables as plain text."""
-    stream = StringIO()
-    SafeConsole(file=stream, width=width).print(*parts, sep="\n")
-    return stream.getvalue()
-
-
 def rate(estimate: Mapping[str, Any]) -> str:
-    """A share with its interval, and of how many it is."""
+    """A share with its interval and counts."""
     return format_figure({"rate": estimate}, "rate")
 
 
-def at_least(kinds: Mapping[str, Any]) -> str:
-    """How many kinds there are at least, with the interval."""
-    if not kinds["seen"]:
-        return NOTHING
-    return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
+def warning_lines(warnings: Sequence[str]) -> list[Text]:
+    """A line for each warning."""
+    return [Text(f"warning: {text}", style="bold yellow") for text in warnings]
 
 
-def _figures_table(figures: Mapping[str, Any]) -> Table:
+def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
+    """The tables of one evaluation, its warnings last."""
+    heading = (
+        f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
+        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
+        f"{figures['num_prompts']} opening prompts"
+    )
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for label, cell in _figures(figures):
         if cell != NOTHING:
             table.add_row(label, cell)
+    parts: list[RenderableType] = [Text(heading), table]
+    if figures["clusters"]:
+        parts += [Text(), _clusters_table(figures)]
+    if figures["scorer_agreement"]:
+        parts += [Text(), _agreement_table(figures["scorer_agreement"])]
+    if figures.get("services"):
+        parts += [Text(), services_table(figures["services"])]
+    return [*parts, *warning_lines(figures["warnings"])]
+
+
+def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Requests, tokens and costs of each chat model."""
+    names = ("requests", "remembered", "refusals", "failures", "tokens", "cost", "median s")
+    table = _lined_table("services", [""], names)
+    for name, use in services.items():
+        table.add_row(
+            Text(f"{name}: {model_label(str(use['model']))}"),
+            *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
+            f"{sum(use['failures'].values()):,}",
+            f"{use['prompt_tokens'] + use['completion_tokens']:,}",
+            decimal(use["cost"], 4),
+            decimal(use["median_seconds"]),
+        )
     return table
 
 
-def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    counts, nll = figures["outcomes"], figures["nll"]
-    survival, hits = figures["turns_to_failure"], figures["hit_at"]
-    lines = [
-        ("episodes with a failure", rate(figures["failure_rate"])),
-        (
-            "  if missing verdicts were passes / failures",
-            bounds_text(figures["failure_rate"]) or NOTHING,
-        ),
-        ("turns with a failure", rate(figures["turn_failure_rate"])),
-        ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
-        ("turns without verdict: undetermined / error", _unknown(counts)),
-        ("replies: empty / refused", str(Replies.read(figures.get("replies"))) or NOTHING),
-        ("without failure through turn 1, 2, ... (of those known)", _survival(survival)),
-        ("median turn of the first failure", _or_nothing(survival["median"])),
+def model_label(model: str) -> str:
+    """A model's name in a table; of a folder its name and its parent's, which is that of a job."""
+    path = PurePath(model)
+    return "/".join(path.parts[-2:]) if path.is_absolute() else model
+
+
+def matrix_tables(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[RenderableType]:
+    """The failure rate of every attacker against every target, and the cells' warnings."""
+    targets = list(dict.fromkeys(target for _, target in cells))
+    table = _lined_table("episodes with a failure", ["attacker"], targets)
+    for attacker in dict.fromkeys(attacker for attacker, _ in cells):
+        rates = (rate(cells[attacker, target]["failure_rate"]) for target in targets)
+        table.add_row(Text(attacker), *rates)
+    warnings = [
+        f"{attacker} against {target}: {text}"
+        for (attacker, target), figures in cells.items()
+        for text in figures["warnings"]
     ]
+    return [table, *warning_lines(warnings)]
+
+
+def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
+    """A line for each metric of each contender, and the warnings."""
+    table = _lined_table(
+        f"difference to {comparison['baseline']}",
+        ["", "metric"],
+        ["baseline", "this one", "difference", "p", "p (Holm)", "pairs", "detectable"],
+    )
+    for label, metrics in comparison["comparisons"].items():
+        for name, metric in metrics.items():
+            if not isinstance(metric, Mapping):
+                continue
+            write = percent if is_share(name) else decimal
+            table.add_row(
+                Text(label), name.replace("_", " "), write(metric["first"]),
+                write(metric["second"]),
+                write(metric["difference"]) + bracketed((metric["low"], metric["high"]), write),
+                f"{metric['p_value']:.2g}", f"{metric['p_holm']:.2g}", str(metric["num_pairs"]),
+                write(metric["minimum_detectable"]),
+            )  # fmt: skip
+    return [table, *warning_lines(comparison["warnings"])]
+
+
+def at_least(kinds: Mapping[str, Any]) -> str:
+    """A lower bound on the number of kinds, with the interval."""
+    if not kinds["seen"]:
+        return NOTHING
+    return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
+
+
+def _figures(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Labels and cells; `NOTHING` for figures that are missing."""
+    counts, survival, hits = figures["outcomes"], figures["turns_to_failure"], figures["hit_at"]
+    yield "episodes with a failure", rate(figures["failure_rate"])
+    bounds = bounds_text(figures["failure_rate"]) or NOTHING
+    yield "  if missing verdicts were passes / failures", bounds
+    yield "turns with a failure", rate(figures["turn_failure_rate"])
+    yield "turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"
+    if counts["undetermined"] + counts["error"]:
+        unknown = f"{counts['undetermined']:,} / {counts['error']:,}"
+        yield "turns without verdict: undetermined / error", unknown
+    yield "replies: empty / refused", str(Replies.read(figures.get("replies"))) or NOTHING
+    pairs = zip(survival["survival"], survival["num_at_risk"], strict=True)
+    shares = ", ".join(f"{percent(share)} ({number:,})" for share, number in pairs)
+    yield "without failure through turn 1, 2, ... (of those known)", shares or NOTHING
+    median = survival["median"]
+    yield "median turn of the first failure", NOTHING if median is None else str(median)
     if len(hits) > 1:
         numbers = figures["hit_at_num_prompts"]
-        cells = [f"{percent(share)} of {numbers[k]:,}" for k, share in hits.items()]
-        lines.append((f"hit@{', '.join(hits)}, mean over prompts", ", ".join(cells)))
+        cells = (f"{percent(share)} of {numbers[k]:,}" for k, share in hits.items())
+        yield f"hit@{', '.join(hits)}, mean over prompts", ", ".join(cells)
+    names = {"probe": "probes", "response": "responses", "combined": "both together"}
     for name, score in figures["scores"].items():
         q = score["quantiles"]
         spread = f"{decimal(score['mean'])} ({decimal(q['0.05'])} to {decimal(q['0.95'])})"
-        lines.append((f"score of {_NAMES[name]}, mean (5 % to 95 %)", spread))
+        yield f"score of {names[name]}, mean (5 % to 95 %)", spread
     for name in ("reference", "target"):
-        value = decimal(nll.get(name))
-        perplexity = decimal(nll.get(f"perplexity_{name}"))
+        value = decimal(figures["nll"].get(name))
+        perplexity = decimal(figures["nll"].get(f"perplexity_{name}"))
         cell = NOTHING if value == NOTHING else f"{value} ({perplexity})"
-        lines.append((f"probe NLL under the {name}, nats per token (perplexity)", cell))
-    quality = [line for name in figures["detectors"] for line in _quality(figures, name)]
-    return [*lines, *quality, *_variety(figures), *_probabilities(figures), *_others(figures)]
-
-
-_NAMES = {"probe": "probes", "response": "responses", "combined": "both together"}
-
-
-def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    variety, plants = figures["diversity"] or {}, figures["plants"]
-    fluency = figures["fluency"]
-    lines = [
-        ("successful probes: distinct", _distinct(variety)),
-        ("  1 - self-BLEU", _among(variety, "self_bleu_complement", "self_bleu_num_probes")),
-        ("  1 - mean cosine", _among(variety, "cosine_distance")),
-        ("  Vendi score", _among(variety, "vendi")),
-        (
-            "probes less likely per token than 99 % of the reference's",
-            "not measured" if fluency is None else _below(fluency),
-        ),
-        ("clusters of failing probes", str(figures["num_clusters"])),
-        ("  at least, those not seen included (Chao2)", at_least(figures["kinds"])),
-    ]
-    if plants is not None:
-        cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
-        lines.append(("planted failures found", cell))
-    return lines
-
-
-def _distinct(variety: Mapping[str, Any]) -> str:
-    if not variety:
-        return NOTHING
-    return (
-        f"{percent(variety['distinct_share'])}, {variety['num_distinct']:,} of "
-        f"{variety['num_probes']:,}"
-    )
-
-
-def _among(variety: Mapping[str, Any], name: str, counted: str = "num_probes") -> str:
-    written = decimal(variety.get(name))
-    return NOTHING if written == NOTHING else f"{written}, of {variety[counted]:,} probes"
-
-
-def _below(fluency: Mapping[str, Any]) -> str:
-    return (
-        f"{percent(fluency['share_below'])}, {fluency['num_below']:,} of {fluency['num_probes']:,}"
-    )
-
-
-def _survival(survival: Mapping[str, Any]) -> str:
-    pairs = zip(survival["survival"], survival["num_at_risk"], strict=True)
-    return ", ".join(f"{percent(share)} ({number:,})" for share, number in pairs) or NOTHING
-
-
-def _probabilities(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    found = figures["probability_of_failure"]
-    if found is None:
-        return []
-    plain_one, weighed = found["monte_carlo"], found["importance_sampling"]
-    name = "ordinary conversation fails"
-    lines = [(f"{name}: Monte Carlo, {plain_one['num_episodes']} episodes", rate(plain_one))]
-    if weighed is not None:
-        cell = "refused" if weighed["is_refused"] else rate(weighed)
-        ess = f"effective sample size {decimal(weighed['effective_sample_size'])}"
-        label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
-        lines.append((label, cell))
-    return lines
-
-
-def _others(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = []
+        yield f"probe NLL under the {name}, nats per token (perplexity)", cell
+    for name, found in figures["detectors"].items():
+        yield from _quality(name, found)
+    yield from _variety(figures)
+    chances = figures["probability_of_failure"]
+    if chances is not None:
+        plain, weighed = chances["monte_carlo"], chances["importance_sampling"]
+        label = f"ordinary conversation fails: Monte Carlo, {plain['num_episodes']} episodes"
+        yield label, rate(plain)
+        if weighed is not None:
+            ess = f"effective sample size {decimal(weighed['effective_sample_size'])}"
+            label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
+            yield label, "refused" if weighed["is_refused"] else rate(weighed)
     for name, scorer in figures["scorers"].items():
         agreement = f"{percent(scorer['agreement'])} of {scorer['num_turns']:,}"
-        lines.append((f"episodes with a failure by {name}", rate(scorer["failure_rate"])))
-        lines.append((f"  turns on which it agrees with {figures['scorer']}", agreement))
+        yield f"episodes with a failure by {name}", rate(scorer["failure_rate"])
+        yield f"  turns on which it agrees with {figures['scorer']}", agreement
     budget = figures["budget"]
-    cell = f"{budget['target_queries']:,} / {budget['tokens']:,}"
-    return [*lines, ("target queries / tokens", cell)]
+    yield "target queries / tokens", f"{budget['target_queries']:,} / {budget['tokens']:,}"
 
 
-def _quality(figures: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
-    """What labels say of a scorer, and the rates without its errors."""
-    found = figures["detectors"][name]
+def _quality(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A scorer's quality by labels, and the rates without its errors."""
+    for label, key in (
+        (f"{name} on {found['num_failures']} labelled failures: finds", "sensitivity"),
+        (f"  on {found['num_others']} others: passes", "specificity"),
+    ):
+        one = found[key]
+        counts = "" if one is None else f"{one['num_found']:,} of {one['num_labelled']:,}"
+        yield label, NOTHING if one is None else f"{rate(one)}, {counts}"
     corrected = found["corrected"]
-    missing = corrected.get("reason", NOTHING)
-    lines = [
-        (
-            f"{name} on {found['num_failures']} labelled failures: finds",
-            _found(found["sensitivity"]),
-        ),
-        (f"  on {found['num_others']} others: passes", _found(found["specificity"])),
-    ]
-    for what, key in (("episodes", "failure_rate"), ("turns", "turn_failure_rate")):
-        cell = f"refused: {missing}" if corrected["is_refused"] else rate(corrected[key])
-        lines.append((f"  {what} with a failure, corrected for that", cell))
-    return lines
+    for unit, key in (("episodes", "failure_rate"), ("turns", "turn_failure_rate")):
+        refused = f"refused: {corrected.get('reason', NOTHING)}"
+        cell = refused if corrected["is_refused"] else rate(corrected[key])
+        yield f"  {unit} with a failure, corrected for that", cell
 
 
-def _found(estimate: Mapping[str, Any] | None) -> str:
-    if estimate is None:
-        return NOTHING
-    return f"{rate(estimate)}, {estimate['num_found']:,} of {estimate['num_labelled']:,}"
+def _variety(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    variety, plants, fluency = figures["diversity"] or {}, figures["plants"], figures["fluency"]
+    if variety:
+        counts = f"{variety['num_distinct']:,} of {variety['num_probes']:,}"
+        yield "successful probes: distinct", f"{percent(variety['distinct_share'])}, {counts}"
+    for label, name, counted in (
+        ("  1 - self-BLEU", "self_bleu_complement", "self_bleu_num_probes"),
+        ("  1 - mean cosine", "cosine_distance", "num_probes"),
+        ("  Vendi score", "vendi", "num_probes"),
+    ):
+        if decimal(variety.get(name)) != NOTHING:
+            yield label, f"{decimal(variety[name])}, of {variety[counted]:,} probes"
+    cell = "not measured"
+    if fluency is not None:
+        counts = f"{fluency['num_below']:,} of {fluency['num_probes']:,}"
+        cell = f"{percent(fluency['share_below'])}, {counts}"
+    yield "probes less likely per token than 99 % of the reference's", cell
+    yield "clusters of failing probes", str(figures["num_clusters"])
+    yield "  at least, those not seen included (Chao2)", at_least(figures["kinds"])
+    if plants is not None:
+        cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
+        yield "planted failures found", cell
 
 
 def _agreement_table(pairs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="how far scorers agree, by turn", title_justify="left")
-    table.add_column("scorers")
     names = ("turns", "agree", "Cohen's kappa", "correlation", "both", "first", "second", "neither")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = _lined_table("how far scorers agree, by turn", ["scorers"], names)
     for pair in pairs:
-        counts = [str(pair[key]) for key in ("both", "only_first", "only_second", "neither")]
         table.add_row(
             Text(f"{pair['first']}, {pair['second']}"), str(pair["num_turns"]),
             percent(pair["agreement"]), decimal(pair["kappa"]), decimal(pair["correlation"]),
-            *counts,
+            *(str(pair[key]) for key in ("both", "only_first", "only_second", "neither")),
         )  # fmt: skip
     return table
 
@@ -339,16 +308,3 @@ def _clusters_table(figures: Mapping[str, Any]) -> Table:
             Text(str(example["probe"])), Text(str(example["response"])),
         )  # fmt: skip
     return table
-
-
-def _unknown(counts: Mapping[str, int]) -> str:
-    total = counts["undetermined"] + counts["error"]
-    return f"{counts['undetermined']:,} / {counts['error']:,}" if total else NOTHING
-
-
-def _join(values: Any, write: Any) -> str:
-    return ", ".join(write(value) for value in values) or NOTHING
-
-
-def _or_nothing(value: int | None) -> str:
-    return NOTHING if value is None else str(value)

@@ -1,26 +1,33 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft, which is imported only when asked."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft, and the files of trained weights."""
 
 from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
+from nip_astra.checkpoints.shards import SHARDS, load_whole
 from nip_astra.errors import (
+    CheckpointError,
     ConfigurationError,
     MissingDependencyError,
-    ModelLoadError,
     nearest_names,
 )
-from nip_astra.language_models.saved_weights import has_adapter
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class LoraParameters(SubParameters):
@@ -36,10 +43,7 @@ class LoraParameters(SubParameters):
 
 @contextmanager
 def adapters_drawn_from(seed: int) -> Iterator[None]:
-    """A block in which adapters get their first weights from a seed, here as at a service.
-
-    peft draws from the global generator, which is afterwards as it was before.
-    """
+    """A block in which peft draws an adapter's first weights from a seed, as a service does."""
     with torch.random.fork_rng():
         # Tinker's SDK knows seeds of 62 bits.
         torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
@@ -47,22 +51,11 @@ def adapters_drawn_from(seed: int) -> Iterator[None]:
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:
-    """Wrap the model with a fresh adapter, whose weights are float32 and start as a no-op.
-
-    Raises
-    ------
-    ConfigurationError
-        When the model lacks a layer that is to be adapted.
-    MissingDependencyError
-        When peft is not installed.
-    """
+    """Wrap the model with a fresh adapter, whose weights are float32 and start as a no-op."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise MissingDependencyError(
-            "a LoRA attacker was asked for, and it needs the package peft. Install it with: "
-            "pip install 'nip_astra[lora]', or set lora to null to train all weights."
-        ) from error
+        raise MissingDependencyError.of("a LoRA adapter (lora)", "peft", "lora") from error
     _check_targets(module, parameters.target_modules)
     config = LoraConfig(
         r=parameters.rank,
@@ -76,7 +69,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
 
 
 def _check_targets(module: Any, targets: str | list[str]) -> None:
-    """Refuse layers that the model has not; peft leaves them out where it finds another one."""
+    """Refuse layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
     layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
@@ -89,46 +82,102 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
         near = nearest_names(unknown[0], known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigurationError(
-            f"a LoRA adapter was to be put on {unknown[0]!r}, but the model has no linear layer of "
-            f"that name.{hint} Its layers: {', '.join(known)}. Set lora.target_modules to a list "
-            "of them, to one regular expression of whole names, or to all-linear."
+            f"lora.target_modules: the model has no linear layer {unknown[0]!r}.{hint} Its layers: "
+            f"{', '.join(known)}. Give a list of them, a regular expression of whole names, or "
+            "all-linear."
         )
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
-    """A block in which a module computes with its adapter, where it has one, or without."""
+    """A block in which a module computes with its adapter, if any, or without."""
     if is_on or not has_adapter(module):
         return nullcontext()
     state: AbstractContextManager[None] = module.disable_adapter()
     return state
 
 
-def merge_adapter(module: Any, folder: Path) -> Any:
-    """A plain model with the adapter that peft saved in a folder added into its weights.
-
-    Raises
-    ------
-    ModelLoadError
-        When the adapter cannot be read, or is not of this model.
-    MissingDependencyError
-        When peft is not installed.
-    """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the adapter in {folder} was asked for, and it needs the package peft. Install it "
-            "with: pip install 'nip_astra[lora]'."
-        ) from error
-    try:
-        return PeftModel.from_pretrained(module, str(folder)).merge_and_unload()
-    except Exception as error:
-        raise ModelLoadError(
-            f"the adapter in {folder} was asked for, but cannot be put on its model: {error}. Give "
-            "a folder that save_pretrained of a peft model wrote."
-        ) from error
-
-
 def merged_copy(module: Any) -> Any:
     """A plain model with the adapter added into its weights; the original stays as it is."""
     return copy.deepcopy(module).merge_and_unload()
+
+
+def save_weights(module: Any, directory: Path) -> None:
+    """Write a module's weights, or its adapter's alone, in Hugging Face layout."""
+    # peft would otherwise look for the base model's config to see whether embeddings changed.
+    options = {"save_embedding_layers": False} if has_adapter(module) else {}
+    module.save_pretrained(directory, **options)
+
+
+def learned_weights(module: Any) -> dict[str, Tensor]:
+    """The weights that training changes, by their names in a file; a shard's part if sharded."""
+    named = {name: weight.detach() for name, weight in module.named_parameters()}
+    if not has_adapter(module):
+        return named
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=named, save_embedding_layers=False
+    )
+    return found
+
+
+def save_adapter_config(module: Any, directory: Path) -> None:
+    """Write the configuration of an adapter."""
+    config = copy.copy(module.peft_config[module.active_adapter])
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+
+
+def restore_weights(module: Any, directory: Path) -> None:
+    """Read back what `save_weights` wrote."""
+    try:
+        state = saved_weights(directory, is_adapter=has_adapter(module))
+        if has_adapter(module):
+            from peft import set_peft_model_state_dict
+
+            problems = set_peft_model_state_dict(module, state)
+            faults = list(problems.unexpected_keys)
+            faults += [key for key in problems.missing_keys if "lora_" in key]
+        else:
+            problems = module.load_state_dict(state, strict=False)
+            tied = set(getattr(module, "all_tied_weights_keys", {}) or {})
+            faults = list(problems.unexpected_keys)
+            faults += [key for key in problems.missing_keys if key not in tied]
+    except RuntimeError as error:
+        raise CheckpointError(f"the weights in {directory} do not fit: {error}") from error
+    if faults:
+        raise CheckpointError(
+            f"the weights in {directory} are of another model: {', '.join(faults[:3])}. "
+            "Resume with the parameters that wrote them."
+        )
+
+
+def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Tensor]:
+    """All weights of a folder by name, whole or divided."""
+    if (directory / SHARDS).is_dir():
+        return load_whole(directory / SHARDS)
+    path = directory / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the weights in {path} cannot be read: {error}. Resume from another checkpoint."
+        ) from error
+    return found
+
+
+def has_adapter(module: Any) -> bool:
+    """Whether a module has a LoRA adapter."""
+    return hasattr(module, "peft_config")
+
+
+def write_joined(folder: Path, output: Path) -> None:
+    """Copy a model's folder of a checkpoint, with its shards joined."""
+    weights = load_whole(folder / SHARDS) if (folder / SHARDS).is_dir() else None
+    output.mkdir(parents=True, exist_ok=True)
+    for file in (path for path in folder.iterdir() if path.is_file()):
+        shutil.copy2(file, output / file.name)
+    if weights is not None:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        pattern = "adapter_model{suffix}.safetensors" if is_adapter else None
+        save_torch_state_dict(weights, output, filename_pattern=pattern)

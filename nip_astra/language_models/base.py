@@ -72,30 +72,7 @@ class GenerationSession(ABC):
 
 
 class TokenModel(Counted, ABC):
-    """A model with a tokenizer; subclasses add its abilities.
-
-    Attributes
-    ----------
-    tokenizer
-        A Hugging Face tokenizer.
-    context_window : int
-        Most tokens of context and continuation together.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn.
-    cache_bytes_per_token : int
-        Memory that a session keeps per token; 0 if none.
-    can_be_forked : bool
-        Whether a forked process may sample and score: the model has no connection, device or
-        thread, and changes nothing but `token_count`.
-    can_be_copied : bool
-        Whether a pickled copy in another process may sample and score.
-    is_in_this_process : bool
-        Whether this process holds the weights, so that each process of a run has a model like it.
-    can_score_contexts : bool
-        Whether sessions give log-probabilities of spans of contexts.
-    voices : Sequence[TokenModel]
-        Models that generate in its place, each some of the turns.
-    """
+    """A model with a tokenizer; subclasses add its abilities."""
 
     class Parameters(PolymorphicParameters):
         """Parameters of the backend; a subclass adds its own."""
@@ -103,14 +80,24 @@ class TokenModel(Counted, ABC):
         type_name: ClassVar[str] = ""
 
     tokenizer: Any
+    """A Hugging Face tokenizer."""
     context_window: int
+    """Most tokens of context and continuation together."""
     end_ids: tuple[int, ...]
+    """Tokens that end a turn."""
     cache_bytes_per_token: int = 0
+    """Memory that a session keeps per token; 0 if none."""
     can_be_forked: bool = False
+    """Whether a forked process may sample and score: the model has no connection, device or thread,
+    and changes nothing but `token_count`."""
     can_be_copied: bool = False
+    """Whether a pickled copy in another process may sample and score."""
     is_in_this_process: bool = False
+    """Whether this process holds the weights, so that each process of a run has a model like it."""
     can_score_contexts: bool = True
+    """Whether sessions give log-probabilities of spans of contexts."""
     voices: Sequence[TokenModel] = ()
+    """Models that generate in its place, each some of the turns."""
 
     @classmethod
     @abstractmethod
@@ -167,15 +154,7 @@ class TokenSampler(TokenModel):
     ) -> list[list[Progress]]:
         """Answer requests, each by its own options and seeds: the final progress of each answer.
 
-        Parameters
-        ----------
-        max_rows : int
-            Most answers generated at once.
-
-        Raises
-        ------
-        NonFiniteOutputError
-            If the model's logits are NaN.
+        At most `max_rows` answers are generated at once.
         """
         cpu, end_ids = torch.device("cpu"), frozenset(self.end_ids)
         sequences = [
@@ -274,16 +253,10 @@ class TokenScorer(TokenModel):
     ) -> TokenScores:
         """`logprobs` with entropies and hidden states from the same pass.
 
-        Parameters
-        ----------
-        distribution : SamplingDistribution, optional
-            Score under the distribution that tokens were drawn from; default: the model's own
-            (temperature 1, nothing cut off).
+        They are of `distribution`, from which tokens were drawn, or by default of the model's own
+        (temperature 1, nothing cut off).
 
-        Raises
-        ------
-        ModelLoadError
-            If the backend does not support an option.
+        Raises `ModelLoadError` if the backend does not support an option.
         """
         if distribution is not None:
             raise ModelLoadError(
@@ -307,10 +280,7 @@ class TokenScorer(TokenModel):
     ) -> SupportMask:
         """The tokens that `top_k` and `top_p` keep at each position, row by row, on the CPU.
 
-        Raises
-        ------
-        ModelLoadError
-            If the backend does not support it.
+        Raises `ModelLoadError` if the backend does not support it.
         """
         raise ModelLoadError(
             f"the backend {type(self).__name__} cannot find the tokens that top_k or top_p keep. "
@@ -328,12 +298,7 @@ class TokenScorer(TokenModel):
         """The log-probability with which `generate` draws each token at temperature 1.
 
         Special tokens, and ends before `min_new_tokens`, have no mass there. Temperature, top_k
-        and top_p are ignored.
-
-        Returns
-        -------
-        Tensor or None
-            `[B, T]` float32, nats, no gradient, 0 on padding; None if the backend does not know.
+        and top_p are ignored. `[B, T]` float32, nats, no gradient, 0 on padding; None if unknown.
         """
         return None
 
@@ -357,10 +322,7 @@ class Learner(TokenModel):
     def sampler_copy(self) -> LanguageModel:
         """An independent copy that samples as this model does now.
 
-        Raises
-        ------
-        ModelLoadError
-            If the backend cannot be held twice.
+        Raises `ModelLoadError` if the backend cannot be held twice.
         """
         raise ModelLoadError(
             f"the backend {type(self).__name__} cannot sample from a copy while it learns. Set "
@@ -399,13 +361,7 @@ def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
-    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score.
-
-    Parameters
-    ----------
-    to : str
-        Purpose, for the message.
-    """
+    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score."""
     if not isinstance(model, TokenScorer):
         raise _lacks(model, "TokenScorer", role, to)
     return model

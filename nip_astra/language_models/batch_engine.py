@@ -1,8 +1,7 @@
 """Continuous batching: requests join a running batch, and leave it when they end.
 
 Steps alternate between prefilling prompts and decoding one token of every running sequence. An
-answer depends on its request alone: its draws come from its seed, and the arithmetic differs from
-that of a lone request by rounding at most.
+answer depends on its request alone, up to rounding.
 
 Shape suffixes: `N` token, `R` row, `V` vocabulary, `X` hidden unit.
 """
@@ -47,48 +46,22 @@ NAN_LOGITS = (
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much one engine does at once.
-
-    Attributes
-    ----------
-    max_rows : int
-        Most answers in the running batch.
-    max_cache_bytes : int
-        Most memory for keys and values of the running batch, sized for its longest answers.
-    max_kept_bytes : int
-        Most memory for keys and values of prompts kept for later ones that begin alike.
-    max_read_tokens : int
-        Most prompt tokens between two tokens of the running answers.
-    """
+    """How much one engine does at once."""
 
     max_rows: int = 256
+    """Most answers in the running batch."""
     max_cache_bytes: int = 2 << 30
+    """Most memory for keys and values of the running batch, sized for its longest answers."""
     max_kept_bytes: int = 256 << 20
+    """Most memory for keys and values of prompts kept for later ones that begin alike."""
     max_read_tokens: int = 2048
+    """Most prompt tokens between two tokens of the running answers."""
 
 
 class BatchEngine:
     """Answers requests with one set of weights, many at once; for one thread.
 
-    Parameters
-    ----------
-    weights : Weights
-        Must not change.
-    tokenizer
-        Used in the thread that calls `step` only.
-    end_ids : Sequence[int]
-        Tokens that end every answer.
-    banned_ids : Sequence[int]
-        Tokens never drawn for an answer that is returned as text.
-
-    Attributes
-    ----------
-    waiting : deque of GenerationRequest
-        Requests that have not started.
-    rows : list of RunningSequence
-        Answers that are being generated.
-    token_count : TokenCount
-        Work done.
+    The weights must not change. `banned_ids` are never drawn for an answer returned as text.
     """
 
     def __init__(
@@ -137,8 +110,14 @@ class BatchEngine:
 
     def step(self) -> Iterator[list[Progress]]:
         """Prefill some prompt tokens and decode one token per row; gives progress to report."""
-        self._drop_cancelled()
-        self._admit()
+        if any(request.is_cancelled for request in self.waiting):
+            self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
+        self._prefilling = [one for one in self._prefilling if not one[0].is_cancelled]
+        self._keep_rows([not row.request.is_cancelled for row in self.rows])
+        while self.waiting and self._has_room(self.waiting[0]):
+            request = self.waiting.popleft()
+            prompt = PrefilledPrompt(request.prompt, self._shape, self._weights.dtype, self.device)
+            self._prefilling.append((request, prompt))
         yield self._prefill()
         yield self._decode()
 
@@ -156,22 +135,9 @@ class BatchEngine:
         self._cache = KVCache(self._shape, self._weights.dtype, self.device)
         return [failed_progress(request, index, reason) for request, index in given_up]
 
-    def _drop_cancelled(self) -> None:
-        if any(request.is_cancelled for request in self.waiting):
-            self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
-        self._prefilling = [one for one in self._prefilling if not one[0].is_cancelled]
-        self._keep_rows([not row.request.is_cancelled for row in self.rows])
-
     def _keep_rows(self, are_kept: Sequence[bool]) -> None:
         if not all(are_kept):
             self.rows = [self.rows[place] for place in self._cache.keep(are_kept)]
-
-    def _admit(self) -> None:
-        """Take requests from the queue, in order, while there is room."""
-        while self.waiting and self._has_room(self.waiting[0]):
-            request = self.waiting.popleft()
-            prompt = PrefilledPrompt(request.prompt, self._shape, self._weights.dtype, self.device)
-            self._prefilling.append((request, prompt))
 
     def _has_room(self, request: GenerationRequest) -> bool:
         running = [row.request for row in self.rows]
@@ -218,7 +184,13 @@ class BatchEngine:
         for place, (request, prompt, length) in enumerate(parts):
             prompt.num_read += length
             if prompt.num_read == len(prompt.ids):
-                started += self._start(request, prompt)
+                self._cache.add(prompt, request.num_samples)
+                started += [
+                    RunningSequence(
+                        request, index, self.tokenizer, self._end_ids, device=self.device
+                    )
+                    for index in range(request.num_samples)
+                ]
                 places += [place] * request.num_samples
                 self._keep_prompt(prompt, request)
         self._prefilling = [one for one in self._prefilling if one[1].num_read < len(one[1].ids)]
@@ -226,13 +198,6 @@ class BatchEngine:
             return []
         self.rows += started
         return self._draw(last_RX[torch.tensor(places, device=self.device)], started)
-
-    def _start(self, request: GenerationRequest, prompt: PrefilledPrompt) -> list[RunningSequence]:
-        self._cache.add(prompt, request.num_samples)
-        return [
-            RunningSequence(request, index, self.tokenizer, self._end_ids, device=self.device)
-            for index in range(request.num_samples)
-        ]
 
     def _forward_prompts(
         self, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.sources import resolve_model
+from nip_astra.language_models.sources import load_pretrained, read_limits
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.safe_text import valid_text
 from nip_astra.utils.devices import resolve_device
@@ -39,7 +38,7 @@ _ADVICE = (
 
 
 class EmbedderParameters(SubParameters):
-    """What turns texts into vectors."""
+    """How texts become vectors."""
 
     kind: Literal["ngram", "encoder"] = "ngram"
     """ngram: counts of character n-grams, hashed; needs no weights and knows spelling, not meaning.
@@ -64,11 +63,7 @@ class EmbedderParameters(SubParameters):
 
 
 class Embedder(ABC):
-    """Embed each text as a vector of unit length.
-
-    A vector holds no gradient and is finite. A text without any characters has a vector too, its
-    own and the same each time.
-    """
+    """Embeds each text, also an empty one, as a finite vector of unit length without gradient."""
 
     num_dimensions: int
 
@@ -77,9 +72,9 @@ class Embedder(ABC):
         self._cache: dict[str, Tensor] = {}
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """The vectors of texts, float32 `[N, X]` on the CPU; those asked for before are kept.
+        """The vectors of texts, float32 `[N, X]` on the CPU, from a cache if possible.
 
-        With an encoder, bits may depend on what was asked for before; see `compute`.
+        An encoder's last digits may depend on earlier calls; see `compute`.
         """
         missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
         computed = dict(zip(missing, self.compute(missing), strict=True))
@@ -91,12 +86,8 @@ class Embedder(ABC):
         return torch.stack(rows) if rows else torch.zeros(0, self.num_dimensions)
 
     def compute(self, texts: Sequence[str]) -> Tensor:
-        """The vectors as `embed` does, but by the texts of this call alone.
-
-        An encoder's bits depend on which texts share a batch, so what must be the same after a
-        resumption is computed with this.
-        """
-        # Texts of like length share a batch, so that little padding is computed.
+        """The vectors, whose digits depend on the texts of this call alone, as a resume needs."""
+        # Texts of similar length share a batch, so that little padding is computed.
         distinct = sorted(set(texts), key=lambda text: (len(text), text))
         parts = [
             self._vectors(distinct[start : start + self._batch_size])
@@ -130,7 +121,7 @@ class NgramEmbedder(Embedder):
             sign_G = 1.0 - 2.0 * (grams.keys_G & np.uint64(1))
             cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + column_G.astype(np.int64)
             counts += np.bincount(cell_G, sign_G, minlength=counts.size).reshape(counts.shape)
-        # Where opposite signs cancelled all, which takes a text of few characters.
+        # In a short text opposite signs may cancel everything.
         counts[~counts.any(axis=1), 0] = 1.0
         units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return torch.from_numpy(units.astype(np.float32))
@@ -149,15 +140,12 @@ class EncoderEmbedder(Embedder):
         super().__init__(batch_size=batch_size)
         self._name = model
         self._device = device
-        self._tokenizer, module = _load_encoder(model, scenario_dir)
+        self._tokenizer, module = load_pretrained(
+            model, scenario_dir, kind="encoder", advice=_ADVICE, from_name=_from_name
+        )
         self._model = module.requires_grad_(False).to(device).eval()
         self.num_dimensions = int(module.config.hidden_size)
-        window = getattr(module.config, "max_position_embeddings", None)
-        limit = self._tokenizer.model_max_length
-        self._max_length = limit if window is None else min(limit, int(window))
-        # Where a text without words has no tokens at all, one unknown word stands for it.
-        has_frame = bool(self._tokenizer("")["input_ids"])
-        self._blank = "" if has_frame else self._tokenizer.unk_token or self._tokenizer.eos_token
+        self._max_length, self._blank = read_limits(self._tokenizer, module.config)
         if self._tokenizer.pad_token is None:
             # The mask hides padding, so any token will do.
             self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.unk_token
@@ -176,8 +164,8 @@ class EncoderEmbedder(Embedder):
         means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1).clamp(min=1)
         if not means_BX.isfinite().all():
             raise ModelLoadError(
-                f"the encoder {self._name!r} was asked for vectors, but gave numbers that are not "
-                f"finite; its weights are broken. {_ADVICE}"
+                f"the encoder {self._name!r} gave vectors that are not finite: its weights are "
+                f"broken. {_ADVICE}"
             )
         return torch.nn.functional.normalize(means_BX, dim=1).cpu()
 
@@ -187,10 +175,7 @@ def build_embedder(
 ) -> Embedder:
     """The embedder that the parameters describe.
 
-    Raises
-    ------
-    ModelLoadError
-        When the encoder cannot be loaded.
+    Raises `ModelLoadError` if the encoder cannot be loaded.
     """
     if parameters.kind == "ngram":
         return NgramEmbedder(batch_size=parameters.batch_size)
@@ -205,28 +190,13 @@ def build_embedder(
     )
 
 
-def _load_encoder(reference: str, scenario_dir: Path | None) -> tuple[Any, Any]:
-    name, gguf_file = resolve_model(reference, scenario_dir)
-    if gguf_file is not None:
-        raise ModelLoadError(
-            f"the encoder {reference!r} was asked for, but a GGUF file holds a language model. "
-            f"{_ADVICE}"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, info = AutoModel.from_pretrained(
-            name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
-        )
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise ModelLoadError(
-            f"the encoder {reference!r} could not be loaded: {reason}. {_ADVICE}"
-        ) from error
-    # transformers gives what is missing random weights; a pooler is not used here.
-    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
-    if missing:
-        raise ModelLoadError(
-            f"the encoder {reference!r} was asked for, but {name} holds none: it lacks the weights "
-            f"{', '.join(missing[:4])}. {_ADVICE}"
-        )
-    return tokenizer, model
+def _from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model, info = AutoModel.from_pretrained(
+        name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+    )
+    # A pooler is not used here.
+    missing = [key for key in info["missing_keys"] if "pooler" not in key]
+    return tokenizer, model, {"missing_keys": missing}

@@ -25,19 +25,16 @@ from nip_astra.errors import (
     ModelLoadError,
     NonFiniteLossError,
 )
-from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.adapters import LoraParameters, add_adapter, restore_weights
 from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import find_tokenizer
-from nip_astra.language_models.saved_weights import restore_weights
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.services.fine_tuning import LrSchedule, Method, check_length
 from nip_astra.language_models.services.training import LocalTrainingService
-from nip_astra.language_models.sources import load_causal_lm, resolve_model
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.language_models.sources import find_tokenizer, load_causal_lm, resolve_model
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
-from nip_astra.rl_objectives.reductions import masked_sum
+from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 LEARNING_RATES: dict[tuple[Method, bool], float] = {
@@ -76,24 +73,11 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True)
 class FineTuningPlan:
-    """Everything that decides the result of a job.
-
-    Attributes
-    ----------
-    source : str
-        The model to train: folder, hub id or `.gguf` file.
-    start_from : str or None
-        Folder of an adapter to continue with.
-    lora_rank : int or None
-        Rank of a new adapter; None trains all weights.
-    num_threads : int
-        CPU cores; they decide the last digits.
-
-    The other attributes are those of `FineTuningOptions`.
-    """
+    """Everything that decides the result of a job; see also `FineTuningOptions`."""
 
     method: Method
     source: str
+    """The model to train: folder, hub id or `.gguf` file."""
     num_epochs: int
     batch_size: int
     lr_multiplier: float
@@ -104,10 +88,13 @@ class FineTuningPlan:
     truncate_prompts: bool
     seed: int
     lora_rank: int | None
+    """Rank of a new adapter; None trains all weights."""
     lora_alpha: float
     start_from: str | None
+    """Folder of an adapter to continue with."""
     device: str
     num_threads: int
+    """CPU cores; they affect the last digits."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
@@ -131,19 +118,13 @@ class FineTuningPlan:
 
 
 class StepReport(NamedTuple):
-    """Result of one optimizer step.
-
-    Attributes
-    ----------
-    step : int
-        Counted from 1.
-    ends_epoch : int or None
-        The epoch that ends with it, counted from 1.
-    """
+    """Result of one optimizer step."""
 
     step: int
+    """Counted from 1."""
     metrics: dict[str, float]
     ends_epoch: int | None
+    """The epoch that ends with it, counted from 1."""
 
 
 class FineTuning:
@@ -153,13 +134,6 @@ class FineTuning:
     loss (arXiv:2305.18290, eq. 7), with the starting model as reference, plus `nll_weight` times
     the cross entropy of the preferred answers (arXiv:2404.19733, eq. 1). The optimizer is AdamW
     without weight decay. Equal plans and texts give equal weights on the CPU.
-
-    Parameters
-    ----------
-    texts : Sequence[TrainingText]
-        Examples, in the order of their file.
-    model : HuggingFaceLanguageModel, optional
-        The trainable model; None loads the plan's in float32.
     """
 
     def __init__(
@@ -201,13 +175,7 @@ class FineTuning:
         return round(per_epoch * self.step / self.steps_per_epoch)
 
     def run(self) -> Iterator[StepReport]:
-        """Take the remaining steps, one at a time.
-
-        Raises
-        ------
-        NonFiniteLossError
-            When a loss or a gradient is not finite; the weights stay as they were.
-        """
+        """Take the remaining steps, one at a time."""
         while self.step < self.num_steps:
             epoch, place = divmod(self.step, self.steps_per_epoch)
             generator = derived_generator(self.plan.seed, "order", epoch)
@@ -326,13 +294,7 @@ class FineTuning:
             self._saved_at = time.monotonic()
 
     def load_progress(self, folder: Path) -> StepReport | None:
-        """Continue from the saved state, and return the report of its step; None without one.
-
-        Raises
-        ------
-        CheckpointError
-            When the state cannot be read or is of another job.
-        """
+        """Continue from the saved state, and return the report of its step; None without one."""
         path = folder / STATE
         if not path.exists():
             return None
@@ -378,17 +340,7 @@ def token_rows(
 ) -> list[list[TokenRow]]:
     """The tokens of each text's answers, as the model reads and generates them.
 
-    Parameters
-    ----------
-    truncate_prompts : bool
-        Whether a prompt that the window does not hold loses its first tokens.
-
-    Raises
-    ------
-    ContextLengthError
-        When one does not fit into the model's window.
-    ConfigurationError
-        When the template refuses one.
+    With `truncate_prompts` a prompt that does not fit loses its first tokens.
     """
     rows_of_texts = []
     for number, text in enumerate(texts, 1):

@@ -28,7 +28,11 @@ from nip_astra.language_models.adapters import (
     LoraParameters,
     adapter_state,
     add_adapter,
+    has_adapter,
     merged_copy,
+    restore_weights,
+    save_adapter_config,
+    save_weights,
 )
 from nip_astra.language_models.base import (
     Generation,
@@ -49,22 +53,17 @@ from nip_astra.language_models.plain_forward import (
     layers_of,
     score_rows,
 )
-from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sampling import (
     ConstrainedSampler,
     SupportMask,
     find_banned_ids,
     find_end_ids,
 )
-from nip_astra.language_models.saved_weights import (
-    has_adapter,
-    restore_weights,
-    save_adapter_config,
-    save_weights,
-)
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
+    find_tokenizer,
+    load_model,
     round_weights,
 )
 from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
@@ -405,11 +404,11 @@ class HuggingFaceLanguageModel(LanguageModel):
             needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
         if self._reader is not None:
             # One pass, as in every process that holds a part of the weights.
-            scores, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
+            scores, spent = score_rows(self._reader, rows, max_batch_tokens=None, **needs)
             self.token_count.add(spent)
             return scores
         pair_cost = pair_cost_of(self._decoder, self.device)
-        trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
+        trie = build_trie(sequences_to_read(rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None and not self.scores_by_module:
@@ -417,7 +416,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                     self._decoder,
                     self._weights_for_scoring(),
                     trie,
-                    *rows[1:],
+                    rows,
                     max_batch_tokens=self.max_batch_tokens,
                     **needs,
                 )
@@ -426,18 +425,12 @@ class HuggingFaceLanguageModel(LanguageModel):
                     recomputes = self.recomputes_layers
                     reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
-                    scores, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
+                    scores, spent = score_rows(reader, rows, max_batch_tokens=limit, **needs)
         self.token_count.add(spent)
         return scores
 
     def recompute_layers(self) -> None:
-        """Recompute activations of layers in the backward pass, to save memory.
-
-        Raises
-        ------
-        ConfigurationError
-            If the layers of the model are unknown.
-        """
+        """Recompute activations of layers in the backward pass, to save memory."""
         if self._decoder is None:
             layers_of(self._causal_lm)
         else:

@@ -17,34 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    Draw,
+from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
+from nip_astra.language_models.scoring import chosen_logprobs
+from nip_astra.language_models.tokens import (
     Generation,
-    SamplingOptions,
     TokenCount,
+    TokenRows,
     TokenScores,
     pad_left,
 )
-from nip_astra.language_models.sampling import LogitsTransform
-from nip_astra.language_models.scoring import chosen_logprobs
 
 
-class _Draw(LogitsProcessor):
+class _Draw:
     """Draws the token itself, and forces `generate` to take it."""
 
-    def __init__(
-        self,
-        draw: Draw,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> None:
-        self.draw = draw
-        self.uniforms_BT = uniforms_BT
-        self.options = options
+    def __init__(self, draw: Draw, uniforms_BT: Tensor, options: SamplingOptions) -> None:
+        self.draw, self.uniforms_BT, self.options = draw, uniforms_BT, options
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 
@@ -93,6 +83,8 @@ def generate_turns(
 def _generate_batch(
     module: Any, context_BC: Tensor, mask_BC: Tensor, processor: _Draw, end_ids: tuple[int, ...]
 ) -> Generation:
+    from transformers import GenerationConfig, LogitsProcessorList
+
     options = processor.options
     ends = sorted({*end_ids, *options.end_ids})
     module.generate(
@@ -125,20 +117,6 @@ class RowReader(torch.nn.Module):
 
     FSDP, which watches a module's calls, sees whole passes; the head is applied to the scored
     positions only.
-
-    Parameters
-    ----------
-    causal_lm : Module
-        A model of transformers.
-    dtype : torch.dtype
-        Precision, by torch's autocast if the weights have another.
-    recomputes_layers : bool
-        Whether activations of layers are recomputed in the backward pass.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is to recompute layers that are unknown.
     """
 
     def __init__(
@@ -149,16 +127,8 @@ class RowReader(torch.nn.Module):
         self.autocast = autocast_to(causal_lm, dtype)
         self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
-    def forward(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        **needs: Any,
-    ) -> TokenScores:
+    def forward(self, *rows: Tensor, **needs: Any) -> TokenScores:
         """Scores of each continuation token; see `score_rows`."""
-        rows = context_BC, context_mask_BC, ids_BT, mask_BT
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
             return _score_batch(self.causal_lm, *rows, **needs)
 
@@ -171,13 +141,9 @@ def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContext
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model of transformers.
+    """The layers of a model of transformers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    Raises
-    ------
-    ConfigurationError
-        If they are unknown.
-    """
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
@@ -206,25 +172,15 @@ def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 def score_rows(
     reader: RowReader,
-    context_BC: Tensor,
-    context_mask_BC: Tensor,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
+    rows: TokenRows,
     *,
     max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, and count the work.
-
-    Parameters
-    ----------
-    max_batch_tokens : int or None
-        Most positions in a pass; None for one pass.
-    transform : LogitsTransform, optional
-        To the logits of another distribution.
-    """
+    """Score each continuation token, in one pass without `max_batch_tokens`; count the work."""
+    context_BC, context_mask_BC, ids_BT, mask_BT = rows
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     lengths = [width + ids_BT.shape[1] for width in widths]

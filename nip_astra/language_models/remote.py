@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from pydantic import Field
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters
@@ -21,23 +22,15 @@ from nip_astra.language_models.base import (
     TokenModel,
     register_language_model,
 )
-from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.sampling import find_end_ids
+from nip_astra.language_models.sources import find_tokenizer
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import LanguageModelType
 
 
 @register_language_model(LanguageModelType.REMOTE)
 class RemoteLanguageModel(LanguageModel):
-    """The tokenizer of a model that a training service samples, scores and trains.
-
-    Attributes
-    ----------
-    lora : LoraParameters or None
-        The adapter that the service trains; None for all weights.
-    source : str
-        Name of the model in the parameters.
-    """
+    """The tokenizer of a model that a training service samples, scores and trains."""
 
     class Parameters(TokenModel.Parameters):
         """Description of a model whose weights are at a training service."""
@@ -75,7 +68,11 @@ class RemoteLanguageModel(LanguageModel):
         tokenizer = find_tokenizer(parameters.model, None, scenario_dir)
         place = str(resolve_reference(parameters.model, scenario_dir))
         window = parameters.context_window or _window_of(place)
-        ends = find_end_ids(_generation_config_of(place), tokenizer)
+        try:
+            generation_config = GenerationConfig.from_pretrained(place)
+        except (OSError, ValueError):
+            generation_config = None
+        ends = find_end_ids(generation_config, tokenizer)
         return cls(
             tokenizer,
             source=parameters.model,
@@ -127,8 +124,6 @@ class RemoteLanguageModel(LanguageModel):
 
 
 def _window_of(place: str) -> int:
-    from transformers import AutoConfig
-
     try:
         return int(AutoConfig.from_pretrained(place).max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
@@ -136,13 +131,3 @@ def _window_of(place: str) -> int:
             f"{place!r} has no config.json with the model's window. Set "
             "language_model.context_window to that of the service's model."
         ) from error
-
-
-def _generation_config_of(place: str) -> Any:
-    """The generation config, which names tokens that end a turn; None without one."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(place)
-    except (OSError, ValueError):
-        return None

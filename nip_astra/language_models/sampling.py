@@ -59,18 +59,12 @@ class SamplingOptions:
 
 
 class SupportMask(NamedTuple):
-    """The tokens that `top_k` and `top_p` keep at each position.
-
-    Attributes
-    ----------
-    ids_K : Tensor
-        int32; the tokens kept at the first position, then those at the second, and so on.
-    counts_S : Tensor
-        int64; number of tokens kept at each position, at least 1.
-    """
+    """The tokens that `top_k` and `top_p` keep at each position."""
 
     ids_K: Tensor
+    """int32; the tokens kept at the first position, then those at the second, and so on."""
     counts_S: Tensor
+    """int64; number of tokens kept at each position, at least 1."""
 
     def at(self, positions: Sequence[int]) -> SupportMask:
         """The mask of some positions, in the given order."""
@@ -90,42 +84,28 @@ class SamplingDistribution:
 
     It is the model's at `temperature`, without special tokens, without an end before
     `min_new_tokens`, and without what `top_k` and `top_p` cut off.
-
-    Attributes
-    ----------
-    options : SamplingOptions
-        Temperature 0 has no distribution.
-    support : SupportMask or None
-        For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`.
     """
 
     options: SamplingOptions
+    """Temperature 0 has no distribution."""
     support: SupportMask | None = None
+    """For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`."""
 
 
 @dataclass(frozen=True)
 class LogitsTransform:
-    """Turns the model's logits at scored positions into those of the sampling distribution.
-
-    Attributes
-    ----------
-    temperature : float
-        > 0; logits are divided by it.
-    banned_ids : Tensor
-        Tokens that are never drawn.
-    end_ids : Tensor
-        Tokens that are not drawn where a turn may not end yet.
-    is_early_S : Tensor
-        bool; True at those positions.
-    support : SupportMask or None
-        None if nothing is cut.
-    """
+    """Turns the model's logits at scored positions into those of the sampling distribution."""
 
     temperature: float
+    """> 0; logits are divided by it."""
     banned_ids: Tensor
+    """Tokens that are never drawn."""
     end_ids: Tensor
+    """Tokens that are not drawn where a turn may not end yet."""
     is_early_S: Tensor
+    """bool; True at those positions."""
     support: SupportMask | None = None
+    """None if nothing is cut."""
 
     def at(self, positions: Sequence[int]) -> LogitsTransform:
         """The transform of some of the positions."""
@@ -185,15 +165,7 @@ Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
 
 
 class ConstrainedSampler:
-    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`.
-
-    Parameters
-    ----------
-    banned_ids : Sequence[int]
-        Tokens that are never drawn.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn.
-    """
+    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`."""
 
     def __init__(
         self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
@@ -252,18 +224,7 @@ def sample_tokens(
     `top_k` keeps the k most likely tokens, then `top_p` the smallest set of the most likely whose
     mass reaches p (the token that crosses p included), as in Hugging Face's warpers.
     `temperature=0` is greedy. On a CPU the vocabulary is sorted only for rows with a large nucleus.
-
-    Parameters
-    ----------
-    logits_BV : Tensor
-        Float; -inf for a token that must not be drawn.
-    uniforms_B : Tensor
-        Float in [0, 1).
-
-    Returns
-    -------
-    Tensor
-        Token ids, int64, `[B]`.
+    Logits are -inf for a forbidden token; uniform numbers are in [0, 1).
     """
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
@@ -305,23 +266,9 @@ def sample_with_noise(
 ) -> Tensor:
     """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
 
-    The noise is the row's own, so that a draw does not depend on the batch. Inverting the
-    cumulative distribution would take one number per token, but for unlikely tokens the last digit
-    of a sum decides, and that digit depends on the batch size.
-
-    Parameters
-    ----------
-    logits_BV : Tensor
-        float32; -inf for a token that must not be drawn.
-    temperatures : Sequence[float]
-        0 is greedy.
-    cuts : Sequence[tuple[int or None, float]]
-        `top_k` and `top_p` of each row.
-
-    Returns
-    -------
-    Tensor
-        Token ids, int64, `[B]`.
+    The noise is the row's own, so that a draw does not depend on the batch. A sum, by which a
+    cumulative distribution is inverted, would: its last digit depends on the batch size. Logits are
+    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]

@@ -22,13 +22,7 @@ MAX_KEPT_LOGITS = 1 << 26
 
 
 def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
-    """Log-probabilities of one token per position, float32 `[S]` nats.
-
-    Parameters
-    ----------
-    hidden_SX : Tensor
-        Last hidden states of the positions that predict the tokens; gradients flow.
-    """
+    """Log-probabilities of one token per position, float32 `[S]` nats."""
     logprobs_S, _ = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=False)
     return logprobs_S
 
@@ -44,11 +38,6 @@ def token_logprobs_and_entropy(
     """Log-probability of one token and entropy at each position, float32 `[S]` nats.
 
     Gradients flow through both. The entropy is None unless requested.
-
-    Parameters
-    ----------
-    transform : LogitsTransform, optional
-        To the logits of another distribution.
     """
     vocab_size = len(weights.embedding_VX)
     has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
@@ -144,11 +133,6 @@ def require_finite(
     """Reject log-probabilities of a turn that are NaN; padding is not checked.
 
     One logit that is NaN or +inf makes all log-probabilities of its position NaN.
-
-    Raises
-    ------
-    NonFiniteOutputError
-        Names the role, the model and the first position.
     """
     is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
     if not bool(is_nan_BT.any()):

@@ -20,49 +20,33 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenRecord(NamedTuple):
-    """One token of an answer.
-
-    Attributes
-    ----------
-    logprob : float
-        Under the model's own distribution (temperature 1, nothing cut off), nats.
-    top : tuple of (int, float)
-        The most likely tokens with their log-probabilities, in falling order.
-    """
+    """One token of an answer."""
 
     token: int
     logprob: float
+    """Under the model's own distribution (temperature 1, nothing cut off), nats."""
     top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens with their log-probabilities, in falling order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step added to one answer.
-
-    Attributes
-    ----------
-    index : int
-        Number of the answer within its request.
-    text : str
-        Text that will not change; may lag behind the tokens.
-    tokens : tuple of TokenRecord
-        Tokens whose text begins in `text`, without the end of the turn; empty unless
-        log-probabilities are requested. All tokens if the request `returns_token_ids`.
-    num_tokens : int
-        Tokens generated so far, including the end of the turn.
-    finish_reason : FinishReason or None
-        None while the answer continues.
-    error : str or None
-        Set if the finish reason is "error".
-    """
+    """What one step added to one answer."""
 
     request: GenerationRequest
     index: int
+    """Number of the answer within its request."""
     text: str
+    """Text that will not change; may lag behind the tokens."""
     tokens: tuple[TokenRecord, ...] = ()
+    """Tokens whose text begins in `text`, without the end of the turn, if log-probabilities are
+    requested; all tokens if the request `returns_token_ids`."""
     num_tokens: int = 0
+    """Tokens generated so far, including the end of the turn."""
     finish_reason: FinishReason | None = None
+    """None while the answer continues."""
     error: str | None = None
+    """Set if the finish reason is "error"."""
 
 
 Listener = Callable[[Sequence[Progress]], None]
@@ -71,47 +55,33 @@ Listener = Callable[[Sequence[Progress]], None]
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A prompt to continue.
-
-    Attributes
-    ----------
-    prompt : tuple of int
-        At least one token.
-    max_tokens : int
-        Longest answer, at least 1; prompt and answer must fit into the model's window.
-    seed : int
-        With the index of an answer it determines all its draws, whatever else is in the batch.
-    sample_seeds : tuple of int
-        If given, one seed per answer: answer i is drawn as answer 0 of a request with that seed.
-    num_samples : int
-        Answers, drawn independently.
-    num_top : int or None
-        Number of most likely tokens to report per token; None without log-probabilities.
-    is_streamed : bool
-        Whether progress is reported at each step or only at the end.
-    end_ids : tuple of int
-        Tokens that end an answer, in addition to the model's.
-    returns_token_ids : bool
-        Return all tokens, special ones and the end included, in place of text.
-    adapter : Adapter or None
-        Low-rank adapter that prompt and answer go through.
-    """
+    """A prompt to continue."""
 
     prompt: tuple[int, ...]
+    """At least one token."""
     max_tokens: int
+    """Longest answer, at least 1; prompt and answer must fit into the model's window."""
     seed: int = 0
+    """With the index of an answer it determines all its draws, whatever else is in the batch."""
     listener: Listener | None = None
     sample_seeds: tuple[int, ...] = ()
+    """If given, one seed per answer: answer i is drawn as answer 0 of a request with that seed."""
     num_samples: int = 1
+    """Answers, drawn independently."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     num_top: int | None = None
+    """Number of most likely tokens to report per token; None without log-probabilities."""
     is_streamed: bool = False
+    """Whether progress is reported at each step or only at the end."""
     end_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, in addition to the model's."""
     returns_token_ids: bool = False
+    """Return all tokens, special ones and the end included, in place of text."""
     adapter: Adapter | None = None
+    """Low-rank adapter that prompt and answer go through."""
     is_cancelled: bool = False
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
@@ -134,19 +104,7 @@ class GenerationRequest:
 
 
 class RunningSequence:
-    """An answer that is being generated.
-
-    Attributes
-    ----------
-    index : int
-        Number of the answer within its request.
-    generator : torch.Generator
-        Source of all its draws.
-    last : int
-        The newest token, which has not been forwarded yet.
-    finish_reason : FinishReason or None
-        None while it continues.
-    """
+    """An answer that is being generated."""
 
     def __init__(
         self,
@@ -241,11 +199,6 @@ class IncrementalDetokenizer:
 
     Text is held back while it may be the beginning of a stop text, or part of a character whose
     other bytes are missing.
-
-    Attributes
-    ----------
-    is_stopped : bool
-        Whether a stop text was generated; nothing from it on is returned.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError
-from nip_astra.language_models.adapters import merge_adapter
-from nip_astra.language_models.saved_weights import ADAPTER_CONFIG
+from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError, reason_of
+from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
 from nip_astra.parameters.content import resolve_reference
 
 logger = logging.getLogger(__name__)
@@ -25,6 +23,14 @@ MODEL_CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
 """Below this many weights nothing is gained from bfloat16."""
+ADVICE = (
+    "Give a folder that save_pretrained wrote, a .gguf file, package://name/file, or a hub id "
+    "that this machine can reach."
+)
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model"),
+)
 _READING_GGUF = threading.RLock()
 
 
@@ -34,69 +40,81 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
     if isinstance(source, Path):
         if not source.exists():
             raise ModelLoadError(
-                f"the model {reference!r} was asked for, but {source} does not exist. Give a "
-                "folder with config.json and safetensors, a .gguf file, or a hub id."
+                f"the model {reference!r} is missing: {source} does not exist. {ADVICE}"
             )
         if source.suffix == ".gguf":
             _require_gguf(reference)
             return str(source.parent), source.name
         if not is_model_folder(source):
-            raise ModelLoadError(
-                f"the model {reference!r} was asked for, but {source} holds no config.json. Give "
-                "a folder that save_pretrained wrote, of a model or of an adapter."
-            )
+            raise ModelLoadError(f"{source} holds no model: it has no config.json. {ADVICE}")
     return str(source), None
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Say whether a folder holds a model, or an adapter of one."""
+    """Whether a folder holds a model, or an adapter of one."""
     return any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG))
 
 
-def _base_of_adapter(name: str) -> str | None:
-    """What a folder's adapter was trained on; None for a folder or hub id of a model."""
-    config = Path(name) / ADAPTER_CONFIG
-    if not config.is_file() or (Path(name) / MODEL_CONFIG).is_file():
-        return None
+def _is_adapter(name: str) -> bool:
+    """Whether this is a folder of an adapter without its base."""
+    return (Path(name) / ADAPTER_CONFIG).is_file() and not (Path(name) / MODEL_CONFIG).is_file()
+
+
+def _base_of(folder: str) -> str:
+    """The model that an adapter was trained on, by the adapter's configuration."""
     try:
-        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise _load_error("adapter", name, error) from error
+        base = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
     if not isinstance(base, str) or not base:
         raise ModelLoadError(
-            f"the adapter {name!r} was asked for, but its {ADAPTER_CONFIG} does not name the model "
-            "that it was trained on. Write its folder or hub id there as base_model_name_or_path."
+            f"the {ADAPTER_CONFIG} of {folder} names no base model. Set base_model, or "
+            "attacker_base_model_id in nip_astra.astra."
         )
     return base
 
 
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
-    """Load a tokenizer; equal arguments share one object. An adapter has that of its model."""
-    name = _base_of_adapter(name) or name
+    """Load a tokenizer; equal arguments share one object. An adapter has that of its base."""
+    from transformers import AutoTokenizer
+
+    name = _base_of(name) if _is_adapter(name) else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
         is_empty = not tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
     if is_empty:
-        # transformers makes one without words where a folder has a model alone.
+        # transformers makes one without words if a folder has a model alone.
         raise ModelLoadError(
-            f"the tokenizer of {name!r} was asked for, but it turns texts into nothing, as one "
-            "does that was made without its files. Save it beside the model: "
-            "tokenizer.save_pretrained(folder)."
+            f"the tokenizer of {name!r} turns texts into nothing: its files are missing. Save it "
+            "beside the model: tokenizer.save_pretrained(folder)."
         )
     return tokenizer
 
 
-def load_causal_lm(name: str, gguf_file: str | None) -> Any:
-    """Load a causal language model in float32 with the SDPA attention, in eval mode.
+def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> Any:
+    """Load a causal language model in float32; an adapter is added into its base's weights.
 
-    Of an adapter's folder that is the model it was trained on, with the adapter added in.
+    `base` is the model under an adapter, by default the one that the adapter names.
     """
-    base = _base_of_adapter(name)
-    if base is not None:
-        return merge_adapter(load_causal_lm(base, None), Path(name)).eval()
+    name, gguf_file = resolve_model(reference, scenario_dir)
+    if not _is_adapter(name):
+        return load_causal_lm(name, gguf_file)
+    module = load_causal_lm(*resolve_model(base or _base_of(name), scenario_dir))
+    return _with_adapter(module, Path(name))
+
+
+def load_causal_lm(name: str, gguf_file: str | None) -> Any:
+    """Load a causal language model in float32 with SDPA attention, in eval mode.
+
+    The folder of an adapter gives the model that it was trained on, with the adapter added.
+    """
+    if _is_adapter(name):
+        return load_model(name, None, None)
+    from transformers import AutoModelForCausalLM
+
     try:
         with gguf_read_once() if gguf_file else nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -109,13 +127,7 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
             )
     except Exception as error:
         raise _load_error("model", name, error) from error
-    # transformers gives what is missing random weights, for instance in a folder of a classifier.
-    if info["missing_keys"]:
-        raise ModelLoadError(
-            f"the model {name!r} was asked for, but it is no complete language model: it lacks the "
-            f"weights {_some(info['missing_keys'])}. Give a folder that save_pretrained of a "
-            "causal language model wrote, a .gguf file, package://name/file, or a hub id."
-        )
+    require_weights(name, info, kind="complete language model", advice=ADVICE)
     # A dequantised GGUF model keeps a marker that makes save_pretrained refuse.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if attribute in vars(model):
@@ -123,6 +135,51 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.eval()
+
+
+def load_pretrained(
+    reference: str,
+    scenario_dir: Path | None,
+    *,
+    kind: str,
+    advice: str,
+    from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
+) -> tuple[Any, Any]:
+    """Tokenizer and model of a reference; GGUF files and missing weights are refused.
+
+    `from_name` loads tokenizer, model and transformers' loading info from a folder or hub id.
+    """
+    name, gguf_file = resolve_model(reference, scenario_dir)
+    if gguf_file is not None:
+        raise ModelLoadError(
+            f"the {kind} {reference!r} is a GGUF file, which holds a language model. {advice}"
+        )
+    try:
+        tokenizer, model, info = from_name(name)
+    except Exception as error:
+        raise ModelLoadError(
+            f"the {kind} {reference!r} could not be loaded: {reason_of(error)}. {advice}"
+        ) from error
+    require_weights(name, info, kind=f"trained {kind}", advice=advice)
+    return tokenizer, model
+
+
+def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
+    """Most tokens of a text, and the text to read in place of one without words."""
+    limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
+    # Without special tokens around it, such a text would have no tokens at all.
+    has_frame = bool(tokenizer("")["input_ids"])
+    blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
+    return limit if window is None else min(limit, int(window)), blank
+
+
+def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:
+    """Refuse a model that lacks weights, which transformers initialises at random."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{name} is not a {kind}: the weights {', '.join(missing[:4])} are missing. {advice}"
+        )
 
 
 def round_weights(module: Any, dtype: torch.dtype) -> None:
@@ -139,7 +196,7 @@ def round_weights(module: Any, dtype: torch.dtype) -> None:
 
 
 class ModelDescription(NamedTuple):
-    """What is known of a model without its weights."""
+    """Facts of a model that are known without its weights."""
 
     context_window: int
     vocab_size: int
@@ -148,7 +205,9 @@ class ModelDescription(NamedTuple):
 
 
 def describe_model(name: str) -> ModelDescription:
-    """Read what a folder or hub id says of its model; no weights are loaded."""
+    """Read the configuration of a folder or hub id; no weights are loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
@@ -169,7 +228,7 @@ def describe_model(name: str) -> ModelDescription:
 
 
 def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
-    """Say whether a model is large enough, and the device able, to gain from bfloat16."""
+    """Whether a model is large enough, and the device able, to gain from bfloat16."""
     if module.num_parameters() < SMALLEST_BFLOAT16_MODEL:
         return False
     if device.type == "cuda":
@@ -185,13 +244,7 @@ def computing_dtype(
     *,
     trainable: bool,
 ) -> torch.dtype:
-    """What a model computes in.
-
-    Parameters
-    ----------
-    asked : str
-        "auto", "fastest" or a key of `DTYPES`.
-    """
+    """The precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
     dtype = DTYPES.get(asked, torch.float32)
     if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
         module, device
@@ -208,23 +261,12 @@ def _require_gguf(reference: str) -> None:
     try:
         import gguf  # noqa: F401 - an optional package that transformers imports itself
     except ImportError as error:
-        raise MissingDependencyError(
-            f"the model {reference!r} is a GGUF file, and reading it needs the package gguf. "
-            "Install it with: pip install 'nip_astra[gguf]'"
-        ) from error
-
-
-def _some(names: Iterable[str], limit: int = 4) -> str:
-    found = sorted(names)
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" * (len(found) > limit))
+        raise MissingDependencyError.of(f"the GGUF file {reference!r}", "gguf", "gguf") from error
 
 
 def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
-    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     return ModelLoadError(
-        f"the {what} of {name!r} could not be loaded: {reason}. Give a folder that "
-        "save_pretrained wrote, a .gguf file, package://name/file, or a hub id that this machine "
-        "can reach."
+        f"the {what} of {name!r} could not be loaded: {reason_of(error)}. {ADVICE}"
     )
 
 
@@ -232,9 +274,7 @@ def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
 def gguf_read_once() -> Iterator[None]:
     """Let transformers parse each GGUF file once, and map each model's names once.
 
-    `from_pretrained` parses the file, with the tokens of its vocabulary, for the configuration and
-    again for the weights, and works out the names of all tensors anew for every submodule; that
-    took 12 of 17 seconds in which a model of 135 M weights was loaded.
+    `from_pretrained` does both several times, which took 12 of 17 seconds for 135 M weights.
     """
     import gguf
 
@@ -246,3 +286,42 @@ def gguf_read_once() -> Iterator[None]:
             yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
+
+
+def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) -> Any:
+    """Load the tokenizer of a model, or that of its base if the folder has none."""
+    source = resolve_reference(reference, scenario_dir)
+    if not isinstance(source, Path) or not source.is_dir():
+        return load_tokenizer(*resolve_model(reference, scenario_dir))
+    # transformers makes an empty tokenizer for a folder without one.
+    if any((source / name).exists() for name in TOKENIZER_FILES):
+        return load_tokenizer(str(source))
+    if base is None and _is_adapter(str(source)):
+        base = _base_of(str(source))
+    if base is None:
+        raise ModelLoadError(
+            f"{source} holds no tokenizer. Save it beside the model, or set base_model "
+            "(attacker_base_model_id in nip_astra.astra) to the model that it comes from."
+        )
+    return load_tokenizer(*resolve_model(base, scenario_dir))
+
+
+def _with_adapter(module: Any, folder: Path) -> Any:
+    """The model with an adapter of peft added into its weights."""
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise MissingDependencyError.of(f"the adapter in {folder}", "peft", "lora") from error
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.base_model_name_or_path = module.name_or_path  # the one that is in use
+        adapted = get_peft_model(module, config)
+        restore_weights(adapted, folder)
+        # peft freezes the model that it wraps.
+        return adapted.merge_and_unload().requires_grad_(True).eval()
+    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(
+            f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "
+            "Give its base model as base_model, and a LoRA adapter that peft wrote as "
+            "adapter_model.safetensors."
+        ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,81 +17,56 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True)
 class Generation:
-    """Sampled continuations, right-padded.
-
-    Attributes
-    ----------
-    ids_BT : Tensor
-        int64; the last token of a row is its end token, if it ended; padding is 0.
-    mask_BT : Tensor
-        bool; True on sampled tokens, the end token included.
-    logprobs_BT : Tensor
-        float32, nats, no gradient: log p of each sampled token under the unmodified distribution
-        (temperature 1, nothing cut off); 0 on padding.
-    """
+    """Sampled continuations, right-padded."""
 
     ids_BT: Tensor
+    """int64; the last token of a row is its end token, if it ended; padding is 0."""
     mask_BT: Tensor
+    """bool; True on sampled tokens, the end token included."""
     logprobs_BT: Tensor
+    """float32, nats, no gradient: log p of each sampled token under the unmodified distribution
+    (temperature 1, nothing cut off); 0 on padding."""
+
+
+TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
 
 
 class Turns(NamedTuple):
-    """Turns sampled by a session, and log-probabilities of spans of their contexts.
-
-    Attributes
-    ----------
-    generation : Generation
-        Rows ordered by context.
-    span_logprobs_CT : Tensor or None
-        float32 `[C, T]`, nats, 0 on padding: log p of the tokens of each context's span; None
-        unless requested.
-    """
+    """Turns sampled by a session, and log-probabilities of spans of their contexts."""
 
     generation: Generation
+    """Rows ordered by context."""
     span_logprobs_CT: Tensor | None
+    """float32 `[C, T]`, nats, 0 on padding: log p of the tokens of each context's span; None unless
+    requested."""
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities of continuation tokens, with entropies and hidden states if requested.
-
-    Attributes
-    ----------
-    logprobs_BT : Tensor
-        float32, nats, 0 on padding.
-    entropy_BT : Tensor or None
-        Entropy of the distribution at the token; float32, nats, 0 on padding.
-    hidden_BTX : Tensor or None
-        Last hidden state of the position that predicts the token; float32, 0 on padding.
-    """
+    """Log-probabilities of continuation tokens, with entropies and hidden states if requested."""
 
     logprobs_BT: Tensor
+    """float32, nats, 0 on padding."""
     entropy_BT: Tensor | None = None
+    """Entropy of the distribution at the token; float32, nats, 0 on padding."""
     hidden_BTX: Tensor | None = None
+    """Last hidden state of the position that predicts the token; float32, 0 on padding."""
 
 
 @dataclass
 class TokenCount:
-    """Work of a backend so far.
-
-    Attributes
-    ----------
-    forwarded : int
-        Positions that went through the model, padding included.
-    generated : int
-        Tokens sampled.
-    scored : int
-        Distinct tokens in context that scoring had to read: the minimum to forward for it.
-    head_rows : int
-        Positions for which the distribution over the vocabulary was computed.
-    rescored : int
-        Positions forwarded only to score sampled tokens again; not part of the other counts.
-    """
+    """Work of a backend so far."""
 
     forwarded: int = 0
+    """Positions that went through the model, padding included."""
     generated: int = 0
+    """Tokens sampled."""
     scored: int = 0
+    """Distinct tokens in context that scoring had to read: the minimum to forward for it."""
     head_rows: int = 0
+    """Positions for which the distribution over the vocabulary was computed."""
     rescored: int = 0
+    """Positions forwarded only to score sampled tokens again; not part of the other counts."""
 
     def add(self, other: TokenCount) -> None:
         """Add another count."""
@@ -101,13 +76,7 @@ class TokenCount:
 
 
 class Counted:
-    """Base class of objects whose work is counted.
-
-    Attributes
-    ----------
-    token_count : TokenCount
-        Running count of work done.
-    """
+    """Base class of objects whose work is counted."""
 
     token_count: TokenCount
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.language_models.adapters import save_weights
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
@@ -33,33 +34,28 @@ from nip_astra.language_models.base import (
     register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
-from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,
     describe_model,
+    find_tokenizer,
     resolve_model,
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
-    AbsentEngine,
     EngineOptions,
-    SamplingEngine,
-    start_engine,
-)
-from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
-from nip_astra.language_models.vllm_backend.requests import (
     Reply,
     Request,
+    SamplingEngine,
     padded_rows,
     padded_turns,
     sampling_arguments,
     scoring_request,
     seed_of,
+    start_engine,
 )
-from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.experimental import Experimental, tell_experimental
@@ -166,7 +162,7 @@ class VllmLanguageModel(LanguageModel):
         engine: SamplingEngine
         if parameters.num_engines and rank_of_process() > 0:
             # Only the first process of a run samples.
-            engine = AbsentEngine(options)
+            engine = SamplingEngine(options)
         elif parameters.num_engines:
             engine = start_remote_engines(
                 name,
@@ -242,13 +238,7 @@ class VllmLanguageModel(LanguageModel):
         return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
-        """Sample a turn for each request with the current weights.
-
-        Raises
-        ------
-        ConfigurationError
-            If the engine cannot score contexts.
-        """
+        """Sample a turn for each request with the current weights."""
         if not self.can_score_contexts and any(one.scores_context for one in requests):
             raise ConfigurationError(
                 f"{self.source!r} shares a vLLM engine with a LoRA adapter, where vLLM cannot "
@@ -319,7 +309,7 @@ class VllmLanguageModel(LanguageModel):
     ) -> Tensor:
         before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
         after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
-        trie = build_trie(sequences_to_read(context_BC, context_mask_BC, ids_BT, mask_BT))
+        trie = build_trie(sequences_to_read((context_BC, context_mask_BC, ids_BT, mask_BT)))
         self.token_count.scored += trie.num_unique
         requests = [
             scoring_request([*a, *b], self.context_window)
@@ -371,14 +361,14 @@ class VllmLanguageModel(LanguageModel):
     def _trained(self) -> HuggingFaceLanguageModel:
         if self.scorer is None:
             raise ModelLoadError(
-                f"the frozen model {self.source!r} was to be written or restored, but its weights "
-                "are in vLLM alone. Copy the files that it was loaded from."
+                f"the frozen model {self.source!r} cannot be saved or restored: its weights are in "
+                "vLLM only. Copy the files that it was loaded from."
             )
         return self.scorer
 
 
 class VllmSession(GenerationSession):
-    """Turns by vLLM, whose prefix cache takes the place of caches of our own."""
+    """Turns by vLLM, whose prefix cache replaces our own caches."""
 
     def __init__(self, model: VllmLanguageModel) -> None:
         self.model = model
@@ -393,7 +383,7 @@ class VllmSession(GenerationSession):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        # A request a row: with vLLM's n, siblings would have neighbouring seeds instead of theirs.
+        # One request per row: with vLLM's n, siblings would not have their own seeds.
         seeds = [seed_of(row_T) for row_T in uniforms_RT]
         requests = [
             Request(
@@ -414,13 +404,7 @@ class VllmSession(GenerationSession):
 
 
 class LearntWeights:
-    """The weights of a model that learns, of which an engine is sent what it has not.
-
-    Attributes
-    ----------
-    num_passes : int
-        Passes with gradients so far; whoever makes one counts it.
-    """
+    """The weights of a model that learns, sent to an engine when they have changed."""
 
     def __init__(self, scorer: HuggingFaceLanguageModel) -> None:
         self.scorer = scorer
@@ -429,14 +413,14 @@ class LearntWeights:
 
     @property
     def version(self) -> tuple[object, int, tuple[int, ...]]:
-        """What differs whenever the weights may."""
-        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
-        # 8-bit) nor writes through `.data`: passes with gradients are counted too.
+        """Differs whenever the weights may."""
+        # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version:
+        # passes with gradients are counted too.
         versions = tuple(parameter._version for parameter in self.scorer.parameters())
         return self._identity, self.num_passes, versions
 
     def send(self, engine: SamplingEngine, *, use_adapter: bool) -> Any:
-        """Send an engine what has changed, and give the adapter to sample with, or None."""
+        """Send changes to an engine; the adapter to sample with, if any."""
         module = self.scorer.module
         if self.scorer.has_adapter:
             if not use_adapter:
@@ -451,22 +435,14 @@ class LearntWeights:
 
 
 def _engine_dtype(asked: str, num_parameters: int) -> str:
-    """What an engine without a scorer computes in."""
+    """The precision of an engine without a scorer."""
     if asked == "fastest":
         return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
     return "float32" if asked == "auto" else asked
 
 
 def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
-    """Say whether an engine is as asked for; what is left at its default is not asked for.
-
-    Parameters
-    ----------
-    options : EngineOptions
-        Of the engine of a model that learns.
-    parameters : VllmLanguageModel.Parameters
-        Of another model.
-    """
+    """Whether an engine fits a model's parameters, those at their defaults aside."""
     fields = type(parameters).model_fields
     held = {
         "max_model_len": options.max_model_len,
@@ -480,9 +456,56 @@ def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
     ]
     if others:
         logger.info(
-            "%r gets an engine of its own, since its %s differs from that of the engine of the "
-            "model that learns",
+            "%r gets a separate engine: its %s differs from that of the model that learns",
             parameters.model,
             " and ".join(others),
         )
     return not others
+
+
+SUSPICIOUS_GAP = 0.1
+"""Mean difference, nats a token, beyond which the engine can hardly hold the trainer's weights;
+0.012 has been told of bfloat16 (huggingface/trl issue 4772)."""
+
+
+class SamplerGap:
+    """Differences between two log-probabilities of the same sampled tokens, since last taken."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_tokens = 0
+        self._sum = self._sum_absolute = self._largest = 0.0
+
+    def note(self, sampler_S: Tensor, trainer_S: Tensor) -> None:
+        """Count tokens in: log p as sampled, and as scored by the trainer, nats."""
+        if len(sampler_S) == 0:
+            return
+        gap_S = sampler_S.double() - trainer_S.double()
+        self._num_tokens += len(gap_S)
+        self._sum += float(gap_S.sum())
+        self._sum_absolute += float(gap_S.abs().sum())
+        self._largest = max(self._largest, float(gap_S.abs().max()))
+
+    def take(self) -> dict[str, float]:
+        """Return the figures, nats a token, and begin anew; nothing where nothing was counted.
+
+        `kl` estimates the divergence of the sampler from the trainer: a mean over sampled tokens.
+        """
+        if not self._num_tokens:
+            return {}
+        mean = self._sum_absolute / self._num_tokens
+        found = {
+            "sampler_gap/mean": mean,
+            "sampler_gap/largest": self._largest,
+            "sampler_gap/kl": self._sum / self._num_tokens,
+        }
+        if mean > SUSPICIOUS_GAP:
+            logger.warning(
+                "the log-probabilities of sampling are %.2f nats a token from the trainer's; "
+                "does the engine hold the same weights?",
+                mean,
+            )
+        self._reset()
+        return found

@@ -12,20 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressorParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS, MessageRegressorParameters
 
 
 class MessageRegressor(ABC):
-    """Predicts labels from messages.
-
-    Attributes
-    ----------
-    can_go_on : bool
-        Whether a fit starts from the previous one. Such a class implements `state` and
-        `load_state`; others keep no state between fits.
-    """
+    """Predicts labels from messages."""
 
     can_go_on: ClassVar[bool] = False
+    """Whether a fit starts from the previous one. Such a class implements `state` and `load_state`;
+    others keep no state between fits."""
 
     class Parameters(MessageRegressorParameters):
         """Parameters of every message regressor; a subclass adds its own."""

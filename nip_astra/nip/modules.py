@@ -140,7 +140,7 @@ MODULES: dict[str, dict[str, str]] = {
     "scenario_base.agents": {
         **_TEXT_AGENTS,
         "Agent": "nip_astra.scenario_base.protocol.tensordict_agents",
-        "PureTextWholeAgent": "nip_astra.scenario_base.text.model_groups:TextAgent",
+        "PureTextWholeAgent": "nip_astra.scenario_base.text.models:TextAgent",
     },
     "scenario_base.data": _DATA,
     "scenario_base.environment": _ENVIRONMENT,
@@ -176,7 +176,7 @@ MODULES: dict[str, dict[str, str]] = {
             "NestedArrayDict stack_nested_array_dicts concatenate_nested_array_dicts",
         ),
         **_at(
-            "nip_astra.utils.array_specs",
+            "nip_astra.utils.nested_array_dict",
             "IntArraySpec FloatArraySpec BoolArraySpec StringArraySpec CompositeSpec",
         ),
     },

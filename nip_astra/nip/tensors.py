@@ -11,18 +11,13 @@ from torchrl.envs.transforms import Compose, Transform
 from nip_astra.errors import ConfigurationError
 from nip_astra.nip.views import ProtocolView, Settings, View, view_of
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.ippo import IppoObjective, ReinforceObjective
 from nip_astra.rl_objectives.objective import Objective
-from nip_astra.rl_objectives.reinforce import ReinforceObjective
 from nip_astra.rl_objectives.spg import SpgObjective
-from nip_astra.trainers.protocol.minibatches import ReplayBuffer
-from nip_astra.trainers.protocol.opponent_shaping import (
-    SpgParameters,
-    check_sequence,
-    policy_weights,
-    update_rule,
-)
+from nip_astra.rl_objectives.stackelberg import SpgParameters
+from nip_astra.trainers.protocol.learning import ReplayBuffer
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as OurTrainer
+from nip_astra.trainers.spg import check_sequence, policy_weights
 
 REWARD = ("next", "agents", "reward")
 REWARD_TO_GO = ("agents", "reward_to_go")
@@ -166,12 +161,7 @@ class ReinforceLossImproved(_Keys, ReinforceObjective):
         clip_value: float | bool | None = None,
     ) -> None:
         _, rl = _parameters(functional, loss_critic_type, clip_value)
-        super().__init__(
-            actor_network,
-            weight=loss_weighting_type,
-            loss_critic_type=rl.loss_critic_type,
-            clip_value=rl.clip_value,
-        )
+        super().__init__(actor_network, rl, weight=loss_weighting_type)
         self._gamma = gamma
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Objective:
@@ -222,10 +212,8 @@ class SpgLoss(_Keys, SpgObjective):
             *_parameters(functional, **options),
             policy_parameters={name: policy_weights(actor[name]) for name in agent_names},
             groups=check_sequence(stackelberg_sequence, agent_names),
-            rule=update_rule(
-                parameters, [lr * agent_lr_factors[name].actor for name in agent_names]
-            ),
-            step_factor=lambda: 1.0,
+            rule=parameters,
+            step_sizes=lambda: [lr * agent_lr_factors[name].actor for name in agent_names],
             key=("spg", "ihvp"),
         )
 

@@ -8,8 +8,8 @@ Rollouts have nip's layout, a row a round with the batch size [N, R]:
     message_history, message_agent_id [R, C], raw_message_history [R, A]   of the rounds before
     (agents, retry_count), (agents, token_limit) [A, C]
 
-and our entries beside them (`nip_astra.samplers.text_arrays`), with `round_decision`, the decision
-that counted.
+and our entries beside them (`nip_astra.samplers.text_rollouts`), with `round_decision`, the
+decision that counted.
 
 Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 """
@@ -30,14 +30,19 @@ from nip_astra.language_models.services.chat import CHAT_MODELS
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, PreferenceExample
 from nip_astra.nip.running import checkpoint_base_dir, resolved_of
 from nip_astra.nip.views import ProtocolView, Settings, View, view_of
-from nip_astra.parameters.text import guess_replacement_proportion
+from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.resolving.analysing import analyse_run, count_analysis
 from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_arrays import read_prompt, rollouts_of
-from nip_astra.samplers.text_rollouts import TextMove, TextNode, TextRolloutSampler
+from nip_astra.samplers.text_rollouts import (
+    TextMove,
+    TextNode,
+    TextRolloutSampler,
+    read_prompt,
+    rollouts_of,
+)
 from nip_astra.scenario_base.text.game import TextEpisode
-from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup as OurGroup
+from nip_astra.scenario_base.text.models import PureTextSharedModelGroup as OurGroup
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import plain_numbers

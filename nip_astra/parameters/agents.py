@@ -8,10 +8,7 @@ from pydantic import Field
 
 from nip_astra.parameters.conditions import ReadWhere, where, where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.parameters.update_schedule import (
-    ConstantUpdateSchedule,
-    UpdateScheduleField,
-)
+from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateScheduleField
 
 DEFAULT_AGENT = "default"
 """Key, beside the agents' names, of what holds for every agent that does not say otherwise."""
@@ -38,7 +35,7 @@ class AgentParameters(SubParameters):
     solo_agent is the trainer; the actor's there. Pretraining has no such factors."""
     body_lr_factor: LrFactors = LrFactors()
     """Learning rate of the agent's body, as a multiple of the agent's."""
-    update_schedule: UpdateScheduleField = ConstantUpdateSchedule()  # type: ignore[valid-type]
+    update_schedule: UpdateScheduleField = ConstantUpdateSchedule()
     """Iterations in which the agent learns; epochs, of the trainer solo_agent."""
     use_orthogonal_initialisation: bool = True
     """Whether weight matrices start orthogonal and biases at 0, instead of torch's defaults."""

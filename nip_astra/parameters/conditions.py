@@ -6,7 +6,7 @@ A field that a run reads only for certain values of another parameter declares t
     kl_target: Annotated[float, where("loss_type", "kl_penalty")] = 0.01
 
 Several conditions must all hold. A parameter that is set and not read is refused
-(`nip_astra.resolving.unread_parameters`).
+(`nip_astra.resolving.resolution`).
 """
 
 from __future__ import annotations

@@ -17,13 +17,7 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def content_root() -> Path:
-    """The folder with `parameters/` and `scenarios/`, in a wheel or in a checkout.
-
-    Raises
-    ------
-    ConfigurationError
-        If the installation lacks them.
-    """
+    """The folder with `parameters/` and `scenarios/`, in a wheel or in a checkout."""
     for folder in (_PACKAGE_DIR / "_content", _PACKAGE_DIR.parent):
         if (folder / "parameters").is_dir() and (folder / "scenarios").is_dir():
             return folder
@@ -97,15 +91,6 @@ def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path 
     `scenario://x` is in the run's scenario folder; without one, or if there is no such file,
     `scenario://name/x` is in the shipped scenario of that name. `package://name/x` is in an
     installed package. Anything else is a path if it exists or looks like one, otherwise a hub id.
-
-    Raises
-    ------
-    ConfigurationError
-        If the scheme is unknown.
-    UnknownNameError
-        If `scenario://` is used without a scenario, and names none that ships.
-    MissingDependencyError
-        If the package is not installed.
     """
     scheme, found, rest = reference.partition("://")
     if not found:

@@ -85,15 +85,10 @@ ASTRA_NAMES: dict[str, Move] = {
 def rename(
     values: Mapping[str, Any], names: Mapping[str, Move]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Move values from old dotted paths to new ones.
+    """The values moved from old dotted paths to new ones, and the paths of those that moved.
 
     A value stays where it is if a new path is set already, or lies in something that is no group;
-    validation reports it then. The given values are not changed.
-
-    Returns
-    -------
-    tuple
-        The values, and the old and new paths of those that moved.
+    validation reports it then.
     """
     moved: dict[str, str] = {}
     result = dict(values)
@@ -103,7 +98,8 @@ def rename(
         for name in list(result) if section == "*" else [section]:
             path = f"{name}.{inside}" if inside else name
             new = {one.replace("*", name, 1): function for one, function in targets.items()}
-            if _has(result, path) and all(_can_be_set(result, one) for one in new):
+            group, last = _group_at(result, path)
+            if group and last in group and all(_can_be_set(result, one) for one in new):
                 value = _pop(result, path)
                 for one, function in new.items():
                     _set(result, one, function(value))
@@ -112,13 +108,7 @@ def rename(
 
 
 def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Nested values with the current names; the log notes which were renamed.
-
-    Parameters
-    ----------
-    source : str
-        Where the values come from, for the log.
-    """
+    """Nested values with the current names; the log notes which were renamed."""
     result, moved = rename(values, RENAMED)
     if moved:
         logger.warning(
@@ -149,11 +139,6 @@ def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] |
         if not isinstance(found, Mapping):
             return None, name
     return found, name
-
-
-def _has(values: Mapping[str, Any], path: str) -> bool:
-    group, name = _group_at(values, path)
-    return group is not None and name in group
 
 
 def _can_be_set(values: Mapping[str, Any], path: str) -> bool:
@@ -233,16 +218,6 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
     Values without a `package_version` count as current. Those of a newer version stay as they are,
     and validation refuses them together with all other faults.
-
-    Parameters
-    ----------
-    source : str
-        Where the values come from, for messages.
-
-    Raises
-    ------
-    ConfigurationError
-        If a conversion fails; names the file's version and the reason.
     """
     converted = dict(values)
     version = converted.get("package_version")
@@ -321,11 +296,6 @@ def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -
     A custom trainer is named after its class; its file is looked up from the folder of the
     parameter file, then from the working directory. Placement in a cluster is left out with a
     warning.
-
-    Raises
-    ------
-    ParameterError
-        With every value that has no counterpart.
     """
     given = dict(values["trainer"])
     path = given.get("custom_trainer_module_path")

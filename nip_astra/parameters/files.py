@@ -21,7 +21,7 @@ from nip_astra.parameters.conversion import (
     is_nexrl_layout,
     with_new_names,
 )
-from nip_astra.parameters.faults import TYPE_KEY, is_about_elements
+from nip_astra.parameters.parameters_base import TYPE_KEY, is_about_elements
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     escape_references,
@@ -43,19 +43,12 @@ _MAX_DEPTH = 50
 class Layer:
     """Parameter values from one place; a later layer wins.
 
-    Attributes
-    ----------
-    source : str
-        Where the values come from, for messages and for `show`.
-    values : dict
-        Nested values by name; `${a.b}` in a text refers to another parameter.
-    stored_in : Path or None
-        The parameter file of a run, if the values come from it or from a file that it extends.
+    `${a.b}` in a text refers to another parameter.
     """
 
-    source: str
+    source: str  # for messages and `show`
     values: dict[str, Any]
-    stored_in: Path | None = None
+    stored_in: Path | None = None  # the run's parameter file that has them, or extends theirs
 
     @classmethod
     def literal(cls, source: str, values: Mapping[str, Any]) -> Layer:
@@ -93,11 +86,6 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
 
     Old versions and names, and NexRL's layout, are converted. In a file that a run wrote, which
     holds resolved values only, and in files that it extends, `${` is plain text.
-
-    Raises
-    ------
-    ConfigurationError
-        If a file is missing, is no YAML mapping, extends itself, or cannot be converted.
     """
     layers: list[Layer] = []
     chain: list[Path] = []
@@ -131,13 +119,7 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
 
 
 def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
-    """The plain values of a YAML file.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is no such file, or it holds no mapping.
-    """
+    """The plain values of a YAML file."""
     file = f"the parameter file {path}{extended_by}"
     try:
         if path.exists() and not path.is_file():
@@ -165,11 +147,6 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
 
     `a.b.0.c=d` changes an element of a list, counted from 0. `option` is the command-line option
     that gave them.
-
-    Raises
-    ------
-    ParameterError
-        With every malformed assignment, and every value that is no YAML.
     """
     merger = _Merger()
     for item in overrides:
@@ -233,20 +210,8 @@ def merge_layers(
 
     A group whose `_type` a later layer changes is replaced as a whole, since the parameters of the
     old type mean nothing to the new one. A group whose names are numbers changes elements of a
-    list, whose source then names all places.
-
-    Parameters
-    ----------
-    resolve : bool
-        Whether `${other.parameter}` becomes that parameter's value; False if more layers follow,
-        which may hold it.
-
-    Raises
-    ------
-    ParameterError
-        If a layer changes elements that a list does not have.
-    ConfigurationError
-        If a parameter refers to another that cannot be resolved.
+    list, whose source then names all places. Without `resolve`, `${other.parameter}` stays, since
+    a layer that follows may hold it.
     """
     merger = _Merger()
     for layer in layers:

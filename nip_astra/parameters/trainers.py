@@ -5,13 +5,20 @@ What one trainer alone reads stands in its nested class `Parameters`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
-from nip_astra.parameters.conditions import where, where_given
-from nip_astra.parameters.parameters_base import MAX_LR, PlainText, SubParameters
-from nip_astra.parameters.text import TextRlParameters as TextRlParameters
+from nip_astra.parameters.conditions import where, where_above, where_given
+from nip_astra.parameters.parameters_base import (
+    MAX_LR,
+    ComponentRegistry,
+    PlainText,
+    PolymorphicParameters,
+    SubParameters,
+    polymorphic,
+)
+from nip_astra.parameters.types import MessageRegressorType
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
 """Distances between values and their targets."""
@@ -103,3 +110,156 @@ class CommonPpoParameters(SubParameters):
     normalize_advantage: bool = True
     """Whether each agent's advantages are shifted and scaled to mean 0 and deviation 1 in each
     minibatch, over the frames in which it acts."""
+
+
+TestScheme = Literal["none", "all", "last", "first_and_last"]
+"""Iterations in which agents are tested."""
+
+
+class TextRlParameters(SubParameters):
+    """Training of chat models that play an interaction protocol, by fine-tuning jobs."""
+
+    num_iterations: int = Field(default=4, ge=1)
+    """Iterations: play rollouts, then train by jobs on what they hold. The last one plays and
+    trains nothing, so there is one round of jobs less."""
+    rollouts_per_iteration: int = Field(default=64, ge=1)
+    """Datapoints that an iteration plays about, in the order of a shuffled pass over the data.
+    Larger has more to choose from and costs more."""
+    test_scheme: TestScheme = "first_and_last"
+    """Iterations in which agents are tested, before they are trained further. With none, results
+    rest on the data that is trained on."""
+    test_on_whole_dataset: Annotated[
+        bool, where("test_scheme", "all", "last", "first_and_last")
+    ] = True
+    """Whether a test plays about every datapoint of the test data once, or about as many as an
+    iteration plays."""
+    verifier_guess_replacement_proportion: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rollouts in which, for training, the verifier's last message is replaced by the
+    right decision. Larger leans more on the labels, and less on what the verifier found out."""
+    verifier_guess_replacement_annealing: Annotated[
+        Literal["none", "linear", "exponential"],
+        where_above("verifier_guess_replacement_proportion", 0),
+    ] = "none"
+    """How that share p falls over iterations i at a rate r: linear is max(p - i r, 0), exponential
+    p (1 - r)^i."""
+    verifier_guess_replacement_annealing_rate: Annotated[
+        float, where("verifier_guess_replacement_annealing", "linear", "exponential")
+    ] = Field(default=0.1, ge=0, le=1)
+    """The rate r. Larger falls faster."""
+    num_fine_tune_epochs: int | None = Field(default=None, ge=1)
+    """Passes of a job over its examples; null leaves it to the service."""
+    fine_tune_minibatch_size: int | None = Field(default=None, ge=1)
+    """Examples of an optimizer step of a job; null leaves it to the service."""
+    fine_tune_lr_multiplier: float | None = Field(default=None, gt=0)
+    """Multiple of the service's learning rate; null leaves it to the service."""
+    fine_tune_nll_weight: float | None = Field(default=None, ge=0, le=1000)
+    """Weight of the preferred answers' cross entropy in a DPO job; null leaves it to the service.
+    Larger keeps preferred answers likelier. Like the three fields below, it is an option of jobs in
+    this process and of `nip-astra serve`; other services refuse it."""
+    fine_tune_freeze_embeddings: bool | None = None
+    """Whether a job that trains all weights leaves token embeddings and output head as they are;
+    null leaves it to the service."""
+    fine_tune_lr_schedule: Literal["linear", "constant"] | None = None
+    """Learning rate over a job: to zero in a line, or constant; null leaves it to the service."""
+    fine_tune_truncate_prompts: bool | None = None
+    """Whether a prompt longer than the model's window loses its first tokens, rather than the job
+    being refused; null leaves it to the service."""
+    min_fine_tune_examples: int = Field(default=10, ge=1)
+    """Fewest examples of a job; with fewer, the models stay as they are. Services refuse fewer
+    than ten."""
+
+
+def guess_replacement_proportion(parameters: TextRlParameters, iteration: int) -> float:
+    """The share of rollouts whose guess is replaced in an iteration, the first being 0."""
+    start = parameters.verifier_guess_replacement_proportion
+    rate = parameters.verifier_guess_replacement_annealing_rate
+    if parameters.verifier_guess_replacement_annealing == "linear":
+        return max(start - iteration * rate, 0.0)
+    if parameters.verifier_guess_replacement_annealing == "exponential":
+        return float(start * (1.0 - rate) ** iteration)
+    return start
+
+
+class CommonProtocolParameters(SubParameters):
+    """Rewards and order that hold for every interaction protocol."""
+
+    prover_reward: Annotated[float, where("shared_reward", False)] = 1.0
+    """Reward of a prover that the verifier's decision favours."""
+    verifier_reward: float = 1.0
+    """Reward of the verifier for a right decision."""
+    verifier_incorrect_penalty: float = -1.0
+    """Reward of the verifier for a wrong decision. Lower makes it decide with more care."""
+    verifier_terminated_penalty: float = -1.0
+    """Reward of the verifier when the rounds end without a decision."""
+    verifier_no_guess_reward: float = 0.0
+    """Reward of the verifier for a turn without a decision. Larger makes conversations longer."""
+    shared_reward: bool = False
+    """Whether provers get the verifier's reward instead of their own: a cooperative game."""
+    force_guess: Literal["zero", "one", "y"] | None = None
+    """Decision that counts in place of the verifier's, in its first turn that may decide: always 0,
+    always 1, or the true label; null lets the verifier decide."""
+    verifier_first: bool = True
+    """Whether the verifier has the first turn, where the protocol leaves that open."""
+    zero_knowledge: bool = False
+    """Whether the protocol is wrapped so that provers are also rewarded for giving nothing away."""
+
+
+class ZkProtocolParameters(SubParameters):
+    """The zero-knowledge wrapper; read where protocol_common.zero_knowledge is true."""
+
+    simulator_reward_coefficient: float = Field(default=1.0, ge=0)
+    """Weight of the likeness between simulator and adversarial verifier in both their rewards."""
+    aux_prover_reward_coefficient: float = Field(default=1.0, ge=0)
+    """Weight of that likeness in the provers' rewards, beside their own. Larger gives away less."""
+
+
+class BaseRunParameters(SubParameters):
+    """A finished run that this one builds on."""
+
+    base_run_type: Literal["none", "parameters", "rerun_tests"] = "none"
+    """none: nothing. parameters: the base run's parameters are the defaults of this one's.
+    rerun_tests: besides, its trained agents are tested again and nothing is trained."""
+    run: str | None = None
+    """The base run: a run directory, or wandb://entity/project/run_id."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.base_run_type == "none" and self.run is not None:
+            raise ValueError("names a run but not what to take from it; give base_run_type")
+        if self.base_run_type != "none" and self.run is None:
+            raise ValueError("says what to take from a run but names none; give run")
+        return self
+
+
+MESSAGE_REGRESSORS: ComponentRegistry[Any] = ComponentRegistry(
+    "message_regressor",
+    package="nip_astra.message_regressors",
+    members=MessageRegressorType,
+    modules=dict.fromkeys(MessageRegressorType, "library"),
+)
+"""Kinds of regressor; `nip_astra.message_regressors.base` has the decorator."""
+
+
+class MessageRegressorParameters(PolymorphicParameters):
+    """What parameters of every kind of regressor inherit."""
+
+
+RegressorField = polymorphic(MESSAGE_REGRESSORS.get, MessageRegressorParameters)
+
+
+class MessageRegressionParameters(SubParameters):
+    """A probe for provers that give the label away: whether it can be read off what they send."""
+
+    regressor: RegressorField | None = None  # type: ignore[valid-type]
+    """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
+    nothing."""
+    agents: list[PlainText] | None = None
+    """Names of the agents whose messages are probed; null probes those of all."""
+    reset_on_fit: Annotated[bool, where_given("regressor")] = True
+    """Whether each fit starts afresh; else from what the last one found, for an mlp, which tells
+    codes that stay from those that pass. Then the same datapoints are judged throughout."""
+    period: Annotated[int, where_given("regressor")] = Field(default=1, ge=1)
+    """Iterations between fits. Larger is faster."""
+    test_share: Annotated[float, where_given("regressor")] = Field(default=0.2, gt=0, lt=1)
+    """Share of the datapoints whose messages the accuracy is measured on; the others are learnt
+    from. Larger measures more exactly what was learnt from less."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, show_value
-from nip_astra.parameters.parameters_base import PolymorphicParameters, polymorphic
+from nip_astra.parameters.parameters_base import ByType, PolymorphicParameters
 
 
 class UpdateSchedule(PolymorphicParameters):
@@ -108,15 +109,9 @@ class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
         return is_first == (self.position == "first")
 
 
-class _Kind:
-    """What `polymorphic` expects of a registered component."""
-
-    def __init__(self, parameters: type[UpdateSchedule]) -> None:
-        self.Parameters = parameters
-
-
+# `polymorphic` expects a component with `Parameters`.
 _KINDS = {
-    str(schedule.type_name): _Kind(schedule)
+    str(schedule.type_name): SimpleNamespace(Parameters=schedule)
     for schedule in (
         ConstantUpdateSchedule,
         ContiguousPeriodicUpdateSchedule,
@@ -125,11 +120,11 @@ _KINDS = {
 }
 
 
-def _kind(name: str) -> _Kind:
+def _kind(name: str) -> SimpleNamespace:
     if name not in _KINDS:
         raise UnknownNameError("update schedule", name, _KINDS, "Choose one of these.")
     return _KINDS[name]
 
 
-UpdateScheduleField = polymorphic(_kind, UpdateSchedule)
+UpdateScheduleField = Annotated[UpdateSchedule, ByType(_kind, UpdateSchedule)]
 """Type of a field that holds an update schedule."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -12,6 +14,7 @@ from nip_astra.protocols.protocol_base import (
     REJECT,
     DeterministicSingleVerifierProtocolHandler,
     MessageRounds,
+    ProtocolHandler,
 )
 from nip_astra.protocols.registry import register_protocol_handler
 
@@ -106,22 +109,16 @@ class TwoProverParameters(MessageRounds):
     """Whether prover0 sends before prover1, if `sequential`."""
 
 
-def _two_prover_turns(
-    parameters: TwoProverParameters, *, verifier_first: bool
-) -> list[tuple[str, ...]]:
-    """Active agents in each round of one cycle."""
-    provers: list[tuple[str, ...]] = [("prover0", "prover1")]
-    if parameters.sequential:
-        provers = [("prover0",), ("prover1",)]
-        if not parameters.prover0_first:
-            provers.reverse()
-    return [("verifier",), *provers] if verifier_first else [*provers, ("verifier",)]
-
-
-def _is_active(
-    agent_name: str, round_index: int, channel_name: str, turns: list[tuple[str, ...]]
+def _two_prover_activity(
+    handler: ProtocolHandler, agent_name: str, round_index: int, channel_name: str
 ) -> bool:
-    """Whether an agent sends in a channel: the verifier in both, a prover in its own."""
+    """The verifier alternates with both provers, each of which sends in its own channel."""
+    turns: list[tuple[str, ...]] = [("prover0", "prover1")]
+    if handler.parameters.sequential:
+        turns = [("prover0",), ("prover1",)]
+        if not handler.parameters.prover0_first:
+            turns.reverse()
+    turns.insert(0 if handler.common.verifier_first else len(turns), ("verifier",))
     is_turn = agent_name in turns[round_index % len(turns)]
     return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
 
@@ -135,17 +132,12 @@ class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
 
     agent_names = TWO_PROVER_AGENTS
     message_channel_names = TWO_PROVER_CHANNELS
-    agent_channel_visibility = tuple(
-        (agent, channel) for agent in TWO_PROVER_AGENTS for channel in TWO_PROVER_CHANNELS
-    )
+    agent_channel_visibility = tuple(product(TWO_PROVER_AGENTS, TWO_PROVER_CHANNELS))
+    is_agent_active = _two_prover_activity
     favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
 
     class Parameters(TwoProverParameters):
         """Length of conversations and order of the provers."""
-
-    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
-        order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
-        return _is_active(agent_name, round_index, channel_name, order)
 
 
 @register_protocol_handler(InteractionProtocolType.MNIP)
@@ -163,13 +155,10 @@ class MnipProtocol(DeterministicSingleVerifierProtocolHandler):
         ("verifier", "prover0_channel"),
         ("verifier", "prover1_channel"),
     )
+    is_agent_active = _two_prover_activity
 
     class Parameters(TwoProverParameters):
         """Length of conversations and order of the provers."""
-
-    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
-        order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
-        return _is_active(agent_name, round_index, channel_name, order)
 
 
 MULTI_CHANNEL_TURNS = (

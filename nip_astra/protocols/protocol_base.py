@@ -13,29 +13,227 @@ Shape suffixes: `E` environment, `A` agent, `C` channel, `P` message position, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.protocols.declaration import (
-    ProtocolTables,
-    build_tables,
-    check_names,
-    check_turns,
-    describe_table,
-)
-from nip_astra.protocols.moves import ACCEPT as ACCEPT
-from nip_astra.protocols.moves import CONTINUE as CONTINUE
-from nip_astra.protocols.moves import FORCED_DECISIONS as FORCED_DECISIONS
-from nip_astra.protocols.moves import REJECT as REJECT
-from nip_astra.protocols.moves import MessageRounds as MessageRounds
-from nip_astra.protocols.moves import Moves as Moves
-from nip_astra.protocols.moves import ProtocolStep as ProtocolStep
+
+REJECT = 0
+"""The decision that the label is 0."""
+ACCEPT = 1
+"""The decision that the label is 1."""
+CONTINUE = 2
+"""No decision yet."""
+
+FORCED_DECISIONS = {"zero": REJECT, "one": ACCEPT}
+
+
+class MessageRounds(SubParameters):
+    """Length of conversations."""
+
+    max_message_rounds: int = Field(default=8, ge=1, le=10_000)
+    """Rounds after which a conversation ends without a decision. Larger allows more messages."""
+    min_message_rounds: int = Field(default=1, ge=1, le=10_000)
+    """First round in which a decision counts, from 1."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Moves of all agents in one round."""
+
+    decision_EA: Tensor
+    """long; 0 reject, 1 accept, 2 continue. Read only if the agent may decide."""
+    message_logits_EACPS: Tensor | None = None
+    """float; unnormalised log-probabilities of message symbols, -1e9 for impossible ones. Required
+    by `needs_logits`; read only where the agent is active."""
+    decision_logits_EA3: Tensor | None = None
+    """float; those of decisions. Required by `needs_logits`."""
+
+
+@dataclass(frozen=True)
+class ProtocolStep:
+    """Result of a round."""
+
+    reward_EA: Tensor
+    """float32, no grad; reward of each agent."""
+    has_decided_E: Tensor
+    """bool; True if the episode ends with this round by a decision."""
+    is_out_of_rounds_E: Tensor
+    """bool; True if it ends with this round without a decision. Excludes `has_decided_E`."""
+    agent_decided_EA: Tensor
+    """bool; True if an agent has decided, in this round or before: it no longer acts or gets
+    rewards. Pass it to the next step."""
+    decision_E: Tensor
+    """long; the verifier's decision in the round in which it counts, else 2."""
+
+    @property
+    def is_done(self) -> Tensor:
+        """Bool `[E]`; True if the episode terminates with this round (never a truncation)."""
+        return self.has_decided_E | self.is_out_of_rounds_E
+
+
+class ProtocolTables(NamedTuple):
+    """Lookup tables of a protocol, with one row after the last round, in which nobody acts."""
+
+    active_ORAC: Tensor
+    """bool; whether an agent may send in a channel."""
+    can_decide_ORA: Tensor
+    """bool; whether an agent's decision counts."""
+    has_turn_ORA: Tensor
+    """bool; whether an agent may send in any channel."""
+    is_prover_A: Tensor
+    is_verifier_A: Tensor
+    question_round_ORC: Tensor
+    """long; the round of the message to answer, 0 if there is none."""
+
+    def to(self, device: torch.device) -> ProtocolTables:
+        """The tables on a device."""
+        return ProtocolTables(*(table.to(device) for table in self))
+
+
+def _refuse(handler: ProtocolHandler, faults: Iterable[str]) -> None:
+    lines = "\n".join(f"  {fault}" for fault in faults)
+    if lines:
+        name = type(handler).__name__
+        raise ConfigurationError(f"the protocol {name} is invalid:\n{lines}")
+
+
+def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
+    agents, channels = handler.agent_names, handler.message_channel_names
+    for what, names in (("agent_names", agents), ("message_channel_names", channels)):
+        if isinstance(names, str) or not names:
+            yield f"{what} is {names!r}. Give a tuple with at least one name."
+        elif len(set(names)) < len(names):
+            yield f"{what} {tuple(names)} has a duplicate. Give unique names."
+    for pair in handler.agent_channel_visibility:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            yield f"agent_channel_visibility holds {pair!r}. Give pairs (agent, channel)."
+            continue
+        agent, channel = pair
+        if agent not in agents:
+            yield _unknown("agent_channel_visibility", "agent", agent, agents)
+        if channel not in channels:
+            yield _unknown("agent_channel_visibility", "channel", channel, channels)
+    for agent, decision in handler.favoured_decisions.items():
+        if agent not in handler.prover_names:
+            yield _unknown("favoured_decisions", "prover", agent, handler.prover_names)
+        if decision not in (0, 1):
+            yield f"favoured_decisions[{agent!r}] is {decision!r}. Give REJECT (0) or ACCEPT (1)."
+    if not handler.verifier_names:
+        yield (
+            f"none of the agents {tuple(agents)} decides. Begin one name with 'verifier', or give "
+            "verifier_names."
+        )
+    elif handler.num_verifiers not in (None, len(handler.verifier_names)):
+        yield (
+            f"verifier_names is {tuple(handler.verifier_names)}, but step supports "
+            f"{handler.num_verifiers}. Use one verifier, or subclass ProtocolHandler and implement "
+            "step for several."
+        )
+    for agent in handler.verifier_names:
+        if agent not in agents:
+            yield _unknown("verifier_names", "agent", agent, agents)
+
+    longest, shortest = handler.max_message_rounds, handler.min_message_rounds
+    if not 1 <= shortest <= longest:
+        yield (
+            f"min_message_rounds={shortest} and max_message_rounds={longest}. Give 1 <= min <= max."
+        )
+
+
+def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> str:
+    return f"{where} names the {what} {name!r}. Known: {', '.join(known) or 'none'}."
+
+
+def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
+    """Agents that send in channels that they do not see, and verifiers that cannot decide."""
+    shape = (handler.max_message_rounds, handler.num_agents, handler.num_channels)
+    if active_ORAC.dim() != 4 or not len(active_ORAC) or tuple(active_ORAC.shape[1:]) != shape:
+        yield (
+            f"active_table has the shape {list(active_ORAC.shape)}. Return [orders, rounds, "
+            f"agents, channels], here [at least 1, {', '.join(map(str, shape))}]."
+        )
+        return
+    sends_AC = active_ORAC.any(0).any(0)
+    blind_AC = sends_AC & ~handler.visibility_AC
+    for a, c in blind_AC.nonzero().tolist():
+        agent, channel = handler.agent_names[a], handler.message_channel_names[c]
+        yield (
+            f"{agent!r} sends in the channel {channel!r}, which it does not see. Add "
+            f"({agent!r}, {channel!r}) to agent_channel_visibility, or make it inactive there."
+        )
+    for name in handler.verifier_names:
+        has_turn_OR = active_ORAC[:, :, handler.agent_names.index(name)].any(-1)
+        if not has_turn_OR[:, handler.min_message_rounds - 1 :].any(-1).all():
+            yield (
+                f"{name!r} cannot decide: it is inactive in the rounds "
+                f"{handler.min_message_rounds} to {handler.max_message_rounds}. Raise "
+                "max_message_rounds or lower min_message_rounds."
+            )
+
+
+def _build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
+    active_ORAC = torch.cat([active_ORAC, torch.zeros_like(active_ORAC[:, :1])], dim=1)
+    is_prover_A = torch.tensor([name in handler.prover_names for name in handler.agent_names])
+    is_verifier_A = torch.tensor([name in handler.verifier_names for name in handler.agent_names])
+    counts_R = torch.arange(active_ORAC.shape[1]) >= handler.min_message_rounds - 1
+    has_turn_ORA = active_ORAC.any(-1)
+    question_ORC = _last_before(active_ORAC[:, :, is_verifier_A].any(2))
+    message_ORC = _last_before(active_ORAC.any(2))
+    return ProtocolTables(
+        active_ORAC,
+        has_turn_ORA & is_verifier_A & counts_R[:, None],
+        has_turn_ORA,
+        is_prover_A,
+        is_verifier_A,
+        torch.where(question_ORC < 0, message_ORC, question_ORC).clamp(min=0),
+    )
+
+
+def _last_before(happens_ORC: Tensor) -> Tensor:
+    """The last True round before each round, -1 if there is none."""
+    rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
+    latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
+    return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
+
+
+def _describe_tables(handler: ProtocolHandler, tables: ProtocolTables) -> str:
+    active_ORAC, can_decide_ORA = tables.active_ORAC, tables.can_decide_ORA
+
+    def names(channels: list[int]) -> list[str]:
+        return [handler.message_channel_names[c] for c in channels]
+
+    seen = [
+        f"{agent} sees {', '.join(names(handler.visible_channels(agent))) or 'nothing'}"
+        for agent in handler.agent_names
+    ]
+    blocks = ["\n".join(seen)]
+    num_orders = len(active_ORAC)
+    for order in range(num_orders):
+        rows = [["round", *handler.agent_names]]
+        for r in range(handler.max_message_rounds):
+            cells = []
+            for a in range(handler.num_agents):
+                words = names(active_ORAC[order, r, a].nonzero().flatten().tolist())
+                decides = ["decides"] if can_decide_ORA[order, r, a] else []
+                cells.append(", ".join([*words, *decides]) or "-")
+            rows.append([str(r), *cells])
+        head = [f"episodes with seed % {num_orders} = {order}:"] if num_orders > 1 else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        blocks.append("\n".join([*head, *lines]))
+    return "\n\n".join(blocks)
 
 
 class ProtocolHandler(ABC):
@@ -79,14 +277,14 @@ class ProtocolHandler(ABC):
         self.hyper_params = hyper_params
         self.common = hyper_params.protocol_common
         self.parameters = parameters
-        check_names(self)
+        _refuse(self, _faults_of_names(self))
         visible = set(self.agent_channel_visibility)
         self.visibility_AC = torch.tensor(
             [[(a, c) in visible for c in self.message_channel_names] for a in self.agent_names]
         )
         active_ORAC = self.active_table()
-        check_turns(self, active_ORAC)
-        self._tables = {active_ORAC.device: build_tables(self, active_ORAC)}
+        _refuse(self, _faults_of_turns(self, active_ORAC))
+        self._tables = {active_ORAC.device: _build_tables(self, active_ORAC)}
 
     @property
     @abstractmethod
@@ -248,8 +446,7 @@ class ProtocolHandler(ABC):
 
     def describe(self) -> str:
         """Visible channels, and by round the active channels and deciding agents, as text."""
-        tables = next(iter(self._tables.values()))
-        return describe_table(self, tables.active_ORAC[:, :-1], tables.can_decide_ORA[:, :-1])
+        return _describe_tables(self, next(iter(self._tables.values())))
 
     def _tables_on(self, device: torch.device) -> ProtocolTables:
         if device not in self._tables:
@@ -329,36 +526,28 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        verifier = self._verifier
+        verifier, tables = self._verifier, self._tables_on(round_E.device)
         had_decided_E = agent_decided_EA[:, verifier]
         can_decide_E = self.can_decide(round_E, seed_E, agent_decided_EA)[:, verifier]
-        chosen_E = self._decision_that_counts(moves.decision_EA[:, verifier], y_E)
+        chosen_E, forced = moves.decision_EA[:, verifier], self.common.force_guess
+        if forced is not None:
+            chosen_E = y_E if forced == "y" else torch.full_like(chosen_E, FORCED_DECISIONS[forced])
         decision_E = torch.where(can_decide_E, chosen_E, CONTINUE)
         is_made_E = decision_E != CONTINUE
         is_decided_E = is_made_E | had_decided_E
         is_out_of_rounds_E = (round_E == self.max_message_rounds - 1) & ~is_decided_E
-        has_turn_EA = self._look_up(self._tables_on(round_E.device).has_turn_ORA, round_E, seed_E)
+        has_turn_EA = self._look_up(tables.has_turn_ORA, round_E, seed_E)
         is_passed_E = has_turn_EA[:, verifier] & ~had_decided_E
         result_E = torch.where(
             is_made_E,
             RoundResult.WRONG_REJECT + 2 * decision_E + (decision_E == y_E),
             torch.where(is_out_of_rounds_E, RoundResult.OUT_OF_ROUNDS, is_passed_E.long()),
         )
-        is_verifier_A = self._tables_on(round_E.device).is_verifier_A
+        self._reward_XA = self._reward_XA.to(round_E.device)
         return ProtocolStep(
-            reward_EA=self._rewards_on(round_E.device)[result_E],
+            reward_EA=self._reward_XA[result_E],
             has_decided_E=is_decided_E,
             is_out_of_rounds_E=is_out_of_rounds_E,
-            agent_decided_EA=agent_decided_EA | (is_made_E[:, None] & is_verifier_A),
+            agent_decided_EA=agent_decided_EA | (is_made_E[:, None] & tables.is_verifier_A),
             decision_E=decision_E,
         )
-
-    def _decision_that_counts(self, decision_E: Tensor, y_E: Tensor) -> Tensor:
-        forced = self.common.force_guess
-        if forced is None or forced == "y":
-            return decision_E if forced is None else y_E
-        return torch.full_like(decision_E, FORCED_DECISIONS[forced])
-
-    def _rewards_on(self, device: torch.device) -> Tensor:
-        self._reward_XA = self._reward_XA.to(device)
-        return self._reward_XA

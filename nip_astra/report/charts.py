@@ -1,13 +1,17 @@
-"""Geometry of the page's charts; the templates draw it as SVG."""
+"""Geometry of the page's charts, which templates draw as SVG, and the learning curves of runs."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nip_astra.utils.formatting import count, decimal, percent
+from nip_astra.parameters.files import flatten
+from nip_astra.report.records import REGRESSION, TEST_PREFIX, RunRecord, mapping, number, words
+from nip_astra.tracking.local import TIMING_PREFIXES
+from nip_astra.utils.formatting import count, decimal, percent, value_text
 
 NUM_COLORS = 8
 """Colours of the style sheet; 0 is for what is compared with, such as before training."""
@@ -76,13 +80,7 @@ class DrawnLine:
 
 @dataclass
 class Chart:
-    """A line chart, ready to draw.
-
-    Attributes
-    ----------
-    summary : str
-        What it shows in words, for those who do not see it.
-    """
+    """A line chart, ready to draw; `summary` describes it in words for those who cannot see it."""
 
     title: str
     note: str
@@ -110,31 +108,21 @@ class Whisker:
     color: int
 
 
-class Thinned(NamedTuple):
-    """A line by the means of its stretches.
-
-    Attributes
-    ----------
-    ranges : list of (x, lowest, highest)
-        Of each stretch; empty where every point is drawn.
-    stretch : int
-        Points of a stretch; 1 where every point is drawn.
-    """
-
-    line: Line
-    ranges: list[tuple[float, float, float]]
-    stretch: int
-
-
 def agent_colors(agents: Sequence[str]) -> dict[str, int]:
-    """Return a colour for each agent; 0 and 1 are those of the whole run."""
+    """A colour for each agent; 0 and 1 are those of the whole run."""
     return {agent: 2 + place % (NUM_COLORS - 2) for place, agent in enumerate(agents)}
 
 
-def thin_line(line: Line, num_stretches: int = NUM_STRETCHES) -> Thinned:
-    """Return a line's means where it has too many points; one in steps stays as it is."""
+def thin_line(
+    line: Line, num_stretches: int = NUM_STRETCHES
+) -> tuple[Line, list[tuple[float, float, float]], int]:
+    """A line by the means of its stretches if it has too many points, and is not in steps.
+
+    Returns also the place and the lowest and highest value of each stretch, and its number of
+    points: 1 if every point is drawn.
+    """
     if len(line.points) <= max(MAX_POINTS, num_stretches) or line.has_steps:
-        return Thinned(line, [], 1)
+        return line, [], 1
     size = math.ceil(len(line.points) / num_stretches)
     means: list[Point] = []
     ranges = []
@@ -145,21 +133,19 @@ def thin_line(line: Line, num_stretches: int = NUM_STRETCHES) -> Thinned:
         means.append((x, sum(known) / len(known) if known else None))
         if known:
             ranges.append((x, min(known), max(known)))
-    return Thinned(replace(line, points=means), ranges, size)
+    return replace(line, points=means), ranges, size
 
 
-def thin_band(band: Band, num_stretches: int = NUM_STRETCHES) -> Band:
-    """Return the lowest and the highest of each stretch of a band with too many places."""
+def _thin_band(band: Band) -> Band:
+    """The lowest and the highest of each stretch of a band with too many places."""
     if len(band.points) <= MAX_POINTS:
         return band
-    size = math.ceil(len(band.points) / num_stretches)
-    starts = range(0, len(band.points), size)
-    return replace(band, points=[_bounds(band.points[start : start + size]) for start in starts])
-
-
-def _bounds(stretch: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    xs, lows, highs = zip(*stretch, strict=True)
-    return (xs[0] + xs[-1]) / 2, min(lows), max(highs)
+    size = math.ceil(len(band.points) / NUM_STRETCHES)
+    points = []
+    for start in range(0, len(band.points), size):
+        xs, lows, highs = zip(*band.points[start : start + size], strict=True)
+        points.append(((xs[0] + xs[-1]) / 2, min(lows), max(highs)))
+    return replace(band, points=points)
 
 
 def line_chart(
@@ -181,18 +167,30 @@ def line_chart(
     lines = [line for line in lines if any(y is not None for _, y in line.points)]
     if not lines:
         return None
-    summary = _summary(title, lines, _writer(kind), x_label)
-    thinned = [thin_line(line) for line in lines]
-    lines, bands = [one.line for one in thinned], _bands(thinned, bands)
+    write = {"percent": percent, "count": count}.get(kind, decimal)
+    summary = _summary(title, lines, write, x_label)
+    lines, ranges, stretches = zip(*map(thin_line, lines), strict=True)
+    # Without bands, a line that was thinned shows its range.
+    bands = [_thin_band(band) for band in bands] or [
+        Band(spread, line.color)
+        for line, spread in zip(lines, ranges, strict=True)
+        if spread and not line.is_thin
+    ]
+    if max(stretches) > 1:
+        thinned = f"means of {max(stretches)} {x_label}s each, area: lowest to highest"
+        note = f"{note}; {thinned}" if note else thinned
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if y is not None]
     ys += [y for band in bands for _, low, high in band.points for y in (low, high)]
-    y_marks = nice_ticks(*_limits(ys, kind), whole=kind == "count")
+    low, high = min(ys), max(ys)
+    if kind != "number":
+        low, high = 0.0, max(high, 0.01 if kind == "percent" else 1.0)
+    high = min(high, 1.0) if kind == "percent" else high
+    y_marks = nice_ticks(low, high, whole=kind == "count")
     x_marks = nice_ticks(min(xs), max(xs), num=5, whole=True)
     to_x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     to_y = _scale(y_marks[0], y_marks[-1], HEIGHT - BOTTOM, TOP)
-    write = _writer(kind)
-    chart = Chart(title, _note(note, thinned, x_label), x_label, summary=summary)
+    chart = Chart(title, note, x_label, summary=summary)
     inside = [mark for mark in x_marks if min(xs) <= mark <= max(xs)]
     chart.x_ticks = [Tick(to_x(mark), count(mark)) for mark in inside]
     chart.y_ticks = [Tick(to_y(mark), _tick_label(mark, y_marks, kind)) for mark in y_marks]
@@ -202,41 +200,19 @@ def line_chart(
     return chart
 
 
-def _writer(kind: str) -> Callable[[float], str]:
-    return {"percent": percent, "count": count}.get(kind, decimal)
-
-
-def _bands(thinned: Sequence[Thinned], bands: Sequence[Band]) -> list[Band]:
-    """Return the bands given; without any, the range of each line that was thinned."""
-    if bands:
-        return [thin_band(band) for band in bands]
-    return [
-        Band(one.ranges, one.line.color) for one in thinned if one.ranges and not one.line.is_thin
-    ]
-
-
-def _note(note: str, thinned: Sequence[Thinned], x_label: str) -> str:
-    """Say in a chart's note what was drawn in place of single points."""
-    stretch = max(one.stretch for one in thinned)
-    if stretch == 1:
-        return note
-    written = f"means of {stretch} {x_label}s each, area: lowest to highest"
-    return f"{note}; {written}" if note else written
-
-
 def whisker(
     value: float | None, low: float | None, high: float | None, *, limit: float, color: int = 0
 ) -> Whisker | None:
     """Lay out an interval on a line from 0 to `limit`."""
     if value is None or limit <= 0:
         return None
-    places = [None if one is None else _round(100.0 * one / limit) for one in (value, low, high)]
+    places = [None if one is None else round(100.0 * one / limit, 1) for one in (value, low, high)]
     return Whisker(places[0] or 0.0, places[1], places[2], color)
 
 
 def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
     """Paths, each with its colour, in a box of 120 by 24."""
-    lines = [thin_line(line, NUM_OF_SPARKLINE).line for line in lines]
+    lines = [thin_line(line, NUM_OF_SPARKLINE)[0] for line in lines]
     points = [(x, y) for line in lines for x, y in line.points if y is not None]
     if not points:
         return []
@@ -258,13 +234,6 @@ def nice_ticks(low: float, high: float, num: int = 4, *, whole: bool = False) ->
     return [place * step for place in range(first, last + 1)]
 
 
-def _limits(ys: Sequence[float], kind: str) -> tuple[float, float]:
-    if kind == "number":
-        return min(ys), max(ys)
-    top = max(max(ys), 0.01 if kind == "percent" else 1.0)
-    return 0.0, min(top, 1.0) if kind == "percent" else top
-
-
 def _tick_label(mark: float, marks: Sequence[float], kind: str) -> str:
     step = marks[1] - marks[0]
     if kind == "percent":
@@ -281,11 +250,7 @@ def _tick_label(mark: float, marks: Sequence[float], kind: str) -> str:
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     if high <= low:
         return lambda _: (start + end) / 2
-    return lambda value: _round(start + (value - low) / (high - low) * (end - start))
-
-
-def _round(value: float) -> float:
-    return round(value, 1)
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
 
 def _path(line: Line, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> str:
@@ -348,3 +313,251 @@ def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x
             f"{write(last)} at {count(last_x)}"
         )
     return f"{title}. {'; '.join(parts)}"
+
+
+class Curve(NamedTuple):
+    """A metric with a chart: the first of its names that a run has; `{}` stands for an agent.
+
+    The metric `beside` is drawn thin and dashed.
+    """
+
+    names: tuple[str, ...]
+    title: str
+    note: str
+    kind: str = "number"
+    beside: str = ""
+    beside_label: str = ""
+    x_label: str = "iteration"
+
+
+CURVES = (
+    Curve(("failure_rate",), "Failing responses", "share, training prompts", "percent"),
+    Curve(
+        ("episode_failure_rate",), "Episodes with a failure", "share, training prompts", "percent"
+    ),
+    Curve(("dev/failure_rate",), "Episodes with a failure, dev", "share, dev prompts", "percent"),
+    Curve(
+        *(("mean_accuracy", "accuracy"), "Right decisions", "share of training episodes"),
+        "percent",
+    ),
+    Curve(("test_mean_accuracy", "test_accuracy"), "Right decisions, test", "share", "percent"),
+    Curve(
+        *(("worst_datapoint_accuracy",), "Worst datapoint", "its share of right decisions"),
+        "percent",
+    ),
+    Curve(("share_undecided",), "Undecided episodes", "share whose rounds ran out", "percent"),
+    Curve(("mean_episode_length",), "Episode length", "rounds, mean"),
+    Curve(("mean_reward",), "Reward", "mean of a turn"),
+    Curve(("rollout/reward_mean",), "Reward of trajectories", "mean, training problems"),
+    Curve(("dev/accuracy",), "Right answers, dev", "share, dev problems", "percent"),
+    Curve(("mean_score",), "Score of responses", "mean of a turn"),
+    Curve(("probe_nll",), "Unlikeliness of probes", "NLL, nats per token"),
+    Curve(("distinct_share",), "Distinct successful probes", "share of successful ones", "percent"),
+    Curve(("plants_found",), "Planted failures found", "so far", "count"),
+    Curve(("loss",), "Loss", "mean of the iteration's steps"),
+    Curve(("{}/mean_episode_reward",), "Reward of an episode", "mean"),
+    Curve(
+        *(("{}/mean_message_entropy",), "Entropy of messages", "share of the greatest possible"),
+        "percent",
+    ),
+    Curve(
+        *(("{}/mean_decision_entropy",), "Entropy of decisions", "share of the greatest possible"),
+        "percent",
+    ),
+    Curve(
+        *(("{}/residual_critic_variance",), "Residual variance of critics"),
+        "as a share of the variance of the targets",
+    ),
+    Curve(
+        *((f"{REGRESSION}/{{}}",), "Label predicted from the first message", "accuracy", "percent"),
+        *(f"{REGRESSION}/{{}}_baseline", "without the message"),
+    ),
+    Curve(
+        *(("{}/held_out_accuracy",), "Right without a conversation"),
+        *("share, data held out of training", "percent", "{}/train_accuracy", "training data"),
+        "epoch",
+    ),
+    Curve(
+        *(("{}/held_out_loss",), "Loss without a conversation"),
+        *("cross entropy in nats, data held out of training", "number", "{}/train_loss"),
+        *("training data", "epoch"),
+    ),
+)
+"""The metrics with charts, of all families; the other metrics stand in a table."""
+_NOT_COMPARED = ("seed", "package_version", "plugins")
+
+
+@dataclass
+class RunGroup:
+    """Runs whose parameters differ in the seed only."""
+
+    name: str  # a letter; empty for a single group
+    label: str  # its difference from the other groups
+    color: int
+    runs: list[RunRecord] = field(default_factory=list)
+
+
+class MetricRow(NamedTuple):
+    """A metric of the table of all metrics; figures are those of the first run."""
+
+    name: str
+    paths: list[tuple[str, int]]
+    first: str
+    last: str
+    low: str
+    high: str
+
+
+def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Group runs by their parameters without the seed, in the order given."""
+    keys = []
+    for run in runs:
+        kept = {name: one for name, one in run.hyper_params.items() if name not in _NOT_COMPARED}
+        # A run without readable parameters is like no other.
+        keys.append(json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id)
+    distinct = list(dict.fromkeys(keys))
+    groups: dict[str, RunGroup] = {}
+    for run, key in zip(runs, keys, strict=True):
+        if key not in groups:
+            name = letter(len(groups)) if len(distinct) > 1 else ""
+            label = _group_label(run, runs if len(distinct) > 1 else [run])
+            groups[key] = RunGroup(name, label, 1 + len(groups) % (NUM_COLORS - 1))
+        groups[key].runs.append(run)
+    return list(groups.values())
+
+
+def run_label(run: RunRecord, group: RunGroup) -> str:
+    """A short name of a run: its group and seed, and its id where these say too little."""
+    seeds = [member.hyper_params.get("seed") for member in group.runs]
+    seed = run.hyper_params.get("seed")
+    own = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
+    return f"{group.name}, {own}" if group.name else own
+
+
+def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """The parameters in which runs differ, each with its value in every run."""
+    flat = [dict(flatten(run.hyper_params)) for run in runs]
+    paths = dict.fromkeys(path for values in flat for path in values)
+    rows = [
+        (path, [value_text(values[path]) if path in values else "" for values in flat])
+        for path in paths
+    ]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def charts_of(groups: Sequence[RunGroup], *, means_only: bool = False) -> list[Chart]:
+    """The charts of the `CURVES` that runs have.
+
+    A single run has a line for each agent in a chart, several runs a chart for each agent. With
+    `means_only`, a group has its mean and an area for its runs.
+    """
+    runs = [run for group in groups for run in group.runs]
+    agents = list(dict.fromkeys(agent for run in runs for agent in run.agents))
+    charts: list[Chart | None] = []
+    for curve in CURVES:
+        if "{}" not in curve.names[0]:
+            drawn = (_chart(curve, name, curve.title, groups, means_only) for name in curve.names)
+            charts.append(next((chart for chart in drawn if chart is not None), None))
+        elif len(runs) == 1:
+            charts.append(_chart_of_agents(curve, runs[0]))
+        else:
+            for agent in agents:
+                title = f"{curve.title}, {agent.replace('_', ' ')}"
+                name = curve.names[0].format(agent)
+                charts.append(_chart(curve, name, title, groups, means_only))
+    return [chart for chart in charts if chart is not None]
+
+
+def _chart(
+    curve: Curve, name: str, title: str, groups: Sequence[RunGroup], means_only: bool
+) -> Chart | None:
+    lines = [list(lines_of(group, name)) for group in groups]
+    # The test at the end is one point, which the summary shows.
+    if name.startswith(TEST_PREFIX) and all(len(one.points) < 2 for own in lines for one in own):
+        return None
+    bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
+    note = f"{curve.note}; area: lowest to highest seed" if means_only and bands else curve.note
+    shown = [line for own in lines for line in (own[-1:] if means_only else own)]
+    return line_chart(title, shown, note=note, kind=curve.kind, bands=bands, x_label=curve.x_label)
+
+
+def _chart_of_agents(curve: Curve, run: RunRecord) -> Chart | None:
+    lines = []
+    for agent, color in agent_colors(run.agents).items():
+        label = words(agent)
+        if curve.beside:
+            points = points_of(run, curve.beside.format(agent))
+            beside = f"{label}, {curve.beside_label}"
+            lines.append(Line(beside, points, color, is_thin=True, is_dashed=True))
+        lines.append(Line(label, points_of(run, curve.names[0].format(agent)), color))
+    note = f"{curve.note}; dashed: {curve.beside_label}" if curve.beside else curve.note
+    return line_chart(curve.title, lines, note=note, kind=curve.kind, x_label=curve.x_label)
+
+
+def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
+    """Every metric and timing by name, also those of the charts."""
+    runs = [run for group in groups for run in group.runs]
+    names = {name for run in runs for row in (*run.metrics, *run.timings) for name in row}
+    rows = []
+    for name in sorted(names - {"step"}):
+        values = [y for _, y in points_of(runs[0], name) if y is not None]
+        lines = [
+            Line("", points_of(run, name), group.color) for group in groups for run in group.runs
+        ]
+        paths = sparkline(lines)
+        if paths:
+            ends = (values[0], values[-1], min(values), max(values)) if values else (None,) * 4
+            rows.append(MetricRow(name, paths, *(decimal(end) for end in ends)))
+    return rows
+
+
+def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
+    """A metric or timing of a run by step."""
+    rows = run.timings if name.startswith(TIMING_PREFIXES) else run.metrics
+    points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
+    return [(step, value) for step, value in points if step is not None]
+
+
+def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
+    """A line for each run of a group, and their mean."""
+    is_overlaid = len(group.runs) > 1
+    for run in group.runs:
+        label = run_label(run, group)
+        yield Line(label, points_of(run, name), group.color, is_thin=is_overlaid)
+    if is_overlaid:
+        means = [(x, sum(values) / len(values)) for x, values in _shared(group, name)]
+        yield Line(f"{group.name} mean of {len(group.runs)}".strip(), means, group.color)
+
+
+def band_of(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
+    """The lowest and the highest of a group by step; empty for a single run."""
+    if len(group.runs) < 2:
+        return []
+    return [(x, min(values), max(values)) for x, values in _shared(group, name)]
+
+
+def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
+    """The steps at which every run of a group has a value, with the values."""
+    known = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
+    steps = sorted(set(known[0]).intersection(*known[1:]))
+    return [(step, [values[step] for values in known]) for step in steps]
+
+
+def letter(place: int) -> str:
+    """The name of a group or arm: A to Z, then a number."""
+    return chr(ord("A") + place) if place < 26 else str(place + 1)
+
+
+def _group_label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    """A run's trainer and its differences from others of that trainer, or if none, from all."""
+    trainer = run.hyper_params.get("trainer")
+    alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
+    differing: list[str] = []
+    for some in (alike, runs):
+        paths = [path for path, _ in parameter_differences(some) if path != "seed"]
+        differing = differing or paths
+    values: Mapping[str, Any] = dict(flatten(mapping(run.hyper_params)))
+    own = [path for path in differing if path in values and path != "trainer"]
+    # More than two differences do not fit a legend; the table of parameters has them all.
+    parts = [f"{path.rpartition('.')[2]} {value_text(values[path])[:24]}" for path in own[:2]]
+    return " · ".join([str(trainer or run.run_id), *parts])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from nip_astra.evaluation.measured import Replies
-from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, outcome_of
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
-from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text, words
 from nip_astra.report.summary import Row
-from nip_astra.report.transcripts import order_of, split_and_iteration
+from nip_astra.report.transcripts import split_and_iteration
 from nip_astra.utils.formatting import (
     NOTHING,
     count,
@@ -92,8 +91,7 @@ Groups = list[tuple[str, list[Row]]]
 """Rows by the name of their evaluation."""
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Failure rates, attackers by targets."""
 
     targets: list[str]
@@ -102,11 +100,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of failures; `medoid` and `shortest` are None where they are the most likely one.
-
-    `unlikeliness` is that of its most likely probe, in nats, 0 where it is not known. `turns` are
-    episode and depth of its members, as far as the evaluation says them.
-    """
+    """A cluster of failures; `medoid` and `shortest` are None if they are the most likely one."""
 
     size: float
     share: float | None
@@ -114,8 +108,8 @@ class Cluster:
     most_likely: Node
     medoid: Node | None
     shortest: Node | None
-    unlikeliness: float
-    turns: set[tuple[int, int]] = field(default_factory=set)
+    unlikeliness: float  # of its most likely probe, in nats; 0 if unknown
+    turns: set[tuple[int, int]]  # episode and depth of the members that are stored
 
 
 def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
@@ -143,7 +137,11 @@ def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
 def main_figures(run: RunRecord) -> list[Row]:
     """The figures that matter most, those that some evaluation has."""
     evaluations = run.evaluations.values()
-    outcomes = [_outcomes(mapping(one.get("outcomes"))) for one in evaluations]
+    outcomes = []
+    for counts in (mapping(one.get("outcomes")) for one in evaluations):
+        names = ("failure", "none", "undetermined", "error")
+        shown = " / ".join(decimal(counts.get(name)) for name in names)
+        outcomes.append(shown if counts else NOTHING)
     rows = [Row("turns: failure / none / undetermined / error", outcomes)]
     for label, path in MAIN:
         cells = [_main_text(path, evaluation) for evaluation in evaluations]
@@ -154,11 +152,6 @@ def main_figures(run: RunRecord) -> list[Row]:
     replies = [str(Replies.read(mapping(one.get("replies")))) or NOTHING for one in evaluations]
     rows = [*rows[1:5], rows[0], Row("replies: empty / refused", replies), *rows[5:]]
     return [row for row in rows if any(cell != NOTHING for cell in row.cells)]
-
-
-def _outcomes(counts: Mapping[str, Any]) -> str:
-    names = ("failure", "none", "undetermined", "error")
-    return " / ".join(decimal(counts.get(name)) for name in names) if counts else NOTHING
 
 
 def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
@@ -210,18 +203,15 @@ def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
                 node_of(medoid) if has_both else None,
                 node_of(shortest) if is_new else None,
                 _unlikeliness(likely or medoid),
-                set(_turns_of(one)),
+                {
+                    (int(turn[0]), int(turn[1]))
+                    for turn in items(one.get("turns"))
+                    if isinstance(turn, list) and [type(part) for part in turn] == [int, int]
+                },
             )
         )
     # Unknown likelihoods leave the order of the file.
     return sorted(clusters, key=lambda cluster: cluster.unlikeliness)
-
-
-def _turns_of(cluster: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    for turn in items(cluster.get("turns")):
-        match turn:
-            case [int(episode), int(depth)]:
-                yield episode, depth
 
 
 def _unlikeliness(row: Mapping[str, Any]) -> float:
@@ -279,20 +269,21 @@ def _item_text(value: Any) -> str:
 
 def quality_rows(run: RunRecord) -> Groups:
     """Quality and corrected rate of each scorer of each evaluation with labels."""
-    found = [
-        (name, [_quality(one, scorer) for scorer in mapping(one.get("detectors"))])
-        for name, one in run.evaluations.items()
-    ]
-    return [(name, rows) for name, rows in found if rows]
+    return _grouped(
+        run, lambda one: [_quality(one, scorer) for scorer in mapping(one.get("detectors"))]
+    )
 
 
 def agreement_rows(run: RunRecord) -> Groups:
-    """How far each two scorers of each evaluation agree."""
-    found = [
-        (name, [_agreement(mapping(pair)) for pair in items(one.get("scorer_agreement"))])
-        for name, one in run.evaluations.items()
-    ]
-    return [(name, rows) for name, rows in found if rows]
+    """The agreement of each two scorers of each evaluation."""
+    return _grouped(
+        run, lambda one: [_agreement(mapping(pair)) for pair in items(one.get("scorer_agreement"))]
+    )
+
+
+def _grouped(run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> Groups:
+    groups = [(name, rows_of(one)) for name, one in run.evaluations.items()]
+    return [(name, rows) for name, rows in groups if rows]
 
 
 def _quality(evaluation: Mapping[str, Any], scorer: str) -> Row:
@@ -350,8 +341,8 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
         }
         rows.append(
             {
-                "analyser": name.replace("_", " "),
-                "agent": agent.replace("_", " "),
+                "analyser": words(name),
+                "agent": words(agent),
                 "cells": [_cell(by_place.get(place, {})) for place in places],
             }
         )
@@ -360,7 +351,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
     return {
         "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
         "rows": rows,
-        "meanings": [(name.replace("_", " "), written) for name, written in meanings.items()],
+        "meanings": [(words(name), written) for name, written in meanings.items()],
         "judges": judges,
     }
 
@@ -380,34 +371,29 @@ def _cell(share: Mapping[str, Any]) -> str:
 
 
 def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """Return the planted failures with the query at which training met each, and their curve."""
+    """The planted failures with the query at which training met each, and their curve."""
     training = mapping(run.results.get("training"))
     found = mapping(training.get("plants"))
     random_search = mapping(run.results.get("random_search"))
     random = mapping(random_search.get("plants"))
-    known = {text(plant.get("name")): plant for plant in _plants_of(run)}
+    stored = [mapping(plant) for plant in items(run.results.get("planted_failures"))]
+    known = {text(plant.get("name")): plant for plant in stored}
+    queries = {name: query for name in found if (query := number(found[name])) is not None}
     rows = []
-    for name in sorted(dict.fromkeys([*found, *known]), key=lambda name: _when(found.get(name))):
+    for name in sorted({**found, **known}, key=lambda name: queries.get(name, float("inf"))):
         plant = known.get(name, {})
         ordinary = one_in(plant.get("rarity"))
         cells = [text(plant.get("description")), ordinary, count(found.get(name))]
         rows.append(Row(name, [*cells, count(random.get(name))] if random else cells))
     num_queries = number(training.get("target_queries"))
+    by_random = _discovered(random, number(random_search.get("target_queries")))
     lines = [
         Line("training", _discovered(found, num_queries), 1, has_steps=True),
-        Line(
-            "random search",
-            _discovered(random, number(random_search.get("target_queries"))),
-            0,
-            is_dashed=True,
-            has_steps=True,
-        ),
+        Line("random search", by_random, 0, is_dashed=True, has_steps=True),
     ]
     lines = [line for line in lines if len(line.points) > 1]
-    note = "by target queries spent"
-    return rows, line_chart(
-        "Planted failures found", lines, note=note, kind="count", x_label="query"
-    )
+    title, note = "Planted failures found", "by target queries spent"
+    return rows, line_chart(title, lines, note=note, kind="count", x_label="query")
 
 
 def kinds_found(run: RunRecord) -> Chart | None:
@@ -424,38 +410,20 @@ def kinds_found(run: RunRecord) -> Chart | None:
 
 
 def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """Return the share failing, and failed so far, at the turns of held-out chains."""
+    """The share failing, and not failed so far, at the turns of held-out chains."""
     rows: list[Row] = []
     lines: list[Line] = []
-    for table in sorted(run.tables, key=order_of):
-        if table not in ("before", "evaluation"):
-            continue
-        shares = _by_turn(run.tables[table], run.threshold)
-        name = "after" if table == "evaluation" else "before"
+    for name, table in (("after", "evaluation"), ("before", "before")):
+        shares = _by_turn(run.tables.get(table, ()), run.threshold)
         for turn, num_nodes, score, failing, survived in shares:
             cells = [count(turn), count(num_nodes), decimal(score), percent(failing)]
             rows.append(Row(name, [*cells, percent(survived)]))
         points: list[tuple[float, float | None]] = [(0.0, 1.0)] if shares else []
         points += [(float(turn), survived) for turn, *_, survived in shares]
-        color = 1 if name == "after" else 0
-        lines.append(Line(name, points, color, is_dashed=name == "before", has_steps=True))
-    chart = line_chart(
-        "Conversations without a failure so far",
-        lines,
-        note="share, by turn",
-        kind="percent",
-        x_label="turn",
-    )
-    return rows, chart
-
-
-def _plants_of(run: RunRecord) -> list[dict[str, Any]]:
-    return [mapping(plant) for plant in items(run.results.get("planted_failures"))]
-
-
-def _when(query: Any) -> float:
-    found = number(query)
-    return float("inf") if found is None else found
+        is_before = name == "before"
+        lines.append(Line(name, points, int(not is_before), is_dashed=is_before, has_steps=True))
+    title, note = "Conversations without a failure so far", "share, by turn"
+    return rows, line_chart(title, lines, note=note, kind="percent", x_label="turn")
 
 
 def _discovered(

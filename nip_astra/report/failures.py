@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
@@ -45,32 +45,17 @@ class FailureGroup:
         """Failing responses of the group."""
         return sum(member.num_occurrences for member in self.members)
 
-    @property
-    def most_likely(self) -> Node:
-        """The failure with the most likely probe."""
-        return self.members[0].node
-
 
 @dataclass
 class GroupedFailures:
-    """All failures of one table.
-
-    Attributes
-    ----------
-    table : str
-        The table that they come from.
-    criterion : str
-        What "most likely" means here.
-    num_left_out : int
-        Distinct probes beyond those that were grouped.
-    """
+    """All failures of one table."""
 
     table: str
-    criterion: str
+    criterion: str  # the meaning of "most likely" here
     groups: list[FailureGroup]
     num_failures: int
     num_distinct: int
-    num_left_out: int
+    num_left_out: int  # distinct probes beyond those that were grouped
 
 
 def group_failures(run: RunRecord) -> GroupedFailures | None:
@@ -88,7 +73,7 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
 
 
 def probe_key(probe: str) -> str:
-    """Return the words of a probe, by which equal ones are known."""
+    """The words of a probe, by which equal ones are known."""
     return " ".join(probe.casefold().split())
 
 
@@ -145,32 +130,41 @@ def failures(
     tables: Sequence[Table],
     anchor: str,
 ) -> dict[str, Any] | None:
-    """Return what the section shows; None where no response has a verdict.
+    """The section's values; None if no response has a verdict.
 
-    Parameters
-    ----------
-    tables : Sequence[Table]
-        Conversations of the page, which examples link to.
-    anchor : str
-        Id of the section of conversations.
+    Examples link to the conversations of `tables`, whose section has the id `anchor`.
     """
-    links = links_to(tables)
+    links = {
+        (table.name, key_of(episode.turns[0].node)): episode.anchor
+        for table in tables
+        for episode in table.episodes
+    }
     clustered: list[dict[str, Any]] = []
     first = 0
     for name, evaluation in run.evaluations.items():
-        found = clusters_of(evaluation)[:MAX_CLUSTERS]
-        if found:
-            examples = Examples(run, f"evaluations/{name}", links)
-            clustered.append(_clustered(name, evaluation, found, examples, first))
-        first += len(found)
+        clusters = clusters_of(evaluation)[:MAX_CLUSTERS]
+        if clusters:
+            make = _examples(run, f"evaluations/{name}", links)
+            clustered.append(_clustered(name, evaluation, clusters, make, first))
+        first += len(clusters)
     if grouped is None and not clustered:
         return None
     groups = grouped.groups if grouped else []
     small = groups[MAX_CLUSTERS:]
+    make = _examples(run, grouped.table if grouped else "", links)
     return {
         "clustered": clustered,
         "grouped": grouped if groups else None,
-        "shown": _shown_groups(run, grouped, links, first),
+        "shown": [
+            {
+                "size": group.size,
+                "members": group.members,
+                "example": make(group.members[0].node, True),
+                "others": group.members[1 : MAX_MEMBERS + 1],
+                "number": number,
+            }
+            for number, group in enumerate(groups[:MAX_CLUSTERS], start=first)
+        ],
         "anchor": anchor,
         "place": "" if anchor == "conversations" else f"{anchor}-",
         "has_filter": bool(tables),
@@ -183,14 +177,14 @@ def _clustered(
     name: str,
     evaluation: dict[str, Any],
     clusters: Sequence[Cluster],
-    examples: Examples,
+    make: Callable[[Node, bool], Example],
     first: int,
 ) -> dict[str, Any]:
-    """Return what is shown of an evaluation's clusters; the first has the number `first`."""
+    """The clusters of an evaluation; the first has the number `first`."""
     likeliest = mapping(evaluation.get("most_likely_failure"))
 
     def shown(node: Node | None) -> Example | None:
-        return None if node is None else examples.of(node, is_stored=False)
+        return None if node is None else make(node, False)
 
     return {
         "title": f"Evaluation {name}",
@@ -210,95 +204,36 @@ def _clustered(
     }
 
 
-def _shown_groups(
-    run: RunRecord, grouped: GroupedFailures | None, links: Links, first: int
-) -> list[dict[str, Any]]:
-    if grouped is None:
-        return []
-    examples = Examples(run, grouped.table, links)
-    return [
-        {
-            "size": group.size,
-            "members": group.members,
-            "example": examples.of(group.most_likely, is_stored=True),
-            "others": group.members[1 : MAX_MEMBERS + 1],
-            "number": number,
-        }
-        for number, group in enumerate(grouped.groups[:MAX_CLUSTERS], start=first)
-    ]
-
-
 @dataclass(frozen=True)
 class Example:
-    """A conversation up to the turn that stands for a cluster.
-
-    Attributes
-    ----------
-    turns : list of (node, is_failure)
-        From the first on; the failing turn alone where the others are not stored.
-    figures : list of (name, value)
-        Of the last turn.
-    label : str
-        What the conversation is called; empty where it is not known which it is.
-    link : str
-        Id of the conversation on the page, empty where the page does not show it.
-    """
+    """A conversation up to the failing turn that stands for a cluster."""
 
     prompt: str
-    turns: list[tuple[Node, bool]]
-    figures: list[tuple[str, str]]
-    label: str = ""
-    link: str = ""
+    turns: list[tuple[Node, bool]]  # each with whether it failed; the last alone if others are lost
+    figures: list[tuple[str, str]]  # of the last turn
+    label: str = ""  # empty if the conversation is not known
+    link: str = ""  # id on the page; empty if it is not shown
 
 
-class Examples:
-    """Makes examples of one table's failures.
+def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool], Example]:
+    """Makes examples of a table's failures; a node that is not `is_stored` is looked up in it."""
+    paths = Paths(run.tables.get(table, ()))
 
-    Parameters
-    ----------
-    table : str
-        The table that holds the conversations; one that is missing leaves the failing turns alone.
-    links : Mapping
-        Ids of the conversations that the page shows; see `links_to`.
-    """
-
-    def __init__(self, run: RunRecord, table: str, links: Links) -> None:
-        self._table, self._threshold, self._links = table, run.threshold, links
-        self._paths = Paths(run.tables.get(table, ()))
-
-    def of(self, node: Node, *, is_stored: bool) -> Example:
-        """Return the conversation up to a failing turn.
-
-        Parameters
-        ----------
-        is_stored : bool
-            Whether the node is one of the table's; one that a file quotes is looked for in it.
-        """
-        found = node if is_stored else self._paths.find(node)
-        path = [node] if found is None else self._paths.to(found)
-        link = "" if found is None else self._links.get((self._table, key_of(found)), "")
+    def make(node: Node, is_stored: bool) -> Example:
+        stored = node if is_stored else paths.find(node)
+        path = [node] if stored is None else paths.to(stored)
+        last = node if stored is None else stored
+        figures = {"score": last.response_score, "reward": last.reward, "NLL": last.probe_nll}
+        figures["log-probability"] = last.logprob
         return Example(
             node.prompt,
-            [(one, one is path[-1] or one.is_failure(self._threshold)) for one in path],
-            _figures_of(node if found is None else found),
-            "" if found is None else label_of(self._table, found),
-            link,
+            [(one, one is path[-1] or one.is_failure(run.threshold)) for one in path],
+            [(name, decimal(value)) for name, value in figures.items() if value is not None],
+            "" if stored is None else label_of(table, stored),
+            "" if stored is None else links.get((table, key_of(stored)), ""),
         )
 
-
-def links_to(tables: Sequence[Table]) -> Links:
-    """Return the ids of the conversations that a page shows, by table and conversation."""
-    return {
-        (table.name, key_of(episode.turns[0].node)): episode.anchor
-        for table in tables
-        for episode in table.episodes
-    }
-
-
-def _figures_of(node: Node) -> list[tuple[str, str]]:
-    figures = {"score": node.response_score, "reward": node.reward, "NLL": node.probe_nll}
-    figures["log-probability"] = node.logprob
-    return [(name, decimal(value)) for name, value in figures.items() if value is not None]
+    return make
 
 
 class ClusterLabel(NamedTuple):
@@ -327,12 +262,7 @@ class _Plant(NamedTuple):
 class Labels:
     """Planted failures and clusters of a run, each by its place in a list.
 
-    Attributes
-    ----------
-    plants : list[str]
-        Names of the planted failures.
-    clusters : list[ClusterLabel]
-        Clusters of all tables; those of an evaluation are its own, others are by wording.
+    Clusters of an evaluation are its own, others are by wording.
     """
 
     def __init__(self, run: RunRecord, grouped: GroupedFailures | None) -> None:
@@ -355,7 +285,7 @@ class Labels:
             self.clusters.append(ClusterLabel(grouped.table, number, group.size))
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
-        """Return the planted failures and the clusters of the failures among nodes."""
+        """The planted failures and the clusters of the failures among nodes."""
         failures = [node for node in nodes if node.is_failure(self._threshold)]
         paths = Paths(nodes) if self._planted else None
         plants: set[int] = set()

@@ -6,15 +6,15 @@ import base64
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report.curves import group_runs, run_label
+from nip_astra.report.charts import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
@@ -34,8 +34,7 @@ FILTERS = ("percent", "decimal", "count", "duration")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A section that has been drawn."""
 
     anchor: str
@@ -43,8 +42,7 @@ class Section:
     html: Markup
 
 
-@dataclass(frozen=True)
-class RunPart:
+class RunPart(NamedTuple):
     """A run of a comparison with its own sections."""
 
     anchor: str
@@ -95,39 +93,47 @@ def write_report(
 
 def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
     """The page about one run, or about several with a comparison first, as HTML."""
-    drawer = _Drawer(redact)
-    limits = {
-        "max_nodes": MAX_NODES // len(runs),
-        "max_characters": MAX_CHARACTERS // len(runs),
-    }
+    max_nodes, max_characters = MAX_NODES // len(runs), MAX_CHARACTERS // len(runs)
+
+    def sections_about(run: RunRecord, anchor: str, prefix: str, has_curves: bool) -> list[Section]:
+        specs = sections_of_run(
+            run,
+            anchor=anchor,
+            max_nodes=max_nodes,
+            max_characters=max_characters,
+            has_curves=has_curves,
+        )
+        return _drawn(specs, redact, prefix)
+
     if len(runs) == 1:
-        specs = sections_of_run(runs[0], anchor="conversations", has_curves=True, **limits)
-        sections, parts = drawer.draw(specs), []
-    else:
-        groups = group_runs(runs)
-        anchors = {id(run): f"run-{place}" for place, run in enumerate(runs, start=1)}
-        sections = drawer.draw(sections_of_comparison(groups, anchors))
-        parts = [
-            RunPart(
-                anchors[id(run)],
-                run_label(run, group),
-                run.run_id,
-                drawer.draw(
-                    sections_of_run(run, anchor=anchors[id(run)], has_curves=False, **limits),
-                    f"{anchors[id(run)]}-",
-                ),
-            )
-            for group in groups
-            for run in group.runs
+        (run,) = runs
+        names = [text(run.hyper_params.get(name)) for name in ("trainer", "scenario")]
+        title = f"{names[0]} on {Path(names[1]).name}" if all(names) else run.run_id
+        facts = [
+            ("run", run.run_id),
+            ("seed", text(run.hyper_params.get("seed"))),
+            ("device", text(run.settings.get("device"))),
+            ("finished", "yes" if run.results else "not yet"),
         ]
-    return _page(_title(runs), _facts(runs), sections, parts)
+        facts = [(name, value) for name, value in facts if value]
+        return _page(title, facts, sections_about(run, "conversations", "", True), [])
+    groups = group_runs(runs)
+    anchors = {id(run): f"run-{place}" for place, run in enumerate(runs, start=1)}
+    sections = _drawn(sections_of_comparison(groups, anchors), redact)
+    parts = []
+    for group in groups:
+        for run in group.runs:
+            anchor = anchors[id(run)]
+            own = sections_about(run, anchor, f"{anchor}-", False)
+            parts.append(RunPart(anchor, run_label(run, group), run.run_id, own))
+    return _page(f"Comparison of {len(runs)} runs", [], sections, parts)
 
 
 def render_sections(
     title: str, facts: Sequence[tuple[str, str]], specs: Sequence[Spec], *, redact: bool = True
 ) -> str:
     """A page of sections of one's own, as HTML."""
-    return _page(title, facts, _Drawer(redact).draw(specs), [])
+    return _page(title, facts, _drawn(specs, redact), [])
 
 
 def _page(
@@ -159,30 +165,25 @@ def _page(
     )
 
 
-class _Drawer:
-    """Renders sections; one that fails is replaced by its error."""
-
-    def __init__(self, redact: bool) -> None:
-        self.redact = redact
-
-    def draw(self, specs: Sequence[Spec], prefix: str = "") -> list[Section]:
-        drawn = [self._draw_one(spec, f"{prefix}{spec.name}") for spec in specs]
-        return [section for section in drawn if section is not None]
-
-    def _draw_one(self, spec: Spec, anchor: str) -> Section | None:
+def _drawn(specs: Sequence[Spec], redact: bool, prefix: str = "") -> list[Section]:
+    """The sections with anything to show; one that fails is replaced by its error."""
+    sections = []
+    for spec in specs:
         try:
             context = spec.build()
             if context is None:
-                return None
+                continue
             template = _environment().get_template(f"{spec.name}.html.jinja")
-            inside = Markup(template.render(context, redact=self.redact))
+            inside = Markup(template.render(context, redact=redact))
         except Exception as error:
             # A finished run must not fail because a file of it holds something unforeseen.
             logger.exception("the section %r of a report could not be drawn", spec.name)
-            written = f"This section could not be drawn: {type(error).__name__}: {error}"
-            inside = Markup("<p>{}</p>").format(safe_text(written))
-        html = Markup('<section id="{}"><h2>{}</h2>{}</section>').format(anchor, spec.title, inside)
-        return Section(anchor, spec.title, html)
+            message = f"This section could not be drawn: {type(error).__name__}: {error}"
+            inside = Markup("<p>{}</p>").format(safe_text(message))
+        anchor, html = f"{prefix}{spec.name}", '<section id="{}"><h2>{}</h2>{}</section>'
+        drawn = Markup(html).format(anchor, spec.title, inside)
+        sections.append(Section(anchor, spec.title, drawn))
+    return sections
 
 
 @cache
@@ -207,7 +208,7 @@ def _shown(value: object) -> object:
 
 @cache
 def _source(name: str) -> str:
-    """Return a file beside the templates as it is."""
+    """A file beside the templates as it is."""
     loader = _environment().loader
     assert loader is not None
     source, _, _ = loader.get_source(_environment(), name)
@@ -215,22 +216,5 @@ def _source(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return what the page's policy calls a style or script by."""
+    """What the page's policy calls a style or script by."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _title(runs: Sequence[RunRecord]) -> str:
-    if len(runs) > 1:
-        return f"Comparison of {len(runs)} runs"
-    names = [text(runs[0].hyper_params.get(name)) for name in ("trainer", "scenario")]
-    return f"{names[0]} on {Path(names[1]).name}" if all(names) else runs[0].run_id
-
-
-def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    if len(runs) > 1:
-        return []
-    run = runs[0]
-    named = [("run", run.run_id), ("seed", text(run.hyper_params.get("seed")))]
-    named += [("device", text(run.settings.get("device")))]
-    named += [("finished", "yes" if run.results else "not yet")]
-    return [(name, value) for name, value in named if value]

@@ -16,10 +16,10 @@ from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import present_name
-from nip_astra.utils.plain_values import items as items
-from nip_astra.utils.plain_values import mapping as mapping
-from nip_astra.utils.plain_values import number as number
-from nip_astra.utils.plain_values import text as text
+from nip_astra.utils.formatting import items as items
+from nip_astra.utils.formatting import mapping as mapping
+from nip_astra.utils.formatting import number as number
+from nip_astra.utils.formatting import text as text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
@@ -38,28 +38,10 @@ _REWARD_PREFIX = "reward/"
 
 @dataclass(frozen=True)
 class Node:
-    """One row of a table of conversations: a probe and the response to it.
+    """One row of a table of conversations: a probe and the response to it."""
 
-    Attributes
-    ----------
-    step : int
-        Iteration at which the conversation was played.
-    node, parent : int or None
-        Index in the tree, of the turn and of its parent; None in rows without these columns.
-    response_score, combined_score, reward : float or None
-        None where there is no verdict.
-    probe_nll : float or None
-        Nats per token.
-    reference_logprob : float or None
-        Log-probability of the probe's words under the reference; nats.
-    reward_parts : dict[str, float]
-        What each reward term gave, by its name.
-    transcript : list of (role, text)
-        Messages of a whole conversation that is one row; None where a row is one turn.
-    """
-
-    step: int
-    node: int | None
+    step: int  # iteration
+    node: int | None  # index in the tree, of the turn and below of its parent
     parent: int | None
     depth: int
     episode: int
@@ -69,12 +51,12 @@ class Node:
     response_score: float | None = None
     combined_score: float | None = None
     reward: float | None = None
-    probe_nll: float | None = None
-    reference_logprob: float | None = None
+    probe_nll: float | None = None  # nats per token
+    reference_logprob: float | None = None  # of all its words, nats
     num_tokens: int | None = None
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
-    transcript: list[tuple[str, str]] | None = None
+    transcript: list[tuple[str, str]] | None = None  # role and text, if a row has all turns
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -99,34 +81,17 @@ class Node:
         return -self.probe_nll * self.num_tokens
 
     def is_failure(self, threshold: float | None) -> bool:
-        """Say whether the response's score reaches the threshold."""
-        return (
-            threshold is not None
-            and self.response_score is not None
-            and self.response_score >= threshold
-        )
+        """Whether the response's score reaches the threshold."""
+        score = self.response_score
+        return threshold is not None and score is not None and score >= threshold
 
 
 @dataclass
 class RunRecord:
-    """What a run directory holds; a part that could not be read is empty and has a note.
+    """The content of a run directory; a part that could not be read is empty and has a note.
 
-    Attributes
-    ----------
-    tables : dict[str, list[Node]]
-        Conversations by the name of their table.
-    episodes : dict[str, list[dict]]
-        Rows of tables of episodes of an interaction protocol, by the name of the table.
-    evaluations : dict[str, dict]
-        `evaluation.json` by the name of its folder.
-    transfer : list[dict]
-        Cells of the newest transfer matrix, each with attacker, target and failure rate.
-    analyses : list[dict]
-        Answers of a judge about rollouts: `analyses/<split>_<iteration>/<analyser>.json`.
-    log_lines : list[str]
-        Warnings and errors of the log.
-    notes : list[str]
-        What could not be read, and what that means for the page.
+    `tables` and `episodes` of a protocol are by the name of their table, `evaluations` by their
+    folder; `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
     """
 
     path: Path
@@ -183,6 +148,11 @@ class RunRecord:
         return next((value for value in found if value is not None), None)
 
 
+def words(name: str) -> str:
+    """A name as words."""
+    return name.replace("_", " ")
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Return agent and figure of a metric's name; the agent of a figure of all agents is empty."""
     agent, _, figure = name.rpartition("/")
@@ -234,7 +204,7 @@ def read_run(path: str | Path) -> RunRecord:
     run.metrics = [
         {present_name(name): value for name, value in row.items()}
         for row in reader.lines(METRICS_FILE)
-        if _step_of(row) is not None
+        if _integer(row.get("step")) is not None
     ]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
     for file in sorted(directory.path.glob(ANALYSES)):
@@ -272,7 +242,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
-    """Results with the keys of today, also where an older version wrote them."""
+    """Results with the current keys, also if an older version wrote them."""
     training = mapping(results.get("training"))
     for name in ("iterations", "optimizer_steps"):
         old = training.get(name, results.get(f"num_{name}"))
@@ -307,11 +277,14 @@ class _Reader:
             with (self.run.path / name).open(encoding="utf-8", errors="replace") as file:
                 for line in islice(file, MAX_ROWS):
                     num_rows += 1
-                    row = _parse_line(line)
-                    if row is None:
-                        num_broken += 1
-                    else:
+                    try:
+                        row = json.loads(line)
+                    except (ValueError, RecursionError):
+                        row = None
+                    if isinstance(row, dict):
                         yield row
+                    else:
+                        num_broken += 1
                 is_cut = num_rows == MAX_ROWS and bool(file.readline())
         except FileNotFoundError:
             if is_needed:
@@ -348,7 +321,7 @@ def node_of(row: Mapping[str, Any]) -> Node:
     messages = [(text(role), text(content)) for role, content in pairs]
     opening = next((content for role, content in messages if role == "user"), "")
     return Node(
-        step=_step_of(row) or 0,
+        step=_integer(row.get("step")) or 0,
         node=place["node"],
         parent=place["parent"],
         depth=place["depth"] or 0,
@@ -371,18 +344,6 @@ def node_of(row: Mapping[str, Any]) -> Node:
 def _integer(value: Any) -> int | None:
     as_float = number(value)
     return None if as_float is None else int(as_float)
-
-
-def _step_of(row: Mapping[str, Any]) -> int | None:
-    return _integer(row.get("step"))
-
-
-def _parse_line(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _log_lines(path: Path) -> list[str]:

@@ -2,18 +2,202 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from nip_astra.evaluation.tables import model_label
-from nip_astra.report import curves, evaluations, provenance, summary, transcripts
-from nip_astra.report.charts import agent_colors, whisker
-from nip_astra.report.curves import RunGroup, run_label
+from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
+from nip_astra.report import evaluations, summary, transcripts
+from nip_astra.report.charts import (
+    RunGroup,
+    agent_colors,
+    charts_of,
+    metric_rows,
+    parameter_differences,
+    run_label,
+    whisker,
+)
 from nip_astra.report.failures import GroupedFailures, Labels, failures, group_failures
-from nip_astra.report.records import CONVERSATION, PROTOCOL, TASK, RunRecord, mapping, number, text
-from nip_astra.utils.formatting import NOTHING, count, decimal
+from nip_astra.report.records import (
+    CONVERSATION,
+    PROTOCOL,
+    TASK,
+    RunRecord,
+    items,
+    mapping,
+    number,
+    text,
+    words,
+)
+from nip_astra.tracking import run_directory as files
+from nip_astra.trust import SETTINGS_SIGNATURE, SIGNATURE
+from nip_astra.utils.formatting import NOTHING, count, decimal, value_text
+
+HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
+ROLES = ("attacker", "target")
+_NOT_STATED = "not stated"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A hyper-parameter with its source, which is empty if it is not known."""
+
+    path: str
+    value: str
+    source: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody chose it for this run."""
+        return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
+
+
+def parameters(run: RunRecord) -> list[Parameter]:
+    """Every hyper-parameter that the run reads, with its source; all where sources are unknown."""
+    return [
+        Parameter(path, value_text(value), run.sources.get(path, ""))
+        for path, value in flatten(run.hyper_params)
+        if not run.sources or path in run.sources
+    ]
+
+
+def _commands(run: RunRecord) -> list[tuple[str, str]]:
+    """The commands that run it again, each with what it needs."""
+    folder = text(run.settings.get("runs_dir")) or "runs"
+    file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
+    device = text(run.settings.get("device"))
+    where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
+    commands = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    if run.sources:
+        names = ("trainer", "scenario", "seed")
+        options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
+        for one in parameters(run):
+            if one.source == "--plugin":
+                plugins = items(run.hyper_params.get("plugins"))
+                options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
+            elif one.is_given and one.path not in names:
+                options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
+        commands.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return commands
+
+
+def all_warnings(run: RunRecord) -> list[str]:
+    """The warnings of results, evaluations and log, each once."""
+    found = [text(one) for one in items(run.results.get("warnings"))]
+    of_evaluations: dict[str, list[str]] = {}
+    for name, evaluation in run.evaluations.items():
+        for one in items(evaluation.get("warnings")):
+            of_evaluations.setdefault(text(one), []).append(name)
+    found += [
+        f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
+        for line, names in of_evaluations.items()
+    ]
+    listed = " ".join(found)
+    found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
+    return list(dict.fromkeys(found))
+
+
+def cards(run: RunRecord) -> dict[str, Any] | None:
+    """The cards, and the sentences about how the numbers can be had again."""
+    if run.kind == PROTOCOL:
+        return None
+    measured = _of_evaluations(run)
+    models = measured or _of_parameters(run)
+    if not models:
+        return None
+    return {
+        "headings": HEADINGS,
+        "rows": [_cells(card) for card in models],
+        "is_digested": bool(measured),
+        "sentences": determinism(run),
+    }
+
+
+def determinism(run: RunRecord) -> list[str]:
+    """Conditions under which the same command gives the same numbers."""
+    seed = text(run.hyper_params.get("seed"))
+    found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
+    threads = number(run.environment.get("num_threads"))
+    device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
+    if device == "cpu":
+        many = "" if threads is None else f" with {count(threads)} thread{'s'[: threads != 1]}"
+        found.append(
+            f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
+            "give the same numbers to the last bit, also where a run was stopped and resumed."
+        )
+    else:
+        found.append(
+            f"Its device was {device}: a GPU may add numbers up in another order each time, so "
+            "that last digits differ, and with them words that were nearly as likely."
+        )
+    models = [*_of_parameters(run), *_of_evaluations(run)]
+    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in models):
+        found.append("A service stands behind a scorer; it may answer otherwise another time.")
+    return found
+
+
+def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for evaluation in run.evaluations.values():
+        for card in map(mapping, items(evaluation.get("cards"))):
+            if card and card not in found:
+                found.append(card)
+    order = (*ROLES, "scorer")
+    return sorted(found, key=lambda card: [text(card.get("role")) != role for role in order])
+
+
+def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
+    """What the parameters say where no evaluation looked at the weights."""
+    sections = [mapping(value) for value in run.hyper_params.values()]
+    section = next((one for one in sections if "target" in one and "scorer" in one), {})
+    found: list[Mapping[str, Any]] = []
+    for role in ROLES:
+        agent = mapping(section.get(role))
+        model = mapping(agent.get("language_model")) or mapping(agent.get("chat_model"))
+        if model:
+            found.append(_card(role, model))
+    scorer = mapping(section.get("scorer"))
+    if scorer:
+        found.append(_card("scorer", scorer) | {"threshold": section.get("failure_threshold")})
+    return found
+
+
+def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kind = text(parameters.get("_type"))
+    places = [parameters.get("base_url"), parameters.get("model")]
+    if parameters.get("service") == "local":
+        places = [parameters.get("weights")]
+    source = next(filter(None, places), None)
+    return {"role": role, "name": kind, "kind": kind, "source": source}
+
+
+def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
+    name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
+    cells = [
+        name or NOTHING,
+        ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
+        text(card.get("licence")) or _NOT_STATED,
+        count(card.get("num_parameters")),
+        _size(card.get("size_bytes")),
+        text(card.get("sha256")) or NOTHING,
+        decimal(card.get("threshold")),
+    ]
+    return text(card.get("role")), cells
+
+
+def _size(value: Any) -> str:
+    size = number(value)
+    if size is None:
+        return NOTHING
+    unit = 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{decimal(size)} {_UNITS[unit]}"
+
 
 Context = dict[str, Any]
 MAX_REPEATED = 8
@@ -42,7 +226,7 @@ class Spec:
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
-    """Return the sections about one run; those that have nothing to show give None."""
+    """The sections about one run; those that have nothing to show give None."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -77,7 +261,7 @@ def sections_of_run(
         *of_kind,
         Spec("services", "Services", lambda: _services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
-        Spec("cards", "Models and scorers", lambda: provenance.cards(run)),
+        Spec("cards", "Models and scorers", lambda: cards(run)),
         Spec("environment", "Environment", lambda: _environment(run)),
         Spec("notes", "Unreadable parts", lambda: {"notes": run.notes} if run.notes else None),
     ]
@@ -85,7 +269,7 @@ def sections_of_run(
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
-    """Return the sections about several runs together; `anchors` is by the id() of a run."""
+    """The sections about several runs together; `anchors` is by the id() of a run."""
     return [
         Spec("overview", "Overview", lambda: _overview(groups, anchors)),
         Spec("differences", "What differs", lambda: _differences(groups)),
@@ -97,7 +281,7 @@ def _summary(run: RunRecord) -> Context:
     headings, rows = summary.main_table(run)
     return {
         "sentences": summary.verdict(run),
-        "warnings": _warnings(run, provenance.all_warnings(run)),
+        "warnings": _warnings(run, all_warnings(run)),
         "tiles": summary.tiles(run),
         "headings": headings,
         "rows": rows,
@@ -123,14 +307,14 @@ def _curves(groups: Sequence[RunGroup]) -> Context:
     return {
         "legend": _agents(runs[0]) if len(runs) == 1 else [_legend_entry(one) for one in groups],
         "is_compared": len(runs) > 1 or bool(runs[0].agents),
-        "charts": curves.charts_of(groups),
-        "metrics": curves.metric_rows(groups),
+        "charts": charts_of(groups),
+        "metrics": metric_rows(groups),
     }
 
 
 def _agents(run: RunRecord) -> list[Context]:
     colors = agent_colors(run.agents)
-    return [{"label": name.replace("_", " "), "color": color} for name, color in colors.items()]
+    return [{"label": words(name), "color": color} for name, color in colors.items()]
 
 
 def _agent_figures(run: RunRecord) -> Context | None:
@@ -141,8 +325,7 @@ def _agent_figures(run: RunRecord) -> Context | None:
 def _episodes(run: RunRecord) -> Context | None:
     tables = transcripts.episode_tables(run)
     has_texts = any(one.texts for table in tables for one in table.episodes)
-    context = {"tables": tables, "agents": _agents(run), "has_texts": has_texts}
-    return context if tables else None
+    return {"tables": tables, "agents": _agents(run), "has_texts": has_texts} if tables else None
 
 
 def _legend_entry(group: RunGroup) -> Context:
@@ -237,8 +420,8 @@ def _conversations(
 
 
 def _parameters(run: RunRecord) -> Context | None:
-    every = provenance.parameters(run)
-    groups: dict[str, list[provenance.Parameter]] = {}
+    every = parameters(run)
+    groups: dict[str, list[Parameter]] = {}
     for one in every:
         group = one.path.partition(".")[0] if "." in one.path else "experiment"
         groups.setdefault(group, []).append(one)
@@ -252,10 +435,15 @@ def _parameters(run: RunRecord) -> Context | None:
 
 
 def _environment(run: RunRecord) -> Context | None:
-    times = provenance.times(run)
+    times = summary.times(run)
+    signatures = (SIGNATURE, SETTINGS_SIGNATURE)
+    known = {name: one for name, one in run.environment.items() if name not in signatures}
+    values = flatten({**known, "settings": run.settings})
     return {
-        "environment": provenance.environment(run),
-        "commands": provenance.commands(run),
+        "environment": [
+            (name, value_text(value)) for name, value in values if value not in (None, [])
+        ],
+        "commands": _commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
         "has_target": run.kind == CONVERSATION,
@@ -280,7 +468,7 @@ def _services(run: RunRecord) -> Context | None:
 
 def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """A heading and the cells of each chat model, and last whether its tokens were guessed."""
-    found = []
+    rows = []
     for name, value in mapping(figures.get("services")).items():
         use = mapping(value)
         failures = mapping(use.get("failures"))
@@ -294,8 +482,8 @@ def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, lis
             *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
             "guessed" if number(use.get("num_estimated")) else "",
         ]
-        found.append((f"{text(name)}, {where}", cells))
-    return found
+        rows.append((f"{text(name)}, {where}", cells))
+    return rows
 
 
 _OVERVIEWS = {
@@ -309,29 +497,24 @@ _OVERVIEWS = {
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
     tables = []
     for kind, (title, lead) in _OVERVIEWS.items():
-        of_kind = [group for group in groups if group.runs[0].kind == kind]
-        if of_kind:
-            columns = summary.OVERVIEW[kind]
-            blocks = [_block(group, anchors, columns) for group in of_kind]
-            headings = [column.heading for column in columns]
+        columns = summary.OVERVIEW[kind]
+        blocks = [_block(one, anchors, columns) for one in groups if one.runs[0].kind == kind]
+        if blocks:
             tables.append(
                 {
                     "title": title,
                     "lead": lead,
-                    "headings": headings,
+                    "headings": [column.heading for column in columns],
                     "blocks": blocks,
                     "is_protocol": kind == PROTOCOL,
                     "clusters": _CLUSTERS[kind],
                 }
             )
-    warnings = [
-        warning
-        for group in groups
-        for run in group.runs
-        for warning in _warnings(
-            run, [f"{run_label(run, group)}: {line}" for line in provenance.all_warnings(run)]
-        )
-    ]
+    warnings: list[Context] = []
+    for group in groups:
+        for run in group.runs:
+            lines = [f"{run_label(run, group)}: {line}" for line in all_warnings(run)]
+            warnings += _warnings(run, lines)
     return {"tables": tables, "warnings": warnings}
 
 
@@ -387,5 +570,5 @@ def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
 def _differences(groups: Sequence[RunGroup]) -> Context:
     first = [group.runs[0] for group in groups][:MAX_COMPARED]
     names = [group.name or "value" for group in groups][:MAX_COMPARED]
-    rows = [row for row in curves.parameter_differences(first) if row[0] != "seed"]
+    rows = [row for row in parameter_differences(first) if row[0] != "seed"]
     return {"names": names, "rows": rows}

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nip_astra.evaluation.measured import Replies
+from nip_astra.evaluation.outcomes import Replies
 from nip_astra.report.charts import Whisker, whisker
-from nip_astra.report.provenance import times
 from nip_astra.report.records import (
     CONVERSATION,
     PROTOCOL,
@@ -20,6 +19,7 @@ from nip_astra.report.records import (
     number,
     split_name,
     text,
+    words,
 )
 from nip_astra.tracking.run_directory import FAILED
 from nip_astra.utils.formatting import (
@@ -66,15 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class AgentFigures:
-    """Figures of a run of agents, without the prefix of tests.
-
-    Attributes
-    ----------
-    overall : dict[str, Any]
-        Figures of all agents together, with intervals and the number of episodes.
-    by_agent : dict[str, dict[str, float]]
-        By agent, then by name.
-    """
+    """Figures of all agents together with their intervals, and of each; without `test_`."""
 
     overall: dict[str, Any] = field(default_factory=dict)
     by_agent: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -85,18 +77,23 @@ class AgentFigures:
         return number(self.overall.get(accuracy_name(self.overall)))
 
     @property
+    def accuracy_text(self) -> str:
+        """That share with its interval and counts."""
+        return format_figure(self.overall, accuracy_name(self.overall))
+
+    @property
     def num_episodes(self) -> float | None:
         """Episodes on which the figures rest."""
         return number(self.overall.get("num_episodes"))
 
 
 def accuracy_name(report: Report) -> str:
-    """Return the name under which a report has its share of right decisions."""
+    """The name under which a report has its share of right decisions."""
     return next((name for name in ACCURACY if number(report.get(name)) is not None), ACCURACY[0])
 
 
 def protocol_of(run: RunRecord) -> str:
-    """Return the name of a run's interaction protocol."""
+    """The name of a run's interaction protocol."""
     named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
     name = text(named) or "a protocol"
     is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
@@ -116,15 +113,14 @@ def agent_figures(report: Report) -> AgentFigures:
 
 
 def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the figures before and after training; empty where they were not measured."""
+    """The figures before and after training; empty where they were not measured."""
     return mapping(run.results.get("before")), mapping(run.results.get("after"))
 
 
 # ---- cells
 
 
-@dataclass(frozen=True)
-class MetInTraining:
+class MetInTraining(NamedTuple):
     """Planted failures that training met, and random search with as many target queries."""
 
     found: int
@@ -138,7 +134,7 @@ class MetInTraining:
 
 
 def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
-    """Return what training met of the planted failures; None where it is not stored."""
+    """The planted failures that training met; None if that is not stored."""
     training, search = mapping(results.get("training")), mapping(results.get("random_search"))
     plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
     total = number(mapping(results.get("after")).get("num_plants"))
@@ -151,7 +147,7 @@ def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
 
 
 def plants_found(report: Report) -> float | None:
-    """Return the planted failures found in held-out conversations."""
+    """The planted failures found in held-out conversations."""
     # Older results count those met in training under the other name.
     return number(report.get("plants_found_held_out", report.get("plants_found")))
 
@@ -182,7 +178,7 @@ def _num_distinct(report: Report) -> str:
 
 
 def verdict(run: RunRecord) -> list[str]:
-    """Return the findings of a run in words."""
+    """The findings of a run in words."""
     before, after = measured(run)
     if run.kind == PROTOCOL:
         return _protocol_verdict(run, agent_figures(before), agent_figures(after))
@@ -245,7 +241,7 @@ def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
 
 def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures) -> list[str]:
     scenario = Path(text(run.hyper_params.get("scenario")) or "its scenario").name
-    agents = _joined([_words(name) for name in run.agents]) or "agents"
+    agents = _joined([words(name) for name in run.agents]) or "agents"
     game = f"{agents} played {protocol_of(run)} on {scenario}"
     game = f"{game[:1].upper()}{game[1:]}."
     alone = alone_texts(after)
@@ -257,9 +253,9 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
         last = f", the last with an accuracy of {percent(known[-1])} in training" if known else ""
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
     among = f"{count(after.num_episodes)} test episodes" if after.num_episodes else "test episodes"
-    sentence = f"The decision is right in {_accuracy_text(after)} of {among}"
+    sentence = f"The decision is right in {after.accuracy_text} of {among}"
     if before.accuracy is not None:
-        sentence += f"; before training, it was in {_accuracy_text(before)}"
+        sentence += f"; before training, it was in {before.accuracy_text}"
     sentences = [f"{sentence}.", game]
     undecided = after.overall.get("share_undecided")
     if undecided is not None:
@@ -271,21 +267,17 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
     return sentences
 
 
-def _accuracy_text(figures: AgentFigures) -> str:
-    return format_figure(figures.overall, accuracy_name(figures.overall))
-
-
 def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
-    """Return the accuracy of each agent that was tested without a conversation."""
+    """The accuracy of each agent that was tested without a conversation."""
     shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
-    return [(_words(name), percent(share)) for name, share in shares.items() if share is not None]
+    return [(words(name), percent(share)) for name, share in shares.items() if share is not None]
 
 
 # ---- tiles
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """Return the main figures that a run has."""
+    """The main figures that a run has."""
     before, after = measured(run)
     made = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
     if number(after.get("failure_rate")) is not None:
@@ -334,7 +326,7 @@ def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[T
     for agent in run.agents:
         reward = new.by_agent.get(agent, {}).get("mean_episode_reward")
         if reward is not None:
-            yield Tile(f"Reward, {_words(agent)}", decimal(reward), "mean of an episode")
+            yield Tile(f"Reward, {words(agent)}", decimal(reward), "mean of an episode")
 
 
 def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
@@ -356,6 +348,18 @@ def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
         yield Tile("Fine-tuning jobs", count(training.get("num_jobs")), note)
 
 
+def times(run: RunRecord) -> list[tuple[str, float]]:
+    """The seconds that each part of training took, the longest first."""
+    sums: dict[str, float] = {}
+    for row in run.timings:
+        for name, value in row.items():
+            seconds = number(value)
+            if name.startswith("time/") and name.endswith("_seconds") and seconds is not None:
+                part = name.removeprefix("time/").removesuffix("_seconds")
+                sums[part] = sums.get(part, 0.0) + seconds
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
 # ---- tables
 
 
@@ -367,7 +371,7 @@ class FigureRow(NamedTuple):
 
 
 def figure(name: str) -> Callable[[Report], str]:
-    """Return a writer of the figure of this name."""
+    """A writer of the figure of this name."""
     return lambda report: format_figure(report, name)
 
 
@@ -404,7 +408,15 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
     met = met_in_training(run.results)
-    for label, cell in _protocol_rows(names) if run.kind == PROTOCOL else MAIN_ROWS:
+    main: Sequence[FigureRow] = MAIN_ROWS
+    if run.kind == PROTOCOL:
+        left = [name for name in names if not name.endswith("_interval")]
+        main = tuple(
+            FigureRow(words(name), figure(name))
+            for name in sorted(left, key=_place)
+            if name != "num_episodes"
+        )
+    for label, cell in main:
         cells = [cell(report) for _, report in shown]
         if cell is plants_text and met is not None:
             # Those of random search are not of held-out episodes; they have a row below.
@@ -421,15 +433,6 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     return [heading for heading, _ in shown], rows
 
 
-def _protocol_rows(names: Mapping[str, Any]) -> list[FigureRow]:
-    shown = [
-        name
-        for name in sorted(names, key=_place)
-        if not name.endswith("_interval") and name != "num_episodes"
-    ]
-    return [FigureRow(_words(name), figure(name)) for name in shown]
-
-
 def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
     """Return rows of the final figures with a cell for each agent, those before in brackets."""
     before, after = (agent_figures(report).by_agent for report in measured(run))
@@ -442,13 +445,13 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
             cell = format_value(name, after.get(agent, {}).get(name))
             old = before.get(agent, {}).get(name) if has_before else None
             cells.append(cell if old is None else f"{cell} (before {format_value(name, old)})")
-        rows.append(Row(_words(name), cells))
+        rows.append(Row(words(name), cells))
     for evaluation, stored in run.evaluations.items():
         found = agent_figures(mapping(stored.get("figures"))).by_agent
         for scorer in mapping(stored.get("scorers")):
             for name in (f"mean_{scorer}", f"share_{scorer}"):
                 cells = [format_value(name, found.get(agent, {}).get(name)) for agent in agents]
-                rows.append(Row(f"{_words(name)} ({evaluation})", cells))
+                rows.append(Row(f"{words(name)} ({evaluation})", cells))
     return rows
 
 
@@ -456,15 +459,7 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
 
 
 class Column(NamedTuple):
-    """A column of the comparison of runs: its cell for a run, and the figure for means.
-
-    Attributes
-    ----------
-    part : str
-        Part of `results.json` with the figure.
-    names : tuple[str, ...]
-        Names of the figure; a run has one of them.
-    """
+    """A column of the comparison of runs: a figure, by the name a run has, in a part of results."""
 
     heading: str
     part: str
@@ -473,7 +468,7 @@ class Column(NamedTuple):
     write: Callable[[Report], str] | None = None
 
     def cell(self, report: Report) -> str:
-        """Return the cell of a run."""
+        """The cell of a run."""
         if self.write is not None:
             return self.write(report)
         known = [name for name in self.names if name in report] or self.names
@@ -507,10 +502,10 @@ OVERVIEW: dict[str, tuple[Column, ...]] = {
 
 
 def reward_texts(run: RunRecord) -> list[str]:
-    """Return each agent's mean reward of an episode after training."""
+    """Each agent's mean reward of an episode after training."""
     after = agent_figures(measured(run)[1]).by_agent
     rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
-    return [f"{_words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
+    return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
 
 
 def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
@@ -524,10 +519,6 @@ def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
 def _place(name: str) -> tuple[bool, bool, bool, str]:
     """The order of figures: deviations last, accuracy and means first."""
     return name.startswith("std_"), "accuracy" not in name, not name.startswith("mean_"), name
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -14,21 +14,15 @@ from nip_astra.distributed.placement import PLACEMENT, Plan
 from nip_astra.evaluation.tables import services_table
 from nip_astra.report import summary
 from nip_astra.report.evaluations import planted
-from nip_astra.report.records import PROTOCOL, RunRecord
+from nip_astra.report.records import PROTOCOL, RunRecord, words
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
-from nip_astra.tracking.wandb_tracker import offline_runs
+from nip_astra.tracking.wandb_runs import offline_runs
 from nip_astra.utils.formatting import NOTHING, count, decimal, percent
 
 
 def print_results(results: Mapping[str, Any], run_path: Path, console: Console) -> None:
-    """Print the figures before and after training, warnings and paths.
-
-    Parameters
-    ----------
-    results : Mapping
-        The content of `results.json`; figures that a trainer does not give are left out.
-    """
+    """Print the figures of `results.json` before and after training, warnings and paths."""
     run = RunRecord(run_path, results=dict(results))
     before, after = summary.measured(run)
     if run.kind == PROTOCOL or (before and after):
@@ -40,7 +34,7 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
         if run.kind == PROTOCOL:
             # With figures before training, more than two agents do not fit a terminal.
             by_agent = summary.agent_rows(run, has_before=len(run.agents) < 3)
-            _print_table("", [name.replace("_", " ") for name in run.agents], by_agent, console)
+            _print_table("", [words(name) for name in run.agents], by_agent, console)
         if (results.get("training") or {}).get("plants"):
             console.print("", "target queries until training met a planted failure", sep="\n")
             _print_plants(planted(run)[0], console)
@@ -67,19 +61,13 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
 def print_dry_run(
     estimate: Mapping[str, Any], console: Console, *, device_price: float | None = None
 ) -> None:
-    """Print the cost estimate of a dry run, and what the run takes on other numbers of devices.
-
-    Parameters
-    ----------
-    device_price : float, optional
-        Price of one device and hour.
-    """
+    """Print the cost of a dry run and on other numbers of devices, at a price per device hour."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in estimate.items():
         if name != PLACEMENT:
-            table.add_row(Text(name.replace("_", " ")), _value(value))
+            table.add_row(Text(words(name)), _value(value))
     console.print("dry run: nothing was written", table, sep="\n")
     if estimate.get(PLACEMENT):
         _print_placement(estimate[PLACEMENT], console, device_price)

@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
+from itertools import count as count_from
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from nip_astra.errors import NipAstraError
 from nip_astra.report.charts import agent_colors
-from nip_astra.report.records import Node, RunRecord, items, mapping, number, text
+from nip_astra.report.records import Node, RunRecord, items, mapping, number, text, words
 from nip_astra.scenario_base.protocol.datapoint_views import Choice, DatapointView, Picture
 from nip_astra.utils.formatting import count, decimal, percent
 
@@ -53,55 +54,29 @@ _SPLIT_OF = {"train": "train", "before": "test", "evaluation": "test"}
 
 @dataclass
 class Turn:
-    """A node as the page shows it.
-
-    Attributes
-    ----------
-    shade, score_shade : int or None
-        Colour by reward, from the run's lowest to its highest, and by score, from 0 to 1.
-    outcome : str
-        "failure", "none", "undetermined" or "error".
-    figures : list of (name, value)
-        Scores, rewards and likelihoods.
-    is_open : bool
-        Whether it lies on the path to the highest reward.
-    anchor : str
-        Its id on the page; empty where its rows do not name one turn.
-    """
+    """A node as the page shows it."""
 
     node: Node
-    shade: int | None
-    score_shade: int | None
-    outcome: str
+    shade: int | None  # by reward, from the run's lowest to its highest
+    score_shade: int | None  # by score, from 0 to 1
+    outcome: str  # failure, none, undetermined or error
     figures: list[tuple[str, str]]
     children: list[Turn] = field(default_factory=list)
-    is_open: bool = False
-    anchor: str = ""
+    is_open: bool = False  # on the path to the highest reward
+    anchor: str = ""  # empty if its rows do not name one turn
 
 
 @dataclass
 class Episode:
-    """A conversation from one opening prompt, or its tree.
-
-    Attributes
-    ----------
-    is_flat : bool
-        Whether the rows do not say which turn follows which.
-    anchor : str
-        Its id on the page.
-    label : str
-        Its name.
-    plants, clusters : list[int]
-        Planted failures and clusters that its failures belong to, by their places.
-    """
+    """A conversation from one opening prompt, or its tree."""
 
     prompt: str
     turns: list[Turn]
     roots: list[Turn]
-    is_flat: bool
+    is_flat: bool  # the rows do not say which turn follows which
     anchor: str = ""
     label: str = ""
-    plants: list[int] = field(default_factory=list)
+    plants: list[int] = field(default_factory=list)  # places of those that its failures belong to
     clusters: list[int] = field(default_factory=list)
 
     @property
@@ -157,15 +132,7 @@ class Episode:
 
 @dataclass
 class Table:
-    """Conversations of one table at one iteration that the page shows.
-
-    Attributes
-    ----------
-    sample : str
-        How those shown were chosen; empty where all are shown.
-    num_all, mean_reward : float or None
-        Of all answers to a task, of which a run's own tables keep some.
-    """
+    """Conversations of one table at one iteration that the page shows."""
 
     name: str
     title: str
@@ -173,8 +140,8 @@ class Table:
     episodes: list[Episode]
     num_episodes: int
     num_nodes: int
-    sample: str = ""
-    num_all: float | None = None
+    sample: str = ""  # how those shown were chosen; empty if all are
+    num_all: float | None = None  # of all answers to a task, of which a table keeps some
     mean_reward: float | None = None
 
     @property
@@ -213,16 +180,16 @@ def reward_scale(run: RunRecord) -> Scale:
 def tables_of(
     run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
 ) -> list[Table]:
-    """Return a run's conversations by table and iteration, a sample where they are too many.
+    """A run's conversations by table and iteration, a sample where they are too many.
 
     `prefix` begins the ids of conversations on the page.
     """
     scale = reward_scale(run)
-    anchors = Anchors(prefix)
+    taken: set[str] = set()
     tables = []
     for name, step, nodes in by_step(run.tables):
         episodes = _episodes(name, nodes, scale, run.threshold)
-        _name_turns(name, episodes, anchors)
+        _name_turns(name, episodes, prefix, taken)
         table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
         if not table.has_scores:
             table.num_all, table.mean_reward = _of_all(run, name, step, nodes)
@@ -237,18 +204,22 @@ def tables_of(
     return tables
 
 
-def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> None:
-    """Give conversations and turns their ids, in the order of play."""
+def _name_turns(table: str, episodes: Sequence[Episode], prefix: str, taken: set[str]) -> None:
+    """Give conversations and turns their ids, the same whenever the page is made again."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", table.removeprefix("evaluations/")).strip("-")
     for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
         first = episode.turns[0].node
-        episode.anchor = anchors.new(table, first)
+        stem = f"{prefix}-{slug or 'table'}-{first.step}-{first.episode}"
+        others = (f"{stem}-again-{number}" for number in count_from(2))
+        episode.anchor = next(one for one in chain([stem], others) if one not in taken)
+        taken.add(episode.anchor)
         episode.label = label_of(table, first)
-        taken: set[str] = set()
+        turns: set[str] = set()
         for turn in () if episode.is_flat else episode.turns:
             branch = "" if episode.is_chain else f"-{turn.node.node}"
             anchor = f"{episode.anchor}-t{turn.node.depth + 1}{branch}"
-            turn.anchor = "" if anchor in taken else anchor
-            taken.add(anchor)
+            turn.anchor = "" if anchor in turns else anchor
+            turns.add(anchor)
 
 
 def order_of(table: str) -> int:
@@ -257,7 +228,7 @@ def order_of(table: str) -> int:
 
 
 def title_of(table: str, data: str) -> str:
-    """Return the heading of a table, with what its data were."""
+    """The heading of a table, with what its data were."""
     named = table.replace("evaluations/", "Evaluation ")
     return _TITLES[table].format(data) if table in _TITLES else named
 
@@ -382,7 +353,7 @@ def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
     table.episodes = chosen
     table.sample = (
         f"A sample of {len(chosen):,} of {table.num_episodes:,} conversations ({num_nodes:,} of "
-        f"{table.num_nodes:,} turns): the {_num_worst(num_kept):,} with the highest scores and "
+        f"{table.num_nodes:,} turns): the {(num_kept + 1) // 2:,} with the highest scores and "
         "others at equal distances in the order of scores. All are in the run's rollouts folder."
     )
 
@@ -393,12 +364,8 @@ def _fits(episodes: Iterable[Episode], max_nodes: int, max_characters: int) -> b
     return num_nodes <= max_nodes and sum(one.size for one in chosen) <= max_characters
 
 
-def _num_worst(num_kept: int) -> int:
-    return (num_kept + 1) // 2
-
-
 def _spread(episodes: list[Episode], num_kept: int) -> list[Episode]:
-    worst, others = episodes[: _num_worst(num_kept)], episodes[_num_worst(num_kept) :]
+    worst, others = episodes[: (num_kept + 1) // 2], episodes[(num_kept + 1) // 2 :]
     wanted = num_kept - len(worst)
     return worst + [others[len(others) * place // wanted] for place in range(wanted)]
 
@@ -412,7 +379,7 @@ def _reward(turn: Turn) -> float:
 
 
 def key_of(node: Node) -> Key:
-    """Return the conversation of a node."""
+    """The conversation of a node."""
     return node.step, *node.conversation
 
 
@@ -425,7 +392,7 @@ class Paths:
             self._conversations.setdefault(key_of(node), []).append(node)
 
     def to(self, node: Node) -> list[Node]:
-        """Return the turns from the opening to a node, itself the last.
+        """The turns from the opening to a node, itself the last.
 
         The node alone where the rows do not hold the turns before it.
         """
@@ -438,7 +405,7 @@ class Paths:
         return [*earlier, node] if is_chain else [node]
 
     def find(self, like: Node) -> Node | None:
-        """Return the turn that says the same at the same place; None where there is none."""
+        """The turn that says the same at the same place; None where there is none."""
         for (_, *conversation), nodes in self._conversations.items():
             if tuple(conversation) == like.conversation:
                 for node in nodes:
@@ -458,26 +425,8 @@ def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
     return path[::-1]
 
 
-class Anchors:
-    """Names the conversations of a page, the same whenever it is made again."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._taken: set[str] = set()
-
-    def new(self, table: str, node: Node) -> str:
-        """Return an id for a node's conversation that no other has."""
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", table.removeprefix("evaluations/")).strip("-")
-        stem = f"{self._prefix}-{slug or 'table'}-{node.step}-{node.episode}"
-        anchor, number = stem, 2
-        while anchor in self._taken:
-            anchor, number = f"{stem}-again-{number}", number + 1
-        self._taken.add(anchor)
-        return anchor
-
-
 def label_of(table: str, node: Node) -> str:
-    """Return the name of a node's conversation."""
+    """The name of a node's conversation."""
     kind = "conversation" if node.transcript is None else "answer"
     when = f", iteration {node.step:,}" if node.step else ""
     name = table.removeprefix("evaluations/")
@@ -490,60 +439,34 @@ def label_of(table: str, node: Node) -> str:
 
 @dataclass(frozen=True)
 class Move:
-    """What an agent sent in one channel in a round of a protocol.
+    """A message of an agent in one channel in a round of a protocol."""
 
-    Attributes
-    ----------
-    round : str
-        Number of the round, empty in further lines of it.
-    reward : str
-        In the round; empty for 0 and in further lines of the agent.
-    chance : str
-        How likely the agent's whole move was under its policy.
-    """
-
-    round: str
+    round: str  # empty in further lines of it
     agent: str
     color: int
     channel: str
     message: str
     decision: str
-    reward: str
-    chance: str
+    reward: str  # in the round; empty for 0 and in further lines of the agent
+    chance: str  # of the agent's whole move under its policy
 
 
 @dataclass(frozen=True)
 class ProtocolEpisode:
-    """An episode of a protocol as the page shows it.
+    """An episode of a protocol as the page shows it."""
 
-    Attributes
-    ----------
-    outcome : str
-        "right", "wrong" or "undecided".
-    label, decision : str
-        In words.
-    rewards : list of (agent, color, reward)
-        Of the whole episode.
-    datapoint : str
-        Which one it is.
-    texts : list of (name, text)
-        What it says, where agents speak in words.
-    verdicts : list of (agent, color, question, answer)
-        Answers of a judge about it.
-    """
-
-    outcome: str
+    outcome: str  # right, wrong or undecided
     label: str
     decision: str
     num_rounds: int
-    rewards: list[tuple[str, int, str]]
+    rewards: list[tuple[str, int, str]]  # agent, colour, reward
     datapoint: str
     texts: list[tuple[str, str]]
     picture: Picture | None
     lines: list[Move]
     is_cut: bool
     has_channels: bool
-    verdicts: list[tuple[str, int, str, str]] = field(default_factory=list)
+    verdicts: list[tuple[str, int, str, str]]  # agent, colour, question, answer of a judge
 
 
 @dataclass(frozen=True)
@@ -566,27 +489,24 @@ def episode_tables(run: RunRecord) -> list[EpisodeTable]:
         for _, step, rows in [newest, *others[-1:]]:
             episodes = [_protocol_episode(run, name, row, colors) for row in _mixed(rows)]
             title = title_of(name, "test data").replace("_", " ")
-            first_open = frozenset() if tables else _open(episodes)
+            # In the first table the first right episode is open, and the first other.
+            kinds = [one.outcome == "right" for one in episodes]
+            first = {kinds.index(kind) for kind in kinds} if not tables else set()
+            first_open = frozenset(first)
             tables.append(EpisodeTable(title, step, episodes, len(rows), first_open))
     return tables
 
 
-def verdicts_of(run: RunRecord, table: str, row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return agent, analyser and a judge's answer about an episode."""
+def _verdicts(run: RunRecord, table: str, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Agent, analyser and a judge's answer about an episode."""
     step, episode = number(row.get("step")), number(row.get("episode"))
     place = (_SPLIT_OF.get(table, table), int(step or 0) - 1)
-    found = []
     for analysis in run.analyses:
-        if split_and_iteration(analysis) != place:
-            continue
         for judged in map(mapping, items(analysis.get("judged"))):
-            if number(judged.get("rollout")) == episode:
+            if split_and_iteration(analysis) == place and number(judged.get("rollout")) == episode:
                 reason = text(judged.get("reason"))
                 answer = text(judged.get("verdict")) + (f": {reason}" if reason else "")
-                found.append(
-                    (text(judged.get("agent")), _words(text(analysis.get("analyser"))), answer)
-                )
-    return found
+                yield text(judged.get("agent")), words(text(analysis.get("analyser"))), answer
 
 
 def split_and_iteration(analysis: Mapping[str, Any]) -> tuple[str, int]:
@@ -614,13 +534,6 @@ def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return taken[:MAX_EPISODES]
 
 
-def _open(episodes: Sequence[ProtocolEpisode]) -> frozenset[int]:
-    """The episodes that are open from the start: the first right one and the first other."""
-    rights = [place for place, one in enumerate(episodes) if one.outcome == "right"]
-    others = [place for place, one in enumerate(episodes) if one.outcome != "right"]
-    return frozenset(rights[:1] + others[:1])
-
-
 def _protocol_episode(
     run: RunRecord, table: str, row: Mapping[str, Any], colors: Mapping[str, int]
 ) -> ProtocolEpisode:
@@ -631,15 +544,20 @@ def _protocol_episode(
     rewards = mapping(row.get("rewards"))
     lines = [line for one in shown for line in _round(one, view, colors)]
     outcome = outcome_of(row)
+    identity = []
+    if number(datapoint.get("id")) is not None:
+        identity.append(f"datapoint {count(datapoint['id'])}")
+    if datapoint.get("note"):
+        identity.append(text(datapoint["note"]))
     return ProtocolEpisode(
         outcome=outcome,
         label=_label(row.get("label"), view),
         decision="no decision" if outcome == "undecided" else _label(row["decision"], view),
         num_rounds=len(rounds),
-        rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
-        datapoint=_identity(datapoint),
+        rewards=[(words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
+        datapoint="; ".join(identity),
         texts=[
-            (_words(name), text(content))
+            (words(name), text(content))
             for name, content in mapping(datapoint.get("texts")).items()
         ],
         picture=view.picture(_choices(shown, view, colors)),
@@ -647,8 +565,8 @@ def _protocol_episode(
         is_cut=len(rounds) > len(shown),
         has_channels=len({line.channel for line in lines if line.channel}) > 1,
         verdicts=[
-            (_words(agent), colors.get(agent, 0), question, answer)
-            for agent, question, answer in verdicts_of(run, table, row)
+            (words(agent), colors.get(agent, 0), question, answer)
+            for agent, question, answer in _verdicts(run, table, row)
         ],
     )
 
@@ -656,15 +574,6 @@ def _protocol_episode(
 def _label(value: Any, view: DatapointView) -> str:
     label = number(value)
     return f"label {count(value)}" if label is None else view.label(int(label))
-
-
-def _identity(datapoint: Mapping[str, Any]) -> str:
-    parts = []
-    if number(datapoint.get("id")) is not None:
-        parts.append(f"datapoint {count(datapoint['id'])}")
-    if datapoint.get("note"):
-        parts.append(text(datapoint["note"]))
-    return "; ".join(parts)
 
 
 def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Move]:
@@ -682,26 +591,26 @@ def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int
             found.append(
                 Move(
                     round="" if found else count(one.get("round")),
-                    agent=_words(agent),
+                    agent=words(agent),
                     color=colors.get(agent, 0),
-                    channel=_words(channel),
+                    channel=words(channel),
                     message=_message(messages.get(channel), linear.get(channel), view),
                     decision=DECISIONS.get(int(decision), "")
                     if is_first and decision is not None
                     else "",
-                    reward=_signed_reward(rewards.pop(agent, 0.0)) if is_first else "",
+                    reward=_signed(rewards.pop(agent, 0.0)) if is_first else "",
                     chance=percent(math.exp(min(logprob, 0.0))) if logprob is not None else "",
                 )
             )
     for agent, reward in rewards.items():
         if reward:
             number_shown = "" if found else count(one.get("round"))
-            where = (number_shown, _words(agent), colors.get(agent, 0))
-            found.append(Move(*where, "", "", "", _signed_reward(reward), ""))
+            where = (number_shown, words(agent), colors.get(agent, 0))
+            found.append(Move(*where, "", "", "", _signed(reward), ""))
     return found
 
 
-def _signed_reward(value: float) -> str:
+def _signed(value: float) -> str:
     return f"{'+' if value > 0 else ''}{decimal(value)}" if value else ""
 
 
@@ -730,30 +639,21 @@ def _choices(
                     if place is not None:
                         rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
                         rounds_named.append(count(one.get("round")))
-    return [
-        Choice(part, place, _words(agent), colors.get(agent, 0), _rounds(named))
-        for (part, place, agent), named in found.items()
-    ]
-
-
-def _rounds(named: Sequence[str]) -> str:
-    """The rounds in which a place was named; of many the first."""
-    distinct = list(dict.fromkeys(named))
-    more = f" +{len(distinct) - SHOWN_ROUNDS}" if len(distinct) > SHOWN_ROUNDS else ""
-    return ", ".join(distinct[:SHOWN_ROUNDS]) + more
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+    choices = []
+    for (part, at, agent), named in found.items():
+        distinct = list(dict.fromkeys(named))
+        rounds_text = ", ".join(distinct[:SHOWN_ROUNDS])
+        if len(distinct) > SHOWN_ROUNDS:
+            rounds_text += f" +{len(distinct) - SHOWN_ROUNDS}"
+        choices.append(Choice(part, at, words(agent), colors.get(agent, 0), rounds_text))
+    return choices
 
 
 def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
-    """The view of what a datapoint says it is; a plain one where no scenario knows that."""
+    """The view of a datapoint; a plain one if no scenario knows its kind."""
     kind = datapoint.get("kind")
-    return (_view_class(kind) if isinstance(kind, str) else DatapointView)(datapoint)
-
-
-def _view_class(kind: str) -> type[DatapointView]:
+    if not isinstance(kind, str):
+        return DatapointView(datapoint)
     # Scenarios take torch, which a report without datapoints does not need.
     from nip_astra.scenarios.registry import SCENARIOS
 
@@ -763,5 +663,5 @@ def _view_class(kind: str) -> type[DatapointView]:
         except NipAstraError:
             continue  # its package cannot be imported
         if scenario.datapoint_kind == kind:
-            return scenario.datapoint_view
-    return DatapointView
+            return scenario.datapoint_view(datapoint)
+    return DatapointView(datapoint)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,20 @@ from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
-from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.text.analysers.base import build_rollout_analysers
-from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, JudgingParameters
-from nip_astra.scenario_base.text.parameters import ChatModelParameters
+from nip_astra.scenario_base.text.analysers import (
+    AnalysisParameters,
+    JudgingParameters,
+    build_rollout_analysers,
+)
+from nip_astra.scenario_base.text.models import ChatModelParameters
 from nip_astra.scenarios.pure_text_base import PureTextScenario, cast_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.tracking.tracker import Tracker, open_tracker
+from nip_astra.tracking.tracker import open_tracker
 from nip_astra.trainers.text.analysis import (
     JUDGE,
     Analysis,
@@ -38,82 +39,85 @@ from nip_astra.trust import on_behalf_of
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 
-@dataclass(frozen=True)
-class AnalysisRequest:
-    """What is to be asked about which rollouts; None takes the run's own value.
-
-    Attributes
-    ----------
-    analysers : sequence of str, or of their parameters
-        Empty takes those of the run's parameters, and where these name none all that ship.
-    model : ChatModel or ChatModel.Parameters
-        The judge.
-    split : str
-        "train", "test" or "all".
-    iteration : int
-        The first is 0; None takes all that there are.
-    is_overwritten : bool
-        Whether what another judge has said is replaced.
-    plugins, is_trusted
-        As for `resume_experiment`.
-    """
-
-    analysers: Sequence[Any] = ()
-    model: Any = None
-    split: str = "test"
-    iteration: int | None = None
-    is_overwritten: bool = False
-    plugins: Sequence[str] = ()
-    is_trusted: bool = False
-
-
 def analyse_run(
     run: str | Path,
     analysers: Sequence[Any] = (),
     model: Any = None,
     *,
     settings: ExperimentSettings | None = None,
+    is_overwritten: bool = False,
     **request: Any,
 ) -> list[Analysis]:
-    """Judge the stored rollouts of a run, and keep what is found in its folder `analyses`.
+    """Have a judge analyse the stored rollouts of a run; results go to its folder `analyses`.
 
-    Answers are remembered in the run directory, so that nothing is paid for twice.
+    Answers are stored in the run directory, so that none is paid for twice.
 
     Parameters
     ----------
     run : str or Path
         Run directory of a trainer of chat models.
-    analysers, model, **request
-        See `AnalysisRequest`.
+    analysers : sequence of str, or of their parameters
+        Empty takes those of the run's parameters, or all that ship if it names none.
+    model : ChatModel or ChatModel.Parameters
+        The judge; None takes the run's own.
     settings : ExperimentSettings, optional
-        Budget, device, and whether W&B is to show what is found.
+        Budget, device, and whether W&B shows the results.
+    is_overwritten : bool
+        Whether the answers of another judge are replaced.
+    **request
+        `split` ("test" by default, "train" or "all"), `iteration` (from 0; None for all), and
+        `plugins` and `is_trusted` as for `resume_experiment`.
 
     Raises
     ------
     ConfigurationError
-        When there is no judge, its run is of another kind, or another judge has been there before.
+        If there is no judge, the run is of another kind, or another judge has analysed it.
     DataError
-        When the run has no such rollouts.
+        If the run has no such rollouts.
     ServiceError
-        When the judge cannot be reached; what it answered is remembered.
+        If the judge cannot be reached; its earlier answers are kept.
     """
-    asked = AnalysisRequest(analysers, model, **request)
-    opened = _OpenedRun.of(Path(run), asked, settings)
-    found = []
-    with opened.tracker() as tracker:
+    opened = _open_run(Path(run), analysers, model, settings, **request)
+    results = []
+    # Without the tracker that writes the run's own files.
+    tracker = open_tracker(
+        opened.settings.to_dict(), opened.directory, opened.config, writes_files=False
+    )
+    is_done = False
+    try:
         for sampling in opened.samplings:
             new = opened.analyses.analyse(
                 NestedArrayDict.load(sampling.path),
                 sampling.split,
                 sampling.iteration,
-                is_overwritten=asked.is_overwritten,
+                is_overwritten=is_overwritten,
             )
             log_analyses(new, tracker, step=sampling.iteration + 1)
             figures = [item for one in new for item in one.figures.items()]
             tracker.log_summary({f"{sampling.split}_{name}": value for name, value in figures})
-            found += new
+            results += new
         log_analyses_artifact(tracker, opened.directory)
-    return found
+        is_done = True
+    finally:
+        tracker.finish(success=is_done)
+    return results
+
+
+def count_analysis(
+    run: str | Path,
+    analysers: Sequence[Any] = (),
+    model: Any = None,
+    *,
+    settings: ExperimentSettings | None = None,
+    is_overwritten: bool = False,
+    **request: Any,
+) -> dict[str, dict[str, int]]:
+    """The number of requests of each analyser, by sampling; sends and writes nothing."""
+    opened = _open_run(Path(run), analysers, model, settings, **request)
+    return {
+        one.name: opened.analyses.count_requests(NestedArrayDict.load(one.path))
+        for one in opened.samplings
+    }
 
 
 class JudgeFile(SubParameters):
@@ -124,132 +128,91 @@ class JudgeFile(SubParameters):
 
 
 def read_judge(path: str) -> Any:
-    """The parameters of the chat model in a YAML file.
-
-    Raises
-    ------
-    DataError
-        When it cannot be read, or holds no mapping.
-    """
+    """The parameters of the chat model in a YAML file."""
     values = read_mapping(path, "a chat model, for instance _type: openai and model: gpt-4o-mini")
     return JudgeFile.from_dict({"model": values}).model
 
 
-def count_analysis(
-    run: str | Path,
-    analysers: Sequence[Any] = (),
-    model: Any = None,
-    *,
-    settings: ExperimentSettings | None = None,
-    **request: Any,
-) -> dict[str, dict[str, int]]:
-    """How many requests each analyser would make, by sampling; asks and writes nothing."""
-    opened = _OpenedRun.of(Path(run), AnalysisRequest(analysers, model, **request), settings)
-    return {
-        one.name: opened.analyses.count_requests(NestedArrayDict.load(one.path))
-        for one in opened.samplings
-    }
-
-
 @dataclass(frozen=True)
 class _OpenedRun:
-    """A run whose rollouts are to be judged."""
-
     directory: RunDirectory
-    hyper_params: HyperParameters
+    config: dict[str, Any]
     settings: ExperimentSettings
     analyses: RolloutAnalyses
     samplings: list[Sampling]
 
-    @classmethod
-    def of(
-        cls, path: Path, asked: AnalysisRequest, settings: ExperimentSettings | None
-    ) -> _OpenedRun:
-        directory = RunDirectory.open(path)
-        resolved = resolve_experiment(
-            parameter_file=directory.path / HYPER_PARAMETERS,
-            plugins=asked.plugins,
-            is_trusted=asked.is_trusted,
+
+def _open_run(
+    path: Path,
+    analysers: Sequence[Any],
+    model: Any,
+    settings: ExperimentSettings | None,
+    *,
+    split: str = "test",
+    iteration: int | None = None,
+    plugins: Sequence[str] = (),
+    is_trusted: bool = False,
+) -> _OpenedRun:
+    directory = RunDirectory.open(path)
+    resolved = resolve_experiment(
+        parameter_file=directory.path / HYPER_PARAMETERS, plugins=plugins, is_trusted=is_trusted
+    )
+    scenario = SCENARIOS.get(resolved.kind)
+    if not issubclass(scenario, PureTextScenario):
+        raise ConfigurationError(
+            f"the scenario of {path} is of the kind {resolved.kind!r}, whose rollouts are no text "
+            "to analyse. Give a run of a trainer of chat models."
         )
-        scenario = SCENARIOS.get(resolved.kind)
-        if not issubclass(scenario, PureTextScenario):
-            raise ConfigurationError(
-                f"the rollouts of {path} were to be analysed, but its scenario is of the kind "
-                f"{resolved.kind!r}, whose agents do not play in words. Give a run of a trainer of "
-                "chat models."
-            )
-        section = getattr(resolved.hyper_params, resolved.kind)
-        chosen = settings or ExperimentSettings()
-        chosen = chosen.model_copy(update={"run_directory": directory})
-        own = section.analysis
-        if resolved.source is not None and asked.model is None:
-            resolved.source.check_outside(f"{resolved.kind}.analysis")
-        with on_behalf_of(resolved.source):
-            analyses = RolloutAnalyses(
-                directory,
-                cast_of(
-                    section,
-                    build_protocol_handler(resolved.hyper_params),
-                    scenario.hidden_columns,
-                ),
-                build_rollout_analysers(asked.analysers or _analysers_of(own)),
-                _judge(path, asked.model, own, chosen, resolved.scenario_dir),
-                own or JudgingParameters(),
-            )
-        return cls(
-            directory, resolved.hyper_params, chosen, analyses, _chosen_samplings(directory, asked)
+    section = getattr(resolved.hyper_params, resolved.kind)
+    own: AnalysisParameters | None = section.analysis
+    chosen = settings or ExperimentSettings()
+    chosen = chosen.model_copy(update={"run_directory": directory})
+    if resolved.source is not None and model is None:
+        resolved.source.check_outside(f"{resolved.kind}.analysis")
+    shipped: Sequence[Any] = list(RolloutAnalyserType)
+    with on_behalf_of(resolved.source):
+        analyses = RolloutAnalyses(
+            directory,
+            cast_of(
+                section, build_protocol_handler(resolved.hyper_params), scenario.hidden_columns
+            ),
+            build_rollout_analysers(analysers or (shipped if own is None else own.analysers)),
+            _judge(
+                path,
+                getattr(own, "model", None) if model is None else model,
+                chosen,
+                resolved.scenario_dir,
+            ),
+            own or JudgingParameters(),
         )
-
-    @contextmanager
-    def tracker(self) -> Iterator[Tracker]:
-        """The trackers that the settings name; files are written without them."""
-        config = self.hyper_params.to_dict()
-        settings = self.settings.to_dict()
-        tracker = open_tracker(settings, self.directory, config, writes_files=False)
-        is_done = False
-        try:
-            yield tracker
-            is_done = True
-        finally:
-            tracker.finish(success=is_done)
-
-
-def _analysers_of(own: AnalysisParameters | None) -> Sequence[Any]:
-    return list(RolloutAnalyserType) if own is None else own.analysers
+    samplings = _samplings(directory, split, iteration)
+    return _OpenedRun(directory, resolved.hyper_params.to_dict(), chosen, analyses, samplings)
 
 
 def _judge(
-    path: Path,
-    given: Any,
-    own: AnalysisParameters | None,
-    settings: ExperimentSettings,
-    scenario_dir: Path | None,
+    path: Path, given: Any, settings: ExperimentSettings, scenario_dir: Path | None
 ) -> ChatModel:
     if isinstance(given, ChatModel):
         return given
-    parameters = given if given is not None else getattr(own, "model", None)
-    if parameters is None:
+    if given is None:
         raise ConfigurationError(
-            f"the rollouts of {path} were to be analysed, but its parameters name no judge. Give "
-            "one: on the command line --judge FILE, a YAML file such as {_type: openai, model: "
-            "gpt-4o-mini, api_key_variable: OPENAI_API_KEY}; in Python, a chat model or its "
-            "parameters."
+            f"the parameters of {path} name no judge. Give --judge FILE, a YAML file such as "
+            "{_type: openai, model: gpt-4o-mini, api_key_variable: OPENAI_API_KEY}; in Python, a "
+            "chat model or its parameters."
         )
-    return open_chat_model(parameters, settings, scenario_dir=scenario_dir, label=JUDGE)
+    return open_chat_model(given, settings, scenario_dir=scenario_dir, label=JUDGE)
 
 
-def _chosen_samplings(directory: RunDirectory, asked: AnalysisRequest) -> list[Sampling]:
+def _samplings(directory: RunDirectory, split: str, iteration: int | None) -> list[Sampling]:
     stored = stored_samplings(directory)
-    found = [
-        one
-        for one in stored
-        if asked.split in ("all", one.split) and asked.iteration in (None, one.iteration)
+    chosen = [
+        one for one in stored if split in ("all", one.split) and iteration in (None, one.iteration)
     ]
-    if not found:
-        which = "" if asked.iteration is None else f" of iteration {asked.iteration}"
+    if not chosen:
+        which = "" if iteration is None else f" of iteration {iteration}"
         raise DataError(
-            f"rollouts{which} of the split {asked.split!r} were to be analysed, but "
-            f"{directory.rollouts_dir} has {', '.join(one.name for one in stored) or 'none'}. "
-            "Name a split (train, test or all) and an iteration, the first being 0, that it has."
+            f"{directory.rollouts_dir} has no rollouts{which} of the split {split!r}, only "
+            f"{', '.join(one.name for one in stored) or 'none'}. Name a split (train, test or all) "
+            "and an iteration, from 0."
         )
-    return found
+    return chosen

@@ -1,11 +1,18 @@
-"""Resolve names, files and options to a validated experiment."""
+"""Resolve names, files and options to a validated experiment.
+
+Values of later layers win: class defaults, the scenario, the trainer's preset, the base run, the
+parameter file, options. Values that nothing in the run reads are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticUndefined
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -14,9 +21,12 @@ from nip_astra.errors import (
     ParameterFault,
     PluginError,
     UnknownNameError,
+    UnreadParameterError,
     show_value,
 )
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.agents import DEFAULT_AGENT
+from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
     content_root,
@@ -26,10 +36,11 @@ from nip_astra.parameters.content import (
     scenario_names,
     with_absolute_paths,
 )
-from nip_astra.parameters.conversion import with_new_names
+from nip_astra.parameters.conversion import convert, with_new_names
 from nip_astra.parameters.files import (
     DEFAULT_SOURCE,
     SETTINGS_SECTION,
+    VERSION_KEY,
     Layer,
     default_lists,
     flatten,
@@ -38,18 +49,17 @@ from nip_astra.parameters.files import (
     read_yaml_layers,
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.parameters_base import SubParameters, texts_outside
+from nip_astra.parameters.parameters_base import (
+    TYPE_KEY,
+    PolymorphicParameters,
+    SubParameters,
+    texts_outside,
+)
+from nip_astra.parameters.trainers import BaseRunParameters
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
-from nip_astra.resolving.base_runs import (
-    RERUN_TESTS,
-    BaseRun,
-    check_rerun,
-    read_base_run,
-    with_absolute_path,
-)
-from nip_astra.resolving.unread_parameters import refuse_unread
 from nip_astra.scenarios.registry import SCENARIOS, Scenario
+from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
@@ -57,7 +67,23 @@ from nip_astra.trust import StoredSource, active_source, is_own, on_behalf_of
 
 VERIFIERS = "verifiers"
 """Scenario of the tasksets of the library verifiers; `verifiers:NAME` selects one."""
+PARAMETERS, RERUN_TESTS = "parameters", "rerun_tests"
+_OF_THE_NEW_RUN = ("base_run", VERSION_KEY, "plugins")
+"""Values that a run never takes from its base run."""
+SET_FOR_A_RERUN = (*_OF_THE_NEW_RUN, "rl.num_test_iterations")
+"""Values that may differ when a run tests the agents of another run again."""
+_CUSTOM_TRAINER = ("custom_trainer_module_path", "custom_trainer_class_name")
 _OPEN = "???"
+OF_EVERY_RUN = ("base_run",)
+"""Groups that every run reads."""
+SHARED_GROUPS = tuple(
+    name
+    for name, info in HyperParameters.model_fields.items()
+    if isinstance(info.annotation, type)
+    and issubclass(info.annotation, SubParameters)
+    and name not in OF_EVERY_RUN
+)
+"""Groups of the hyper-parameters that belong to no single component."""
 
 
 @dataclass(frozen=True)
@@ -135,69 +161,27 @@ def resolve_experiment(
     named = {name: value for name, value in named.items() if value is not None}
     assigned = parse_overrides(overrides)
     assigned = replace(assigned, values=with_absolute_paths(assigned.values))
-    stack = _Stack.read(parameter_file, [*top, Layer.literal("command line", named), assigned])
+    top += [Layer.literal("command line", named), assigned]
+    resolution = _Resolution(parameter_file, top)
     given = _load(plugins, None)
-    source = _stored_source(stack, given, is_trusted=is_trusted)
+    source = resolution.stored_source(given, is_trusted=is_trusted)
     if source is not None:
-        # The user's own code first, so that only code that the run names needs approval.
-        user = _merged(*(one for one in (*stack.file, *stack.top) if one.stored_in is None))
-        _load_named_code(user, stack.folder)
-        if user.get("custom_trainer_module_path") is not None:
-            _load([str(user["custom_trainer_module_path"])], stack.folder)
+        resolution.load_code_of_the_user()
     with on_behalf_of(source):
-        components = _find_components(stack, plugins)
-        values = _validate(stack, components, is_plugin_given=bool(plugins))
-        located = _with_absolute_paths(values.hyper_params, components, stack.folder)
+        resolution.find_components(plugins)
+        values = resolution.validate(is_plugin_given=bool(plugins))
+        located = resolution.with_absolute_paths(values.hyper_params)
     if source is not None:
-        source = replace(source, outside=_outside(stack, values))
+        source = replace(source, outside=resolution.outside(values))
     return ResolvedExperiment(
         located,
         values.sources,
-        components.trainer_class,
-        components.kind,
-        components.scenario_dir,
+        resolution.trainer_class,
+        resolution.kind,
+        resolution.scenario_dir,
         values.settings,
         source,
     )
-
-
-# ---- the layers
-
-
-@dataclass
-class _Stack:
-    """Layers of parameters by origin, in the order in which the later wins.
-
-    Attributes
-    ----------
-    base_run : BaseRun
-        The run that gives the layer `base`.
-    folder : Path or None
-        The folder of the parameter file.
-    """
-
-    scenario: list[Layer]
-    preset: list[Layer]
-    base: Layer
-    file: list[Layer]
-    top: list[Layer]
-    base_run: BaseRun
-    folder: Path | None
-
-    @classmethod
-    def read(cls, parameter_file: str | Path | None, top: list[Layer]) -> _Stack:
-        """Read the parameter file and the base run; scenario and preset follow later."""
-        path = None if parameter_file is None else Path(parameter_file)
-        file = [] if path is None else read_yaml_layers(path, source=str(path))
-        file, top = ([_with_taskset(layer) for layer in layers] for layers in (file, top))
-        base_run = read_base_run([*file, *top])
-        base = base_run.layer(_merged(*file, *top))
-        folder = None if path is None else path.resolve().parent
-        return cls([], [], base, file, top, base_run, folder)
-
-    def merged(self) -> dict[str, Any]:
-        """The values of all layers together."""
-        return _merged(*self.scenario, *self.preset, self.base, *self.file, *self.top)
 
 
 def _merged(*layers: Layer) -> dict[str, Any]:
@@ -223,9 +207,6 @@ def _with_taskset(layer: Layer) -> Layer:
     below = replace(layer, values={"task": {"task": {"taskset": taskset}}})
     above = replace(layer, values={**layer.values, "scenario": VERIFIERS})
     return replace(layer, values=_merged(below, above))
-
-
-# ---- the code that they name
 
 
 def _load(specs: Sequence[str], folder: Path | None) -> list[str]:
@@ -255,61 +236,228 @@ def _load_plugin_of(scenario_dir: Path) -> None:
         load_plugin(plugin)
 
 
-def _stored_source(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
-    """The stored run from which parameters come; of several, all must be the user's own."""
-    runs: dict[Path | None, str] = {
-        one.stored_in: str(one.stored_in) for one in stack.file if one.stored_in is not None
-    }
-    if stack.base_run.values:
-        runs[stack.base_run.file] = stack.base_run.source
-    if not runs:
-        return None
-    foreign = [place for file, place in runs.items() if file is None or not is_own(file)]
-    for file in runs:
-        if file is not None and file.name == HYPER_PARAMETERS:
-            RunDirectory(file.parent).check_links()
-    place = foreign[0] if foreign else next(iter(runs.values()))
-    named = [*_plugins_in(stack.merged()), *stack.base_run.plugins]
-    # A plug-in that the run itself names is not a copy of another one with its file name.
-    copies = tuple(spec for spec in given if spec not in named)
-    return StoredSource(place, is_trusted or not foreign, copies)
-
-
-@dataclass(frozen=True)
-class _Components:
-    """The classes that the layers name, and the plug-ins that were loaded, by path."""
+class _Resolution:
+    """Layers of parameters by origin, and the components that they name."""
 
     trainer: str
     trainer_class: type[Trainer]
-    scenario: str
+    scenario_name: str
     scenario_dir: Path
     scenario_class: type[Scenario]
     kind: str
     protocol: Any
     plugins: list[str]
 
+    def __init__(self, parameter_file: str | Path | None, top: list[Layer]) -> None:
+        path = None if parameter_file is None else Path(parameter_file)
+        file = [] if path is None else read_yaml_layers(path, source=str(path))
+        self.folder = None if path is None else path.resolve().parent
+        self.file, self.top = ([_with_taskset(one) for one in layers] for layers in (file, top))
+        self.base_run = _read_base_run([*self.file, *self.top])
+        self.base = self.base_run.layer(_merged(*self.file, *self.top))
+        self.scenario: list[Layer] = []
+        self.preset: list[Layer] = []
 
-def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
-    """Load plug-ins and find the named classes; adds preset and scenario to the stack."""
-    loaded = _load([*plugins, *stack.base_run.plugins], None)
-    values = stack.merged()
-    loaded += _load_named_code(values, stack.folder)
-    trainer, trainer_class = _find_trainer(values, stack.folder)
-    preset = None if stack.file else preset_path(trainer, values.get("scenario"))
-    if preset is not None:
-        stack.preset = read_yaml_layers(preset, source=f"preset {preset.stem}")
-        if "plugins" not in values:
-            loaded += _load(_plugins_in(stack.merged()), preset.parent)
-    scenario = str(stack.merged().get("scenario") or DEFAULT_SCENARIO)
-    scenario_dir = find_scenario(scenario)
-    stack.scenario, kind = _read_scenario(scenario_dir)
-    scenario_class = _find_kind(kind, scenario_dir)
-    _check_that_it_trains_on(trainer, trainer_class, scenario, kind)
-    stack.base = stack.base_run.layer_about(stack.base, scenario_dir, scenario_class, kind)
-    protocol = stack.merged().get("interaction_protocol")
-    return _Components(
-        trainer, trainer_class, scenario, scenario_dir, scenario_class, kind, protocol, loaded
-    )
+    def merged(self) -> dict[str, Any]:
+        """The values of all layers."""
+        return _merged(*self.scenario, *self.preset, self.base, *self.file, *self.top)
+
+    def stored_source(self, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
+        """The stored run from which parameters come; of several, all must be the user's own."""
+        runs: dict[Path | None, str] = {
+            one.stored_in: str(one.stored_in) for one in self.file if one.stored_in is not None
+        }
+        if self.base_run.values:
+            runs[self.base_run.file] = self.base_run.source
+        if not runs:
+            return None
+        foreign = [place for file, place in runs.items() if file is None or not is_own(file)]
+        for file in runs:
+            if file is not None and file.name == HYPER_PARAMETERS:
+                RunDirectory(file.parent).check_links()
+        place = foreign[0] if foreign else next(iter(runs.values()))
+        named = [*_plugins_in(self.merged()), *self.base_run.plugins]
+        # A plug-in that the run itself names is not a copy of another one with its file name.
+        copies = tuple(spec for spec in given if spec not in named)
+        return StoredSource(place, is_trusted or not foreign, copies)
+
+    def load_code_of_the_user(self) -> None:
+        """Load it first, so that only code that a stored run names needs approval."""
+        values = _merged(*(one for one in (*self.file, *self.top) if one.stored_in is None))
+        _load_named_code(values, self.folder)
+        if values.get("custom_trainer_module_path") is not None:
+            _load([str(values["custom_trainer_module_path"])], self.folder)
+
+    def find_components(self, plugins: Sequence[str]) -> None:
+        """Load plug-ins, find the named classes, and add the layers of preset and scenario."""
+        self.plugins = _load([*plugins, *self.base_run.plugins], None)
+        values = self.merged()
+        self.plugins += _load_named_code(values, self.folder)
+        self.trainer, self.trainer_class = _find_trainer(values, self.folder)
+        preset = None if self.file else preset_path(self.trainer, values.get("scenario"))
+        if preset is not None:
+            self.preset = read_yaml_layers(preset, source=f"preset {preset.stem}")
+            if "plugins" not in values:
+                self.plugins += _load(_plugins_in(self.merged()), preset.parent)
+        self.scenario_name = str(self.merged().get("scenario") or DEFAULT_SCENARIO)
+        self.scenario_dir = find_scenario(self.scenario_name)
+        self.scenario, self.kind = _read_scenario(self.scenario_dir)
+        if self.kind not in SCENARIOS.names():
+            raise UnknownNameError(
+                "scenario kind",
+                self.kind,
+                SCENARIOS.names(),
+                f"It is set in {self.scenario_dir / 'scenario.yaml'}; a plugin.py beside that file "
+                "can register a kind.",
+            )
+        self.scenario_class = SCENARIOS.get(self.kind)
+        self._check_that_it_trains_on_the_scenario()
+        self.base = self.base.without(
+            self.base_run.about_another(self.scenario_dir, self.scenario_class, self.kind)
+        )
+        self.protocol = self.merged().get("interaction_protocol")
+
+    def _check_that_it_trains_on_the_scenario(self) -> None:
+        trainer_class = self.trainer_class
+        trainer_type = trainer_class.trainer_type
+        kinds = list(trainer_class.scenario_kinds) or [
+            name for name in SCENARIOS.names() if trainer_type in SCENARIOS.get(name).trainer_types
+        ]
+        if self.kind in kinds or not kinds:
+            self.scenario_class.check_trainer_type(trainer_type)
+            return
+        if not trainer_class.scenario_kinds:
+            # A trainer that names no kinds plays protocols.
+            kinds = [name for name in kinds if SCENARIOS.get(name).uses_protocol] or kinds
+        shipped = [
+            name for name in scenario_names() if _read_scenario(find_scenario(name))[1] in kinds
+        ]
+        raise ConfigurationError(
+            f"the trainer {self.trainer!r} cannot train on the scenario {self.scenario_name!r} of "
+            f"kind {self.kind!r}, only on {', '.join(kinds)}. Choose another --trainer or "
+            f"--scenario{': ' if shipped else ''}{', '.join(shipped)}."
+        )
+
+    def validate(self, *, is_plugin_given: bool) -> ResolvedParameters:
+        """The validated parameters; values that nothing reads are refused."""
+        model = HyperParameters.with_sections(
+            {self.trainer: self.trainer_class.Parameters, self.kind: self.scenario_class.Parameters}
+            | {
+                name: TRAINERS.get(name).Parameters
+                for name in self.trainer_class.sections_of_others
+            }
+            | self._protocol_section()
+        )
+        names = {"trainer": self.trainer, "scenario": self.scenario_name}
+        layers = [
+            Layer.literal(DEFAULT_SOURCE, names),
+            *map(self._about_protocol, (*self.scenario, *self.preset)),
+            self.base.only(model.model_fields),
+            *self.file,
+            *self.top,
+        ]
+        if is_plugin_given:
+            layers.append(Layer.literal("--plugin", {"plugins": self.plugins}))
+        resolved = validate_layers(layers, model)
+        given = [*self.file, *self.top]
+        if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
+            _check_rerun(self.base_run, given, self.trainer_class)
+        order = {
+            path: number
+            for number, layer in enumerate([*self.preset, self.base, *given])
+            for path, _ in flatten(layer.values)
+        }
+        readers = _Readers(
+            resolved.hyper_params, self.trainer_class, self.scenario_class, self.kind, order
+        )
+        checked = [
+            replace(one, values=_without(one.values, self.base.values)) for one in self.preset
+        ]
+        readers.refuse_unread([*checked, *(one for one in given if not one.is_complete)])
+        return resolved
+
+    def _protocol_section(self) -> dict[str, type[SubParameters]]:
+        """The section of the interaction protocol, if the scenario's agents play one."""
+        if not self.scenario_class.uses_protocol:
+            if self.protocol is not None:
+                raise ConfigurationError(
+                    f"interaction_protocol {self.protocol!r} has no use: agents of a scenario of "
+                    f"kind {self.kind!r} play none. Leave it out, or choose another --scenario."
+                )
+            return {}
+        if not isinstance(self.protocol, str):
+            raise ConfigurationError(
+                f"a scenario of kind {self.kind!r} needs an interaction_protocol, got "
+                f"{self.protocol!r}. Choose one of: {', '.join(PROTOCOL_HANDLERS.names())}."
+            )
+        return {self.protocol: PROTOCOL_HANDLERS.get(self.protocol).Parameters}
+
+    def _about_protocol(self, layer: Layer) -> Layer:
+        """A scenario's or preset's layer without sections and agents of other protocols."""
+        layer = layer.without(set(PROTOCOL_HANDLERS.names()) - {self.protocol})
+        section = layer.values.get(self.kind)
+        if not isinstance(section, Mapping) or not isinstance(section.get("agents"), Mapping):
+            return layer
+        if not (own := _agents_of(self.protocol)):
+            return layer
+        # A name that belongs to no protocol stays, to be reported as a fault.
+        of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
+        agents = {name: value for name, value in section["agents"].items() if name not in of_others}
+        values = {**layer.values, self.kind: {**section, "agents": agents}}
+        return replace(layer, values=values)
+
+    def with_absolute_paths(self, hyper_params: HyperParameters) -> HyperParameters:
+        """The parameters with absolute paths, so that they mean the same in any folder."""
+        changes: dict[str, Any] = {}
+        if self.plugins:
+            changes["plugins"] = list(dict.fromkeys(self.plugins))
+        if hyper_params.custom_trainer_module_path is not None:
+            [changes["custom_trainer_module_path"]] = _load(
+                [hyper_params.custom_trainer_module_path], self.folder
+            )
+        if hyper_params.scenario not in scenario_names():
+            changes["scenario"] = str(self.scenario_dir)
+        run = hyper_params.base_run.run
+        if run is not None and not run.startswith(wandb_runs.SCHEME):
+            path = str(Path(run).expanduser().resolve())
+            changes["base_run"] = hyper_params.base_run.model_copy(update={"run": path})
+        section = getattr(hyper_params, self.kind)
+        agents = getattr(section, "agents", None)
+        if isinstance(agents, Mapping):
+            moved = {
+                name: agent.model_copy(update={"load_from_run": str(Path(run).resolve())})
+                for name, agent in agents.items()
+                if (run := getattr(agent, "load_from_run", None)) is not None and Path(run).is_dir()
+            }
+            if moved:
+                changes[self.kind] = section.model_copy(update={"agents": {**agents, **moved}})
+        return hyper_params.model_copy(update=changes)
+
+    def outside(self, resolved: ResolvedParameters) -> dict[str, str]:
+        """Values of the stored runs that point outside of their folders, by dotted path.
+
+        Left out are values that a shipped scenario has as well, and files inside it.
+        """
+        # A file of another name is the user's, for instance the output of `show --yaml`.
+        stored = [
+            one for one in self.file if one.stored_in and one.stored_in.name == HYPER_PARAMETERS
+        ]
+        stored += [self.base] if self.base_run.values else []
+        sources = {one.source for one in stored}
+        is_shipped = resolved.hyper_params.scenario in scenario_names()
+        shipped = dict(flatten(_merged(*self.scenario))) if is_shipped else {}
+        outside = {}
+        for path, value in texts_outside(resolved.hyper_params):
+            # An element of a list has the list's source.
+            source = _nearest(path, resolved.sources, None)
+            is_theirs = source in sources and value != shipped.get(path)
+            is_content = path == "scenario" or is_inside_content(value)
+            if is_theirs and not (is_shipped and is_content):
+                outside[path] = value
+        chosen = resolved.settings.outside()
+        theirs = _merged(*stored).get(SETTINGS_SECTION, {})
+        settings = {f"{SETTINGS_SECTION}.{one}": chosen[one] for one in theirs if one in chosen}
+        return outside | settings
 
 
 def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, type[Trainer]]:
@@ -319,8 +467,7 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
             f"no trainer is given. Choose one with --trainer: {', '.join(TRAINERS.names())}."
         )
     name = str(values["trainer"])
-    path = values.get("custom_trainer_module_path")
-    class_name = values.get("custom_trainer_class_name")
+    path, class_name = (values.get(key) for key in _CUSTOM_TRAINER)
     if path is None and class_name is None:
         return name, TRAINERS.get(name)
     if path is None or class_name is None:
@@ -329,13 +476,13 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
             "custom_trainer_class_name. Give both, or neither."
         )
     module = module_of(load_plugin(str(path), relative_to=folder))
-    found = getattr(module, str(class_name), None)
-    if not (isinstance(found, type) and issubclass(found, Trainer)):
+    trainer_class = getattr(module, str(class_name), None)
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise PluginError(
             f"{path} has no trainer class {class_name!r}. Set custom_trainer_class_name to a "
             "subclass of nip_astra's Trainer."
         )
-    return name, found
+    return name, trainer_class
 
 
 def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
@@ -355,44 +502,19 @@ def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
     return [layer.without(["kind"]) for layer in layers], str(kind)
 
 
-def _find_kind(kind: str, scenario_dir: Path) -> type[Scenario]:
-    if kind not in SCENARIOS.names():
-        raise UnknownNameError(
-            "scenario kind",
-            kind,
-            SCENARIOS.names(),
-            f"It is set in {scenario_dir / 'scenario.yaml'}; a plugin.py beside that file can "
-            "register a kind.",
-        )
-    return SCENARIOS.get(kind)
-
-
-def _check_that_it_trains_on(
-    trainer: str, trainer_class: type[Trainer], scenario: str, kind: str
-) -> None:
-    trainer_type = trainer_class.trainer_type
-    kinds = list(trainer_class.scenario_kinds) or [
-        name for name in SCENARIOS.names() if trainer_type in SCENARIOS.get(name).trainer_types
-    ]
-    if kind in kinds or not kinds:
-        SCENARIOS.get(kind).check_trainer_type(trainer_type)
-        return
-    if not trainer_class.scenario_kinds:
-        # A trainer that names no kinds plays protocols.
-        kinds = [name for name in kinds if SCENARIOS.get(name).uses_protocol] or kinds
-    shipped = [name for name in scenario_names() if _read_scenario(find_scenario(name))[1] in kinds]
-    raise ConfigurationError(
-        f"the trainer {trainer!r} cannot train on the scenario {scenario!r} of kind {kind!r}, only "
-        f"on {', '.join(kinds)}. Choose another --trainer or --scenario"
-        + (f": {', '.join(shipped)}." if shipped else ".")
-    )
+def _agents_of(protocol: str) -> set[str]:
+    """The agents of a protocol's class; none if they depend on its parameters."""
+    try:
+        names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
+    except NipAstraError:
+        return set()  # A package that cannot be imported is reported when its protocol is used.
+    return set(names) if isinstance(names, tuple) else set()
 
 
 # ---- validation
 
 
-@dataclass(frozen=True)
-class ResolvedParameters:
+class ResolvedParameters(NamedTuple):
     """Validated parameters, the source of each value by dotted path, and the files' settings."""
 
     hyper_params: HyperParameters
@@ -400,53 +522,15 @@ class ResolvedParameters:
     settings: ExperimentSettings
 
 
-def _validate(
-    stack: _Stack, components: _Components, *, is_plugin_given: bool
-) -> ResolvedParameters:
-    """The validated parameters; those that nothing reads are refused."""
-    trainer_class, kind = components.trainer_class, components.kind
-    scenario_class, protocol = components.scenario_class, components.protocol
-    model = HyperParameters.with_sections(
-        {components.trainer: trainer_class.Parameters, kind: scenario_class.Parameters}
-        | {name: TRAINERS.get(name).Parameters for name in trainer_class.sections_of_others}
-        | _protocol_section(protocol, scenario_class, kind)
-    )
-    names = {"trainer": components.trainer, "scenario": components.scenario}
-    layers = [
-        Layer.literal(DEFAULT_SOURCE, names),
-        *(_about_protocol(layer, protocol, kind) for layer in (*stack.scenario, *stack.preset)),
-        stack.base.only(model.model_fields),
-        *stack.file,
-        *stack.top,
-    ]
-    if is_plugin_given:
-        layers.append(Layer.literal("--plugin", {"plugins": components.plugins}))
-    resolved = validate_layers(layers, model)
-    given = [*stack.file, *stack.top]
-    if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
-        check_rerun(stack.base_run, given, trainer_class)
-    refuse_unread(
-        stack.preset, stack.base, given, resolved.hyper_params, trainer_class, scenario_class, kind
-    )
-    return resolved
-
-
 def validate_layers(layers: Sequence[Layer], model: type[HyperParameters]) -> ResolvedParameters:
-    """Merge the layers and validate the result.
-
-    Raises
-    ------
-    ParameterError
-        With every fault, each with its dotted path, value and source.
-    """
+    """Merge the layers and validate the result; all faults are raised at once."""
     values, sources = merge_layers([default_lists(_merged(*layers), model), *layers])
-    hint = "Give it with --set {}=VALUE."
     faults = [
         ParameterFault(
             path,
             repr(_OPEN),
             "is left open by its file and must be given",
-            hint.format(path),
+            f"Give it with --set {path}=VALUE.",
             sources.get(path, ""),
         )
         for path, value in flatten(values)
@@ -470,13 +554,13 @@ def validate_layers(layers: Sequence[Layer], model: type[HyperParameters]) -> Re
 
 
 def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings:
-    head = f"{SETTINGS_SECTION}."
     if not isinstance(given, Mapping):
         source = sources.get(SETTINGS_SECTION, "")
-        fault = ParameterFault(
-            SETTINGS_SECTION, show_value(given), "must be a group of settings", "", source
+        problem = "must be a group of settings"
+        raise ParameterError(
+            [ParameterFault(SETTINGS_SECTION, show_value(given), problem, "", source)]
         )
-        raise ParameterError([fault])
+    head = f"{SETTINGS_SECTION}."
     own = {path.removeprefix(head): source for path, source in sources.items()}
     try:
         return ExperimentSettings.from_dict(given, sources=own)
@@ -485,99 +569,349 @@ def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings
         raise ParameterError(faults) from None
 
 
-def _protocol_section(
-    protocol: Any, scenario_class: type[Scenario], kind: str
-) -> dict[str, type[SubParameters]]:
-    """The section of the interaction protocol, if the scenario's agents play one."""
-    if not scenario_class.uses_protocol:
-        if protocol is not None:
-            raise ConfigurationError(
-                f"interaction_protocol {protocol!r} has no use: agents of a scenario of kind "
-                f"{kind!r} play none. Leave it out, or choose another --scenario."
-            )
-        return {}
-    if not isinstance(protocol, str):
-        raise ConfigurationError(
-            f"a scenario of kind {kind!r} needs an interaction_protocol, got {protocol!r}. Choose "
-            f"one of: {', '.join(PROTOCOL_HANDLERS.names())}."
-        )
-    return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
+# ---- values that nothing reads
 
 
-def _about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
-    """A scenario's or preset's layer without sections and agents of other protocols."""
-    layer = layer.without(set(PROTOCOL_HANDLERS.names()) - {protocol})
-    section = layer.values.get(kind)
-    if not isinstance(section, Mapping) or not isinstance(section.get("agents"), Mapping):
-        return layer
-    if not (own := _agents_of(protocol)):
-        return layer
-    # A name that belongs to no protocol stays, to be reported as a fault.
-    of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
-    agents = {name: value for name, value in section["agents"].items() if name not in of_others}
-    return replace(layer, values={**layer.values, kind: {**section, "agents": agents}})
+def never_read(
+    paths: Iterable[str],
+    hyper_params: HyperParameters,
+    trainer_class: type[Trainer],
+    scenario_class: type[Scenario],
+    kind: str,
+) -> list[str]:
+    """The given parameters that nothing reads, or whose whole group is read elsewhere only.
 
-
-def _agents_of(protocol: str) -> set[str]:
-    """The agents of a protocol's class; none if they depend on its parameters."""
-    try:
-        names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
-    except NipAstraError:
-        return set()  # A package that cannot be imported is reported when its protocol is used.
-    return set(names) if isinstance(names, tuple) else set()
-
-
-# ---- paths
-
-
-def _with_absolute_paths(
-    hyper_params: HyperParameters, components: _Components, folder: Path | None
-) -> HyperParameters:
-    """The parameters with absolute paths, so that they mean the same in any folder."""
-    changes: dict[str, Any] = {}
-    if components.plugins:
-        changes["plugins"] = list(dict.fromkeys(components.plugins))
-    if hyper_params.custom_trainer_module_path is not None:
-        [changes["custom_trainer_module_path"]] = _load(
-            [hyper_params.custom_trainer_module_path], folder
-        )
-    if hyper_params.scenario not in scenario_names():
-        changes["scenario"] = str(components.scenario_dir)
-    if hyper_params.base_run.run is not None:
-        changes["base_run"] = with_absolute_path(hyper_params.base_run)
-    section = getattr(hyper_params, components.kind)
-    agents = getattr(section, "agents", None)
-    if isinstance(agents, Mapping):
-        moved = {
-            name: agent.model_copy(update={"load_from_run": str(Path(run).resolve())})
-            for name, agent in agents.items()
-            if (run := getattr(agent, "load_from_run", None)) is not None and Path(run).is_dir()
-        }
-        if moved:
-            changes[components.kind] = section.model_copy(update={"agents": {**agents, **moved}})
-    return hyper_params.model_copy(update=changes)
-
-
-def _outside(stack: _Stack, resolved: ResolvedParameters) -> dict[str, str]:
-    """Values of the stored runs that point outside of their folders, by dotted path.
-
-    Left out are values that a shipped scenario has as well, and files inside it.
+    A single parameter whose condition does not hold is not among them: it is shown as unused.
     """
-    # A file of another name is the user's, for instance the output of `show --yaml`.
-    stored = [one for one in stack.file if one.stored_in and one.stored_in.name == HYPER_PARAMETERS]
-    stored += [stack.base] if stack.base_run.values else []
-    sources = {one.source for one in stored}
-    is_shipped = resolved.hyper_params.scenario in scenario_names()
-    shipped = dict(flatten(_merged(*stack.scenario))) if is_shipped else {}
-    outside = {}
-    for path, value in texts_outside(resolved.hyper_params):
-        at = path
-        while at not in resolved.sources and "." in at:
-            at = at.rpartition(".")[0]  # An element of a list has the list's source.
-        is_theirs = resolved.sources.get(at) in sources and value != shipped.get(path)
-        is_content = path == "scenario" or is_inside_content(value)
-        if is_theirs and not (is_shipped and is_content):
-            outside[path] = value
-    chosen = resolved.settings.outside()
-    theirs = _merged(*stored).get(SETTINGS_SECTION, {})
-    return outside | {f"{SETTINGS_SECTION}.{one}": chosen[one] for one in theirs if one in chosen}
+    if trainer_class.parameter_groups is None:
+        return []
+    readers = _Readers(hyper_params, trainer_class, scenario_class, kind, {})
+    unmet = {}
+    for name, info in type(hyper_params).model_fields.items():
+        conditions = [one for one in info.metadata if isinstance(one, ReadWhere)]
+        conditions += [one for path, one in trainer_class.reads_where.items() if path == name]
+        unmet[name] = _first_unmet(conditions, [("", hyper_params)])
+    leaves = (_Leaf(path, None, False, unmet.get(path.partition(".")[0])) for path in paths)
+    return [leaf.path for leaf in leaves if readers.reason_against(leaf)]
+
+
+class _Condition(NamedTuple):
+    """A condition, with the full path and the value of the parameter that it depends on."""
+
+    where: ReadWhere
+    path: str
+    value: Any
+
+
+class _Leaf(NamedTuple):
+    """A given value, and its first condition that does not hold."""
+
+    path: str
+    value: Any
+    is_default: bool
+    unmet: _Condition | None
+
+
+_Scope = tuple[str, SubParameters]
+"""A group of parameters after its path with a trailing dot, empty for all parameters."""
+
+
+@dataclass(frozen=True)
+class _Readers:
+    """The components that read parameters, and the number of the last layer that set each path."""
+
+    hyper_params: HyperParameters
+    trainer_class: type[Trainer]
+    scenario_class: type[Scenario]
+    kind: str
+    order: Mapping[str, int]
+
+    def refuse_unread(self, layers: Sequence[Layer]) -> None:
+        """Refuse values of these layers that neither trainer nor scenario nor protocol reads.
+
+        These are values in shared groups that none of them uses, and parameters whose condition
+        (`nip_astra.parameters.conditions`) does not hold. Defaults pass, and so does a value whose
+        condition a later layer made fail, for instance an option on the command line.
+        """
+        if self.trainer_class.parameter_groups is None:
+            return
+        given, sources = merge_layers(layers, resolve=False)
+        faults = [
+            ParameterFault(leaf.path, repr(leaf.value), *reason, _nearest(leaf.path, sources, ""))
+            for leaf in _walk(self.hyper_params, given, (), self.trainer_class.reads_where)
+            if not leaf.is_default and (reason := self.reason_against(leaf))
+        ]
+        if faults:
+            raise UnreadParameterError(faults)
+
+    def reason_against(self, leaf: _Leaf) -> tuple[str, str] | None:
+        """The problem with an unread value and the advice."""
+        trainer, protocol = self.hyper_params.trainer, self.hyper_params.interaction_protocol
+        groups = self.trainer_class.parameter_groups or ()
+        of_scenario = self.scenario_class.parameter_groups
+        is_shared = leaf.path.partition(".")[0] in SHARED_GROUPS
+        if is_shared and not _is_in(leaf.path, (*groups, *of_scenario)):
+            problem = (
+                f"is read neither by the trainer {trainer!r} ({_groups_read(groups)}) nor by "
+                f"scenarios of the kind {self.kind!r} ({_groups_read(of_scenario)})"
+            )
+            return problem, f"Leave it out. {_trainers_that_read(leaf.path)}"
+        if _is_in(leaf.path, self.trainer_class.never_reads):
+            return f"is not read by the trainer {trainer!r}", "Leave it out."
+        if _is_in(leaf.path, self.scenario_class.never_reads):
+            return f"is not read by scenarios of the kind {self.kind!r}", "Leave it out."
+        has_protocol = protocol is not None and self.scenario_class.uses_protocol
+        if has_protocol and _is_in(leaf.path, PROTOCOL_HANDLERS.get(str(protocol)).never_reads):
+            if self._is_later("interaction_protocol", leaf.path):
+                return None
+            return f"is not read by the protocol {protocol!r}", "Leave it out."
+        if leaf.unmet is None or self._is_later(leaf.unmet.path, leaf.path):
+            return None
+        where, path, value = leaf.unmet
+        shown = value if isinstance(value, str) else show_value(value)
+        problem = f"is read only where {path} {where.words}, and it is {shown}"
+        return problem, f"Leave it out, or change {path}."
+
+    def _is_later(self, path: str, other: str) -> bool:
+        return bool(_nearest(path, self.order, -1) > _nearest(other, self.order, -1))
+
+
+def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose paths are not in others."""
+    left = {}
+    for name, value in values.items():
+        other = others.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            left[name] = _without(value, other)
+        elif name not in others:
+            left[name] = value
+    return left
+
+
+def _walk(
+    group: SubParameters,
+    given: Mapping[str, Any],
+    around: tuple[_Scope, ...],
+    conditions: Mapping[str, ReadWhere],
+    *,
+    prefix: str = "",
+    unmet: _Condition | None = None,
+) -> Iterator[_Leaf]:
+    """Every given value of a group and of the groups within it.
+
+    Parameters
+    ----------
+    around : tuple[_Scope, ...]
+        Enclosing groups, the outermost first.
+    conditions : Mapping[str, ReadWhere]
+        The trainer's, by full path.
+    unmet : _Condition, optional
+        A failed condition of the whole group.
+    """
+    scopes = (*around, (prefix, group))
+    for name, info in type(group).model_fields.items():
+        if name not in given:
+            continue
+        path, value = f"{prefix}{name}", getattr(group, name)
+        own = [one for one in info.metadata if isinstance(one, ReadWhere)]
+        of_group = type(group).read_where
+        own += [of_group] if of_group is not None and of_group.path != name else []
+        failed = unmet or _first_unmet(own, scopes)
+        if path in conditions:
+            failed = failed or _first_unmet([conditions[path]], scopes[:1])
+        inner = list(_groups_in(value, given[name], path))
+        default = info.get_default(call_default_factory=True)
+        for where, part, part_given in inner:
+            yield from _walk(part, part_given, scopes, conditions, prefix=f"{where}.", unmet=failed)
+            if isinstance(part, PolymorphicParameters) and TYPE_KEY in part_given:
+                yield _Leaf(f"{where}.{TYPE_KEY}", part.type_name, part == default, failed)
+        if not inner:
+            yield _Leaf(path, value, default is not PydanticUndefined and value == default, failed)
+
+
+def _first_unmet(conditions: Sequence[ReadWhere], scopes: Sequence[_Scope]) -> _Condition | None:
+    for where in conditions:
+        first = where.path.partition(".")[0]
+        for prefix, group in reversed(scopes):
+            if first in type(group).model_fields:
+                value = group.get(where.path)
+                if not where.is_met(value):
+                    return _Condition(where, prefix + where.path, value)
+                break
+    return None
+
+
+def _groups_in(
+    value: Any, given: Any, path: str
+) -> Iterator[tuple[str, SubParameters, Mapping[str, Any]]]:
+    """The groups in a value, each with its path and its given values."""
+    if isinstance(value, SubParameters) and isinstance(given, Mapping):
+        yield path, value, given
+    elif isinstance(value, Mapping) and isinstance(given, Mapping):
+        # Values of `default` may be read by an agent that overrides the others.
+        names = set(given) - ({DEFAULT_AGENT} if len(value) > 1 else set())
+        for name in sorted(names & set(value)):
+            yield from _groups_in(value[name], given[name], f"{path}.{name}")
+    elif isinstance(value, list) and isinstance(given, list | Mapping):
+        # A mapping changes single elements.
+        elements = given if isinstance(given, Mapping) else dict(enumerate(given))
+        for number, one_given in elements.items():
+            yield from _groups_in(value[int(number)], one_given, f"{path}.{number}")
+
+
+def _is_in(path: str, groups: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, group) or fnmatchcase(path, f"{group}.*") for group in groups)
+
+
+def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
+    """The entry of a parameter, or of the nearest group or list around it."""
+    while path:
+        if path in by_path:
+            return by_path[path]
+        path = path.rpartition(".")[0]
+    return default
+
+
+def _groups_read(groups: Sequence[str]) -> str:
+    return f"which reads {', '.join(groups)}" if groups else "which reads no shared group"
+
+
+def _trainers_that_read(path: str) -> str:
+    readers = []
+    for name in TRAINERS.names():
+        try:
+            groups = TRAINERS.get(name).parameter_groups
+        except NipAstraError:
+            continue  # A package that cannot be imported is reported when its trainer is used.
+        if groups is None or _is_in(path, groups):
+            readers.append(name)
+    return f"Trainers that read it: {', '.join(readers)}." if readers else "No trainer reads it."
+
+
+# ---- runs on which other runs build
+
+
+@dataclass(frozen=True)
+class _BaseRun:
+    """A run on which another one builds; without values there is none.
+
+    Attributes
+    ----------
+    values : dict
+        Its parameters, as the installed version reads them.
+    file : Path or None
+        Its parameter file; None for a run on W&B.
+    """
+
+    run_id: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    file: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """The source of parameters that the new run takes from it."""
+        return f"base run {self.run_id}"
+
+    @property
+    def plugins(self) -> list[str]:
+        """Plug-ins that it loaded."""
+        return [str(spec) for spec in self.values.get("plugins") or []]
+
+    def layer(self, given: Mapping[str, Any]) -> Layer:
+        """Its parameters, without its custom trainer if the new run's values name another."""
+        trainer = self.values.get("trainer")
+        is_other = given.get("trainer", trainer) != trainer
+        left_out = (*_OF_THE_NEW_RUN, *(_CUSTOM_TRAINER if is_other else ()))
+        return Layer.literal(self.source, self.values).without(left_out)
+
+    def about_another(
+        self, scenario_dir: Path, scenario_class: type[Scenario], kind: str
+    ) -> set[str]:
+        """Its values that do not concern the new run's scenario."""
+        is_same = _is_scenario(self.values.get("scenario"), scenario_dir)
+        protocol = set() if scenario_class.uses_protocol else {"interaction_protocol"}
+        return protocol if is_same else {kind, *protocol}
+
+
+def _read_base_run(layers: Sequence[Layer]) -> _BaseRun:
+    """The base run that the layers name; a complete file's own base run is not read again."""
+    values, sources = merge_layers([one for one in layers if not one.is_complete], resolve=False)
+    given = values.get("base_run")
+    if not isinstance(given, Mapping):
+        return _BaseRun()  # A malformed group is reported later, with all other faults.
+    try:
+        parameters = BaseRunParameters.from_dict(given)
+    except ParameterError as error:
+        paths = [f"base_run.{fault.path}".rstrip(".") for fault in error.faults]
+        raise ParameterError(
+            [
+                fault._replace(path=path, source=sources.get(path, ""))
+                for path, fault in zip(paths, error.faults, strict=True)
+            ]
+        ) from None
+    if parameters.run is None:
+        return _BaseRun()
+    if parameters.run.startswith(wandb_runs.SCHEME):
+        run_id = wandb_runs.parse_reference(parameters.run).run_id
+        stored, file = wandb_runs.read_config(parameters.run), None
+    else:
+        directory = RunDirectory.open(Path(parameters.run).expanduser())
+        run_id, stored = directory.run_id, directory.read_yaml(HYPER_PARAMETERS)
+        file = directory.path / HYPER_PARAMETERS
+    return _BaseRun(run_id, convert(stored, source=f"the parameters of {parameters.run}"), file)
+
+
+def _check_rerun(base: _BaseRun, layers: Sequence[Layer], trainer_class: type[Trainer]) -> None:
+    """Refuse values of a run that only tests again which differ from the base run's.
+
+    The base run has no values if a complete layer holds them.
+    """
+    if trainer_class.rerun_tests is Trainer.rerun_tests:
+        raise ConfigurationError(
+            f"base_run.base_run_type {RERUN_TESTS!r} is not available for {trainer_class.__name__}."
+            f" Use `nip-astra evaluate RUN`, or base_run.base_run_type={PARAMETERS} to train again."
+        )
+    before = dict(flatten(base.values or _merged(*(one for one in layers if one.is_complete))))
+    given, sources = merge_layers([one for one in layers if not one.is_complete], resolve=False)
+    faults = [
+        ParameterFault(
+            path,
+            repr(value),
+            f"differs from the base run's {before.get(path)!r}, which is tested again unchanged",
+            f"Leave it out, or set base_run.base_run_type={PARAMETERS} to train again.",
+            sources.get(path, ""),
+        )
+        for path, value in flatten(given)
+        if not any(f"{path}.".startswith(f"{one}.") for one in SET_FOR_A_RERUN)
+        and not _is_same(path, value, before.get(path))
+    ]
+    if faults:
+        raise ParameterError(faults)
+
+
+def fetch_base_run(parameters: BaseRunParameters, folder: Path) -> Path:
+    """The base run's directory; for a run on W&B, one with its trained agents is made."""
+    run = str(parameters.run)
+    if not run.startswith(wandb_runs.SCHEME):
+        return Path(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    RunDirectory(folder).write_yaml(HYPER_PARAMETERS, wandb_runs.read_config(run))
+    wandb_runs.download_model(run, folder / "model")
+    return folder
+
+
+def _is_same(path: str, value: Any, before: Any) -> bool:
+    if path == "scenario" and isinstance(value, str) and isinstance(before, str):
+        try:
+            return _is_scenario(before, find_scenario(value))
+        except UnknownNameError:
+            return False
+    return bool(value == before)
+
+
+def _is_scenario(name: Any, folder: Path) -> bool:
+    """Whether a base run's scenario is the one in a folder."""
+    try:
+        return find_scenario(str(name)) == folder
+    except UnknownNameError:
+        return False  # It has moved.

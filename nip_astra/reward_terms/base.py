@@ -1,20 +1,8 @@
 """Reward terms: a number for each probe of a training rollout; larger is better.
 
-Each iteration a trainer computes every term's `values`, adds `weight * value` to the rewards, and
-then lets the term `observe` the rollout. A term's state is part of checkpoints:
-
-    terms = build_reward_terms(parameters.reward.terms, device=device, scenario_dir=folder)
-    nodes = RatedProbes(...)                      # all nodes of the rollout
-    for name, term in terms.items():
-        added_N = term.added(nodes)               # weight * values, logged as reward/<name>
-        reward_N = reward_N + added_N             # stays NaN where a score is missing
-    for term in terms.values():
-        term.observe(nodes)                       # after all values are computed
-    saved = {name: term.state() for name, term in terms.items()}
-    terms[name].load_state(saved[name])           # a new term continues bit for bit
-
-A custom term subclasses `RewardTerm`, implements `_values`, and is registered with
-`nip_astra.reward_terms.base.register_reward_term`.
+Each iteration a trainer adds every term's `added` to the rewards (NaN without a score), then lets
+all terms `observe` the rollout. A term's state is part of checkpoints. A custom term subclasses
+`RewardTerm`, implements `_values`, and is registered with `register_reward_term`.
 
 Shape suffixes: `N` node, `T` token.
 """
@@ -39,35 +27,24 @@ from nip_astra.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class RatedProbes:
-    """A rollout as seen by a term: all nodes, siblings adjacent.
-
-    Attributes
-    ----------
-    prompts : list[str]
-        Opening prompt of each node's episode.
-    probes, responses : list[str]
-        Texts of each node.
-    probe_mask_NT : Tensor
-        bool; True on the tokens that the attacker sampled, its end token included.
-    probe_logprobs_NT : Tensor
-        float32, no grad; their log-probabilities under the sampling attacker, nats, of the
-        distribution that is trained (`trainers.behaviour`).
-    reference_logprobs_NT : Tensor
-        float32; those under the reference, at temperature 1 without truncation.
-    response_score_N : Tensor
-        float32; NaN without a verdict.
-    tree_width : int
-        Siblings in a group.
-    """
+    """A rollout as seen by a term: all nodes, siblings adjacent."""
 
     prompts: list[str]
+    """Opening prompt of each node's episode."""
     probes: list[str]
     responses: list[str]
+    """Texts of each node."""
     probe_mask_NT: Tensor
+    """bool; True on the tokens that the attacker sampled, its end token included."""
     probe_logprobs_NT: Tensor
+    """float32, no grad; their log-probabilities under the sampling attacker, nats, of the
+    distribution that is trained (`trainers.ast.behaviour`)."""
     reference_logprobs_NT: Tensor
+    """float32; those under the reference, at temperature 1 without truncation."""
     response_score_N: Tensor
+    """float32; NaN without a verdict."""
     tree_width: int
+    """Siblings in a group."""
 
     @property
     def num_nodes(self) -> int:
@@ -126,10 +103,7 @@ class RewardTerm(ABC):
     def values(self, nodes: RatedProbes) -> Tensor:
         """Values of the nodes, float32 `[N]` on the CPU, finite, no grad; larger is better.
 
-        Raises
-        ------
-        RewardTermError
-            If the hook returns another shape, or a value that is not finite.
+        Raises `RewardTermError` if the hook returns another shape, or a value that is not finite.
         """
         if nodes.num_nodes == 0:
             return torch.zeros(0)

@@ -16,8 +16,7 @@ from torch import Tensor
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
-from nip_astra.reward_terms.embedded_history import EmbeddedTerm
-from nip_astra.reward_terms.history import NoveltyParameters
+from nip_astra.reward_terms.novelty import EmbeddedTerm, NoveltyParameters
 
 TOLERANCE = 1e-5
 """Tolerance of cosines for rounding."""
@@ -59,9 +58,9 @@ class FailureRarity(EmbeddedTerm):
         """Embeds the probes."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        cosines_NH = self._history.cosines(nodes.probes)
+        cosines_NH = self._cosines(nodes.probes)
         is_similar_NH = cosines_NH >= self.parameters.similarity - TOLERANCE
-        counts_H = self._history.counts.double()
+        counts_H = self._counts().double()
         num_similar_N = is_similar_NH.double() @ counts_H
         rarity_N: Tensor
         if self.parameters.shape == "inverse_root":

@@ -53,14 +53,6 @@ class GibberishPenalty(RewardTerm):
 
 
 def _mean_token_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Mean negative log-likelihood per token, `[N]` nats; 0 without tokens.
-
-    Parameters
-    ----------
-    logprobs_NT : Tensor
-        Log-probabilities, nats; padding may hold anything.
-    mask_NT : Tensor
-        bool; True on tokens that count.
-    """
+    """Mean negative log-likelihood per token, `[N]` nats; 0 without tokens."""
     sums_N = logprobs_NT.masked_fill(~mask_NT, 0.0).sum(dim=1)
     return -sums_N / mask_NT.sum(dim=1).clamp(min=1)

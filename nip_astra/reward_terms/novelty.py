@@ -1,24 +1,151 @@
 """Novelty: a probe is worth less, the more similar it is to earlier ones, by embeddings or n-grams.
 
-Shape suffixes: `N` node, `H` probe of the history.
+Shape suffixes: `N` node, `K` stored node, `H` probe of the history, `X` embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.language_models.embeddings import EmbedderParameters
+from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
-from nip_astra.reward_terms.embedded_history import EmbeddedTerm
-from nip_astra.reward_terms.history import NoveltyParameters, ProbeHistory
 from nip_astra.utils.diversity import BleuReferences
+
+
+class NoveltyParameters(RewardTerm.Parameters):
+    """Which earlier probes novelty is measured against."""
+
+    max_history: int = Field(default=10_000, ge=1)
+    """Maximum number of distinct probes in the history; beyond it the least recent are dropped.
+    Larger keeps the attacker from returning to earlier probes."""
+    min_score: float | None = Field(default=None, ge=0, le=1)
+    """Only probes whose response scores at least this are stored; null stores all. With it a
+    failure counts as new until a similar failure is stored, however common its words."""
+
+    def remembered(self, nodes: RatedProbes) -> list[int]:
+        """Indices of the nodes whose probes are stored."""
+        if self.min_score is None:
+            return list(range(nodes.num_nodes))
+        stored: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
+        return stored
+
+
+class HistoryChange(NamedTuple):
+    """Distinct probes added to and dropped from a history; disjoint."""
+
+    added: list[str]
+    forgotten: list[str]
+
+
+class ProbeHistory:
+    """Distinct probes by recency, with their counts.
+
+    A repeated probe becomes the newest. Beyond `max_size` the oldest are dropped with their counts.
+    Probes without text are not stored.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self._counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, probe: str) -> bool:
+        return probe in self._counts
+
+    @property
+    def probes(self) -> list[str]:
+        """The probes, most recent last."""
+        return list(self._counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Occurrences of each probe since it was added."""
+        return list(self._counts.values())
+
+    def remember(self, probes: Sequence[str]) -> HistoryChange:
+        """Add probes in order; the change of the set."""
+        before = set(self._counts)
+        for probe in probes:
+            if probe.strip():
+                self._counts[probe] = self._counts.pop(probe, 0) + 1
+        forgotten = list(self._counts)[: max(0, len(self._counts) - self.max_size)]
+        for probe in forgotten:
+            del self._counts[probe]
+        return HistoryChange(
+            [probe for probe in dict.fromkeys(probes) if probe in self and probe not in before],
+            [probe for probe in forgotten if probe in before],
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {"probes": self.probes, "counts": self.counts}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state`; a smaller `max_size` drops the oldest."""
+        self._counts = dict(zip(state["probes"], state["counts"], strict=True))
+        self.remember([])
+
+
+class EmbeddedTerm(RewardTerm):
+    """A term that compares probes with a history of embedded probes.
+
+    Its `Parameters` are `NoveltyParameters` with an `embedder`.
+    """
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        self._embedder = build_embedder(
+            parameters.embedder, device=device, scenario_dir=scenario_dir
+        )
+        self._history = ProbeHistory(parameters.max_history)
+        self._vectors_HX = torch.zeros(0, self._embedder.num_dimensions)
+        self._latest: tuple[list[str], Tensor] | None = None
+
+    def _counts(self) -> Tensor:
+        """Number of occurrences of each stored probe, float32."""
+        return torch.tensor(self._history.counts, dtype=torch.float32)
+
+    def _cosines(self, probes: Sequence[str]) -> Tensor:
+        """Cosine of each probe to each stored one, float32."""
+        return self._embedded(probes) @ self._vectors_HX.T
+
+    def _embedded(self, probes: Sequence[str]) -> Tensor:
+        """Embeddings of a rollout, computed once for its values and its storage."""
+        if self._latest is None or self._latest[0] != list(probes):
+            self._latest = list(probes), self._embedder.compute(probes)
+        return self._latest[1]
+
+    def observe(self, nodes: RatedProbes) -> None:
+        kept = self.parameters.remembered(nodes)
+        vectors_HX = torch.cat([self._vectors_HX, self._embedded(nodes.probes)[kept]])
+        stored = [nodes.probes[node] for node in kept]
+        row_of: dict[str, int] = {}
+        for row, probe in enumerate([*self._history.probes, *stored]):
+            row_of.setdefault(probe, row)
+        self._history.remember(stored)
+        # In the history's order, which a checkpoint restores, so that sums are bit-identical.
+        self._vectors_HX = vectors_HX[[row_of[probe] for probe in self._history.probes]]
+        self._latest = None
+
+    def state(self) -> dict[str, Any]:
+        return self._history.state() | {"vectors": self._vectors_HX}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._history.load_state(state)
+        vectors_HX: Tensor = state["vectors"]
+        self._vectors_HX = vectors_HX[len(vectors_HX) - len(self._history) :].clone()
+        self._latest = None
 
 
 @register_reward_term(RewardTermType.COSINE_NOVELTY)
@@ -42,14 +169,14 @@ class CosineNovelty(EmbeddedTerm):
     def _values(self, nodes: RatedProbes) -> Tensor:
         if len(self._history) == 0:
             return (~nodes.is_empty).float()
-        cosines_NH = self._history.cosines(nodes.probes)
+        cosines_NH = self._cosines(nodes.probes)
         if self.parameters.reduction == "max":
             cosine_N = cosines_NH.amax(dim=1)
             # Exactly 1 for repeated probes, despite rounding.
             is_known_N = torch.tensor([probe in self._history for probe in nodes.probes])
             cosine_N = cosine_N.masked_fill(is_known_N, 1.0)
         else:
-            counts_H = self._history.counts
+            counts_H = self._counts()
             cosine_N = cosines_NH @ counts_H / counts_H.sum()
         return (1.0 - cosine_N).clamp(0.0, 1.0).masked_fill(nodes.is_empty, 0.0)
 

@@ -7,7 +7,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "IppoObjective": "nip_astra.rl_objectives.ippo",
         "Objective": "nip_astra.rl_objectives.objective",
-        "ReinforceObjective": "nip_astra.rl_objectives.reinforce",
+        "ReinforceObjective": "nip_astra.rl_objectives.ippo",
         "SpgObjective": "nip_astra.rl_objectives.spg",
     },
 )

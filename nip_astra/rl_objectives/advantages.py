@@ -6,7 +6,8 @@ in any order. A node whose reward is NaN has no verdict: its own result is NaN, 
 ignores it.
 
 Shape suffixes: `N` sample or node, `P` group, `R` run, `E` sequence, `H` step of a sequence (token,
-turn or round), `T` token, `...` any further dimensions, for instance agents.
+turn or round), `T` token, `...` any further dimensions, for instance agents; `B`
+row (sample) of tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from nip_astra.rl_objectives.registry import (
 )
 
 Baseline = Literal["mean", "leave_one_out", "none"]
-"""What a reward is compared with, see `group_advantages`."""
+"""The baseline of a reward, see `group_advantages`."""
 
 Scale = Literal["group", "batch", "none"]
-"""What differences of rewards are divided by, see `group_advantages`."""
+"""The divisor of differences of rewards, see `group_advantages`."""
 
 ZeroVarianceRule = Literal["keep", "drop"]
 """Whether samples whose group has one reward stay in the batch, see `group_advantages`."""
@@ -50,11 +51,10 @@ class GroupAdvantages(NamedTuple):
     advantages_N : Tensor
         In the dtype of the rewards, without gradient; 0 where the reward is NaN.
     is_used_N : Tensor
-        bool; False on samples that should not enter a batch: those without a reward, and with
-        the rule "drop" those of groups of zero variance.
+        bool; False on samples to be left out of a batch: those without a reward, and with the rule
+        "drop" those of groups of zero variance.
     is_zero_variance_P : Tensor
-        bool; True on groups that have a reward and no signal: the rewards of all runs are equal,
-        or there is only one run.
+        bool; True on groups with rewards that are all equal, or of one run.
     std_P : Tensor
         Unbiased standard deviation of the runs' rewards; 0 for groups of one run.
     """
@@ -69,21 +69,21 @@ class GroupAdvantages(NamedTuple):
         `grpo/num_groups`, `grpo/zero_variance_share` and `grpo/group_std_mean`.
         """
         used = self.advantages_N[self.is_used_N].double()
-        found = {"grpo/num_groups": float(len(self.std_P))}
+        figures = {"grpo/num_groups": float(len(self.std_P))}
         if len(self.std_P):
-            found |= {
+            figures |= {
                 "grpo/zero_variance_share": float(self.is_zero_variance_P.double().mean()),
                 "grpo/group_std_mean": float(self.std_P.mean()),
                 "grpo/used_share": float(self.is_used_N.float().mean()),
             }
         if len(used):
-            found |= {
+            figures |= {
                 "grpo/advantage_mean": float(used.mean()),
                 "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
                 "grpo/advantage_min": float(used.min()),
                 "grpo/advantage_max": float(used.max()),
             }
-        return found
+        return figures
 
 
 def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def group_advantages(
     column_R = torch.empty_like(group_R)
     starts_P = lengths_P.cumsum(0) - lengths_P
     column_R[order_R] = torch.arange(len(group_R)) - starts_P[group_R[order_R]]
-    width = int(lengths_P.max()) if len(lengths_P) else 0
+    width = int(lengths_P.max()) if len(lengths_P) else 1
     mean_PW = mean_R.new_zeros(len(lengths_P), width)
     is_run_PW = torch.zeros(mean_PW.shape, dtype=torch.bool)
     mean_PW[group_R, column_R], is_run_PW[group_R, column_R] = mean_R, is_run_R
@@ -159,7 +159,11 @@ def group_advantages(
     mean_P1 = masked_mean(mean_PW, is_run_PW, dim=1).unsqueeze(1)
     difference_PW = masked_fill_zero(mean_PW - mean_P1, is_run_PW)
     others_P1 = (counts_P1 - 1).clamp(min=1)
-    is_flat_P = _is_flat(mean_PW, is_run_PW)
+    least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
+    most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
+    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
+    # Rounding is no spread.
+    is_flat_P = most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
     std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
     std_P = masked_fill_zero(std_P, ~is_flat_P)
     if baseline == "none":
@@ -201,16 +205,6 @@ def _runs(
     return run_N, mean_R, count_R > 0, group_R
 
 
-def _is_flat(mean_PW: Tensor, is_run_PW: Tensor) -> Tensor:
-    """Whether the runs of a group have all one reward: rounding is no spread."""
-    if mean_PW.shape[1] == 0:
-        return torch.ones(len(mean_PW), dtype=torch.bool)
-    least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
-    most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
-    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
-    return most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
-
-
 def _check_choices(baseline: str, scale: str) -> None:
     for name, value, known in (
         ("scale", scale, ("group", "batch", "none")),
@@ -236,14 +230,7 @@ def compute_advantages(
 ) -> GroupAdvantages:
     """Advantages by a registered function; see `group_advantages` for the arguments.
 
-    Parameters
-    ----------
-    name : str
-        In the registry of advantages.
-    options : Mapping, optional
-        Options of that function.
-    common : Any
-        Options of `group_advantages`, for that function alone.
+    `options` are those of that function; `common` options are for `group_advantages` alone.
 
     Raises
     ------
@@ -490,6 +477,40 @@ def whiten(
     return torch.where(
         is_flat, torch.zeros_like(differences), differences / (std.clamp(min=min_std) + epsilon)
     )
+
+
+def reverse_kl_advantages(
+    student_logprobs_BT: Tensor,
+    teacher_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    weight: float = 1.0,
+    discount: float = 0.0,
+) -> Tensor:
+    """Advantages whose policy gradient is that of KL(student || teacher), `[B, T]`, no gradient.
+
+    `A_t = -weight * sum_(s >= t) discount**(s - t) (log S_s - log T_s)` over the tokens that count,
+    on tokens sampled from the student (`log S - log T` itself, as a loss, has the gradient 0 on
+    average). With a score-function or importance-sampling loss at ratio 1, the expected gradient
+    is, with discount
+
+    - 0: that of `sum_t KL(S(. | prefix) || T(. | prefix))` with fixed prefixes: the usual on-policy
+      distillation, of low variance;
+    - 1: that of the divergence between whole sequences, exactly.
+
+    Parameters
+    ----------
+    student_logprobs_BT, teacher_logprobs_BT : Tensor
+        Of the sampled tokens, nats.
+    discount : float
+        In [0, 1].
+    """
+    gap_BT = masked_fill_zero(student_logprobs_BT.detach() - teacher_logprobs_BT.detach(), mask_BT)
+    if discount == 0:
+        return -weight * gap_BT
+    # Tokens between two of the student's count no step.
+    factor_BT = torch.where(mask_BT, discount, 1.0)
+    return masked_fill_zero(-weight * discounted_sums(gap_BT, factor_BT), mask_BT)
 
 
 # ---- in trees

@@ -1,119 +1,130 @@
-"""Products of an inverse Hessian with a vector, without the Hessian.
+"""Derivatives of losses as flat vectors, and products of an inverse Hessian with a vector.
 
-All three methods give `x` with `(A + rho I) x = v` for a square matrix `A` known by its products
-with vectors: of one agent `A` is the Hessian `H` of its loss, symmetric, and `x = H^-1 v` with the
-sign of a plain inverse; of several agents that learn at once it is the Jacobian of all their
-gradients, not symmetric. `rho` is the damping: larger is further from the inverse and safer where
-`A` is nearly singular.
+A *field* is a vector that depends on parameters, such as a gradient with its graph. No Jacobian is
+formed, graphs are kept, and a parameter that a field does not depend on has the derivative 0.
 
-Shape suffixes: `P` entry of the parameters laid end to end, `K` sampled column.
+`nystrom`, `conjugate_gradient` and `neumann` solve `(A + rho I) x = v` for a square matrix `A`:
+the Hessian of one agent's loss, which is symmetric, or the Jacobian of the gradients of several
+agents, which is not. The damping `rho` is the distance from the exact inverse; larger is safer
+where `A` is nearly singular.
+
+Shape suffixes: `P`, `Q` entry of parameters laid end to end, `K` sampled column.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.derivatives import (
-    LinearOperator,
-    VectorMap,
-)
+VectorMap = Callable[[Tensor], Tensor]
+"""From a vector to a vector, linear."""
 
-IhvpVariant = Literal["nystrom", "conjugate_gradient", "neumann"]
-"""How the inverse is approximated, see `nystrom`, `conjugate_gradient` and `neumann`."""
+
+class LinearOperator(NamedTuple):
+    """A square matrix, known by its products with vectors; these have no gradient.
+
+    `zeros_P` is a vector of the matrix's length, dtype and device.
+    """
+
+    apply: VectorMap
+    apply_transposed: VectorMap
+    zeros_P: Tensor
+    is_symmetric: bool
+
+    def transposed(self) -> LinearOperator:
+        return LinearOperator(self.apply_transposed, self.apply, self.zeros_P, self.is_symmetric)
 
 
 class Inverse(NamedTuple):
-    """An approximate inverse, made once and applied to many vectors.
-
-    Attributes
-    ----------
-    solve, solve_transposed : VectorMap
-        `(A + rho I)^-1 v`, and the same for the transpose of `A`; linear in `v` (of the conjugate
-        gradient: once it has converged), without gradient.
-    """
+    """`(A + rho I)^-1 v`, approximately, and the same for the transpose of `A`; no gradient."""
 
     solve: VectorMap
     solve_transposed: VectorMap
 
 
-@dataclass(frozen=True, kw_only=True)
-class InverseMethod:
-    """A method and its settings.
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Lay tensors end to end in one vector, through which gradients flow."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
 
-    Attributes
-    ----------
-    variant : IhvpVariant
-        Which method.
-    num_iterations : int
-        Of the conjugate gradient and Neumann's series: products with the matrix, >= 1. Larger is
-        nearer to the inverse and slower.
-    rank : int
-        Of Nystrom's method: columns sampled, >= 1. Larger is nearer to the inverse and slower.
-    rho : float
-        Damping, >= 0, for Nystrom's method > 0.
-    step_size : float
-        Of Neumann's series, > 0. The series converges where it is below 2 over the largest
-        eigenvalue of `A + rho I`, and faster the larger it is below half of that.
+
+def unflatten(vector_P: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Cut a vector into tensors of the shapes of `like`; the inverse of `flatten`."""
+    parts = torch.split(vector_P, [tensor.numel() for tensor in like]) if like else ()
+    return tuple(part.reshape(tensor.shape) for part, tensor in zip(parts, like, strict=True))
+
+
+def gradient(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = True) -> Tensor:
+    """The gradient of a scalar as a vector, with the graph to differentiate it again."""
+    return vector_jacobian(loss, parameters, torch.ones_like(loss), create_graph=create_graph)
+
+
+def vector_jacobian(
+    field_Q: Tensor,
+    parameters: Sequence[Tensor],
+    vector_Q: Tensor,
+    *,
+    create_graph: bool = False,
+) -> Tensor:
+    """`J' vector`, `[P]`, with `J[q, p] = d field[q] / d parameters[p]`, by one backward pass.
+
+    With `create_graph` the product can be differentiated again, also through `vector_Q`.
+    """
+    if not parameters:
+        return field_Q.detach().new_zeros(0)
+    if not field_Q.requires_grad:
+        return flatten([torch.zeros_like(x, requires_grad=False) for x in parameters])
+    products = torch.autograd.grad(
+        field_Q,
+        list(parameters),
+        vector_Q if create_graph else vector_Q.detach(),
+        retain_graph=True,
+        create_graph=create_graph,
+        materialize_grads=True,
+    )
+    return flatten(products)
+
+
+def jacobian_operator(
+    field_P: Tensor, parameters: Sequence[Tensor], *, is_symmetric: bool = False
+) -> LinearOperator:
+    """The Jacobian of a field as long as the parameters.
+
+    A product with the transpose is one backward pass. A product with `J` itself is the derivative
+    of that pass by its vector, which costs about twice as much.
     """
 
-    variant: IhvpVariant
-    num_iterations: int
-    rank: int
-    rho: float
-    step_size: float
+    def apply_transposed(vector_P: Tensor) -> Tensor:
+        return vector_jacobian(field_P, parameters, vector_P)
 
-    def __post_init__(self) -> None:
-        faults = [
-            f"{name} is {value}, which must be {rule}"
-            for name, value, rule, is_right in (
-                ("num_iterations", self.num_iterations, ">= 1", self.num_iterations >= 1),
-                ("rank", self.rank, ">= 1", self.rank >= 1),
-                ("step_size", self.step_size, "> 0", self.step_size > 0),
-                ("rho", self.rho, ">= 0", self.rho >= 0),
-                (
-                    "rho",
-                    self.rho,
-                    "> 0 for nystrom, which divides by it",
-                    self.rho != 0 or self.variant != "nystrom",
-                ),
-            )
-            if not is_right
-        ]
-        if faults:
-            raise ConfigurationError(
-                f"an inverse by the method {self.variant!r} was asked for with settings that it "
-                f"cannot have: {'; '.join(faults)}. Change those."
-            )
+    @cache
+    def product_with_anything() -> tuple[Tensor, Tensor]:
+        u_P = torch.zeros_like(field_P, requires_grad=True)
+        return u_P, vector_jacobian(field_P, parameters, u_P, create_graph=True)
 
-    def prepare(
-        self, operator: LinearOperator, generator: torch.Generator | None = None
-    ) -> Inverse:
-        """Make the inverse of a matrix; the generator draws the columns of Nystrom's method."""
-        if self.variant == "nystrom":
-            return nystrom(operator, rank=self.rank, rho=self.rho, generator=generator)
-        if self.variant == "conjugate_gradient":
-            return conjugate_gradient(operator, num_iterations=self.num_iterations, rho=self.rho)
-        return neumann(
-            operator, num_iterations=self.num_iterations, step_size=self.step_size, rho=self.rho
-        )
+    def apply(vector_P: Tensor) -> Tensor:
+        # J' u is linear in u, so that its derivative by u, transposed, is J whatever u is.
+        u_P, product_P = product_with_anything()
+        return vector_jacobian(product_P, [u_P], vector_P)
+
+    return LinearOperator(
+        apply_transposed if is_symmetric else apply,
+        apply_transposed,
+        torch.zeros_like(field_P, requires_grad=False),
+        is_symmetric,
+    )
 
 
 def nystrom(
-    operator: LinearOperator,
-    *,
-    rank: int,
-    rho: float,
-    generator: torch.Generator | None = None,
+    operator: LinearOperator, *, rank: int, rho: float, generator: torch.Generator | None = None
 ) -> Inverse:
-    """Inverse by Nystrom's approximation of low rank (arXiv:2302.09726).
+    """Inverse by Nystrom's approximation of low rank (arXiv:2302.09726), for `rho > 0`.
 
     With `K` columns `C = A[:, k]` and rows `R = A[k, :]` drawn uniformly, and `W = A[k, k]`, the
-    matrix is taken for `C W^-1 R`, so that by Woodbury's identity
+    matrix is approximated by `C W^-1 R`, so that by Woodbury's identity
 
         (A + rho I)^-1 v  ~  v / rho - C (W + R C / rho)^-1 R v / rho**2
 
@@ -124,9 +135,11 @@ def nystrom(
     drawn = torch.randperm(operator.zeros_P.numel(), generator=generator)[:rank].tolist()
     columns, rows = [], []
     for index in drawn:
-        columns.append(operator.apply(_unit(operator, index)))
+        unit_P = operator.zeros_P.clone()
+        unit_P[index] = 1.0
+        columns.append(operator.apply(unit_P))
         if not operator.is_symmetric:
-            rows.append(operator.apply_transposed(_unit(operator, index)))
+            rows.append(operator.apply_transposed(unit_P))
     columns_PK = torch.stack(columns, dim=1)
     rows_KP = columns_PK.T if operator.is_symmetric else torch.stack(rows)
     # The small matrix holds squares of A: in doubles, and without what its dtype cannot tell from 0
@@ -153,9 +166,9 @@ def conjugate_gradient(
 
     Exact, but for rounding, after as many iterations as the matrix has distinct eigenvalues. A
     symmetric matrix must be positive definite in the directions searched: the search ends before a
-    direction of curvature <= 0, at the best point so far, which is 0 if that is the first one. One
-    that is not symmetric is solved by the normal equations `B' B x = B' v` with `B = A + rho I`,
-    which converge for every invertible `B`, more slowly.
+    direction of curvature <= 0, at the best point so far. A matrix that is not symmetric is solved
+    by the normal equations `B' B x = B' v` with `B = A + rho I`, which converge more slowly for
+    every invertible `B`.
     """
 
     def solve_with(operator: LinearOperator, vector_P: Tensor) -> Tensor:
@@ -184,9 +197,9 @@ def neumann(
 
         x = step_size * sum over j = 0 .. num_iterations of (I - step_size * (A + rho I))**j v
 
-    which is the derivative of what `num_iterations + 1` steps of gradient descent of that size
-    reach. Converges where all eigenvalues of `step_size * (A + rho I)` are nearer to 1 than 1; for
-    a matrix with an eigenvalue of negative real part it grows without bound with the iterations.
+    the derivative of the result of `num_iterations + 1` steps of gradient descent of that size.
+    Converges where all eigenvalues of `step_size * (A + rho I)` are nearer to 1 than 1; for a
+    matrix with an eigenvalue of negative real part it grows without bound.
     """
 
     def series(apply: VectorMap, vector_P: Tensor) -> Tensor:
@@ -201,14 +214,8 @@ def neumann(
     )
 
 
-def _unit(operator: LinearOperator, index: int) -> Tensor:
-    unit_P = operator.zeros_P.clone()
-    unit_P[index] = 1.0
-    return unit_P
-
-
 def _minimise_quadratic(apply: VectorMap, vector_P: Tensor, num_iterations: int) -> Tensor:
-    """Minimise `x' B x / 2 - v' x`; nothing waits for the device."""
+    """Minimise `x' B x / 2 - v' x` without waiting for the device."""
     x_P = torch.zeros_like(vector_P)
     residual_P = direction_P = vector_P
     square = initial = residual_P @ residual_P

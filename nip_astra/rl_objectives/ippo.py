@@ -1,4 +1,4 @@
-"""Proximal policy optimisation of each agent on its own (IPPO).
+"""Proximal policy optimisation (IPPO) and REINFORCE of each agent on its own.
 
 Shapes: B frames, A agents.
 """
@@ -11,26 +11,55 @@ import torch
 from torch import Tensor
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.advantages import whiten
 from nip_astra.rl_objectives.objective import (
     AgentLosses,
     AgentModules,
     Frames,
     Objective,
     PolicyView,
-    value_loss_of_agent,
+    whiten_advantages,
 )
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.reductions import bounded
-
-MIN_ADVANTAGE_STD = 1e-6
-"""Smallest deviation that the advantages of a minibatch are divided by."""
 
 KL_TOLERANCE = 1.5
 """The weight of the penalty changes where the divergence is off its target by this factor."""
 
 
-class IppoObjective(Objective):
+class _PolicyGradientObjective(Objective):
+    """Losses of each agent by its own policy, value function and entropy."""
+
+    def __init__(
+        self, agents: AgentModules, rl: RlTrainerParameters, *, critic_coef: float, has_values: bool
+    ) -> None:
+        super().__init__(agents)
+        self.rl = rl
+        self.critic_coef = critic_coef
+        self.has_values = has_values
+
+    def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
+        """`loss_policy`, `loss_entropy`, where values are learned `loss_value`, and metrics."""
+        if not self.has_values:
+            return self._policy_entries(name, self.policy_view(name, batch))
+        view, values_B = self.policy_view_and_values(name, batch)
+        return self._policy_entries(name, view) | self._value_entries(name, values_B, batch)
+
+    def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
+        if not self.has_values or self.agents[name].shares_body:
+            return (self.agent_losses,)
+        return (
+            lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
+            lambda name, batch: self._value_entries(name, self.agents.values(name, batch), batch),
+        )
+
+    def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
+        return {"loss_value": self.critic_coef * self.value_loss(name, values_B, batch, self.rl)}
+
+
+class IppoObjective(_PolicyGradientObjective):
     """Clipped or KL-penalised policy loss, value loss and entropy bonus of every agent.
 
     With the ratio `r = pi(a) / pi_old(a)` of the agent's joint move and its advantage `A`, means
@@ -43,15 +72,15 @@ class IppoObjective(Objective):
         loss_entropy = -entropy_weight * mean H
 
     (arXiv:1707.06347, eq. 7 and 8; arXiv:2011.09533 for several agents). The mean of `-log r` under
-    the old policy is `KL(pi_old || pi)`. `beta`, one an agent, is multiplied by kl_increment after
+    the old policy is `KL(pi_old || pi)`. `beta`, one per agent, is multiplied by kl_increment after
     an iteration whose mean divergence exceeds kl_target by 1.5 times, and by kl_decrement where it
     falls short of it by as much. Beyond 20 nats (`reductions.MAX_LOG_RATIO`) a ratio is held and
     has no gradient; the penalty still has one.
 
-    Advantages are shifted and scaled by mean and (unbiased) deviation over those frames, where
-    normalize_advantage; a deviation below 1e-6 counts as that, and a single frame gets 0. With
-    clip_value, a value counts as no closer to its target than one that has moved by clip_value from
-    the value at collection.
+    With normalize_advantage, advantages are shifted and scaled by mean and (unbiased) deviation
+    over those frames; the deviation is at least 1e-6, and a single frame gets 0. With clip_value, a
+    value counts as no closer to its target than one that has moved by clip_value from the value at
+    collection.
     """
 
     beta: Tensor
@@ -61,31 +90,18 @@ class IppoObjective(Objective):
     def __init__(
         self, agents: AgentModules, ppo: CommonPpoParameters, rl: RlTrainerParameters
     ) -> None:
-        super().__init__(agents)
+        super().__init__(agents, rl, critic_coef=ppo.critic_coef, has_values=True)
         self.ppo = ppo
-        self.rl = rl
+        clip = (ppo.clip_low, ppo.clip_high)
+        self.clip = PolicyLoss.of("ppo", None, *clip)
         self.loss = PolicyLoss.of("importance_sampling")
         if ppo.loss_type == "clip":
-            clip = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
-            self.loss = PolicyLoss.of(ppo.loss, ppo.loss_options, **clip)
+            self.loss = PolicyLoss.of(ppo.loss, ppo.loss_options, *clip)
         num_agents = len(agents.names)
         device = next((p.device for p in agents.parameters()), torch.device("cpu"))
         self.register_buffer("beta", torch.full((num_agents,), ppo.kl_beta, device=device))
         for name in ("_kl_sum", "_kl_count"):
             self.register_buffer(name, torch.zeros(num_agents, device=device), persistent=False)
-
-    def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """`loss_policy`, `loss_value`, `loss_entropy` and metrics."""
-        view, values_B = self.policy_view_and_values(name, batch)
-        return self._policy_entries(name, view) | self._value_entries(name, values_B, batch)
-
-    def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
-        if self.agents[name].shares_body:
-            return (self.agent_losses,)
-        return (
-            lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
-            lambda name, batch: self._value_entries(name, self.agents.values(name, batch), batch),
-        )
 
     def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         logprobs_B, old_B = view.evaluation.logprobs_B, view.of_agent("logprob")
@@ -94,9 +110,7 @@ class IppoObjective(Objective):
             is_acting_B = torch.ones_like(logprobs_B, dtype=torch.bool)
         advantages_B = view.of_agent("advantage").to(logprobs_B.dtype)
         if self.ppo.normalize_advantage:
-            advantages_B = whiten(
-                advantages_B, view.is_acting_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD
-            )
+            advantages_B = whiten_advantages(advantages_B, view.is_acting_B)
         columns = (one.unsqueeze(1) for one in (logprobs_B, old_B, advantages_B, is_acting_B))
         policy_loss = view.mean(self.loss.of_tokens(*columns).squeeze(1))
         if self.ppo.loss_type == "kl_penalty":
@@ -108,34 +122,25 @@ class IppoObjective(Objective):
         metrics = self._metrics(view, logprobs_B - old_B, advantages_B)
         return losses | self.logit_losses(name, view) | metrics
 
-    def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
-        loss = value_loss_of_agent(
-            self.agents.number(name),
-            values_B,
-            batch,
-            loss_type=self.rl.loss_critic_type,
-            clip_value=self.rl.clip_value,
-        )
-        return {"loss_value": self.ppo.critic_coef * loss}
-
     @torch.no_grad()
     def _metrics(
         self, view: PolicyView, log_ratios_B: Tensor, advantages_B: Tensor
     ) -> dict[str, Tensor]:
-        ratios_B = bounded(log_ratios_B).exp()
-        is_above_B = ratios_B > 1 + self.ppo.clip_high
-        is_below_B = ratios_B < 1 - self.ppo.clip_low
-        is_outside_B = is_above_B | is_below_B
-        is_clipped_B = (is_above_B & (advantages_B > 0)) | (is_below_B & (advantages_B < 0))
-        is_clipped_B = is_clipped_B & (self.ppo.loss_type == "clip")
+        held_B = bounded(log_ratios_B)
+        ratios_B = held_B.exp()
+        mask_B1 = torch.ones_like(held_B, dtype=torch.bool).unsqueeze(1)
+        of_clip = self.clip.clip_columns(held_B.unsqueeze(1), advantages_B.unsqueeze(1), mask_B1)
+        clipped_B, outside_B = (
+            of_clip[key].squeeze(1) for key in ("clip_fraction", "ratio_outside_clip")
+        )
+        if self.ppo.loss_type != "clip":
+            clipped_B = torch.zeros_like(clipped_B)
         ratio, square, log_ratio, clip_fraction, outside, entropy = view.figures(
-            *(ratios_B, ratios_B.square(), log_ratios_B),
-            *(is_clipped_B.to(ratios_B.dtype), is_outside_B.to(ratios_B.dtype)),
+            *(ratios_B, ratios_B.square(), log_ratios_B, clipped_B, outside_B),
             view.evaluation.entropies_B,
         )
         return {
             "kl": -log_ratio,
-            # The share of frames whose gradient the clip removes, and of those beyond the clip.
             "clip_fraction": clip_fraction,
             "ratio_outside_clip": outside,
             # The effective sample size, as a share of the frames: 1 where all ratios are equal.
@@ -162,3 +167,48 @@ class IppoObjective(Objective):
             self.beta.mul_(torch.where(is_near_A, self.ppo.kl_decrement, 1.0))
         self._kl_sum.zero_()
         self._kl_count.zero_()
+
+
+class ReinforceObjective(_PolicyGradientObjective):
+    """Log-likelihood of each agent's moves, weighted by their results.
+
+    With the log-probability `log pi(a)` of the agent's joint move, and as weight `G` its reward to
+    go or its advantage, means over the frames in which the agent acts (Williams 1992):
+
+        loss_policy  = -mean log pi(a) G
+        loss_value   = critic_coef * mean distance(V, target)     over all frames, with advantages
+        loss_entropy = -entropy_weight * mean H
+
+    Parameters
+    ----------
+    rl : RlTrainerParameters, optional
+        Distance and clip of the value loss.
+    weight : str
+        Entry of `agents` that holds `G`, of shape [B, A, 1]: "reward_to_go" or "advantage".
+    critic_coef : float
+        Weight of the value loss; there is none for rewards to go.
+    """
+
+    def __init__(
+        self,
+        agents: AgentModules,
+        rl: RlTrainerParameters | None = None,
+        *,
+        weight: str = "reward_to_go",
+        critic_coef: float = 1.0,
+        entropy_weight: float = 0.0,
+    ) -> None:
+        rl = rl or RlTrainerParameters()
+        super().__init__(agents, rl, critic_coef=critic_coef, has_values=weight == "advantage")
+        self.weight = weight
+        self.entropy_weight = entropy_weight
+
+    def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
+        entropies_B = view.evaluation.entropies_B
+        (entropy,) = view.figures(entropies_B)
+        return {
+            "loss_policy": -view.mean(view.evaluation.logprobs_B * view.of_agent(self.weight)),
+            "loss_entropy": -self.entropy_weight * view.mean(entropies_B),
+            **self.logit_losses(name, view),
+            "entropy": entropy,
+        }

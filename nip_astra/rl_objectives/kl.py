@@ -31,7 +31,7 @@ def kl_estimate(
     *,
     mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(policy || reference) at every token from the token that the policy sampled.
+    """KL(policy || reference) at every token sampled by the policy, estimated, `[B, T]` nats.
 
     With `d = log policy - log reference` (J. Schulman, "Approximating KL divergence", 2020):
 
@@ -40,27 +40,20 @@ def kl_estimate(
     - `k2 = d**2 / 2`: biased, >= 0. Its gradient `d * grad log policy` is on average that of
       KL(policy || reference): the one to use in a loss;
     - `k3 = exp(-d) - 1 + d`: unbiased, >= 0, exact for d within 20 nats of 0, where it is held
-      (`ratios.MAX_LOG_RATIO`). Its gradient
-      `(1 - exp(-d)) * grad log policy` is on average that of KL(reference || policy).
+      (`reductions.MAX_LOG_RATIO`). Its gradient `(1 - exp(-d)) * grad log policy` is on average
+      that of KL(reference || policy).
 
-    On average: over tokens sampled from the policy itself, at one position after what was sampled
-    before. A sum of these over the positions of a sequence leaves out that a token decides what may
-    follow: of k2 and k3 its gradient is not that of the divergence between the distributions of
-    sequences, for which there is `sequence_kl_estimate`.
+    On average: over tokens sampled from the policy itself, at one position after a fixed prefix.
+    The gradient of a sum of k2 or k3 over a sequence is not that of the divergence between
+    distributions of sequences, because a token also decides the later prefixes; for that there is
+    `sequence_kl_estimate`.
 
     Parameters
     ----------
-    logprobs_BT : Tensor
-        Log-probabilities of the sampled tokens under the policy, nats; gradients flow.
-    reference_logprobs_BT : Tensor
-        The same under the reference; no gradient flows.
+    logprobs_BT, reference_logprobs_BT : Tensor
+        Log-probabilities of the sampled tokens, nats; gradients flow through the first alone.
     mask_BT : Tensor, optional
         bool; the estimate is 0 where it is False. Without it padding must be finite.
-
-    Returns
-    -------
-    Tensor
-        `[B, T]` nats per token.
 
     Raises
     ------
@@ -91,18 +84,9 @@ def straight_through_kl(
 ) -> Tensor:
     """One estimate's value with another one's gradient, `value + (gradient - sg[gradient])`.
 
-    With the gradient of `k2` the penalty acts as KL(policy || reference), with that of `k3` as
-    KL(reference || policy), whichever is reported; see `kl_estimate`, whose parameters these are.
-
-    Returns
-    -------
-    Tensor
-        `[B, T]` nats per token; 0 where the mask is False.
-
-    Raises
-    ------
-    ConfigurationError
-        For an unknown kind, or the gradient of `k1`, which is 0 on average.
+    `[B, T]` nats per token; 0 where the mask is False. With the gradient of `k2` the penalty acts
+    as KL(policy || reference), with that of `k3` as KL(reference || policy), whichever is reported;
+    the gradient of `k1`, 0 on average, is refused. See `kl_estimate` for the parameters.
     """
     if gradient == "k1":
         raise ConfigurationError(
@@ -121,26 +105,12 @@ def sequence_kl_estimate(
     *,
     weights_BT: Tensor | None = None,
 ) -> Tensor:
-    """k2 of whole sequences, `1/2 (sum over tokens of log policy - log reference)**2`.
+    """k2 of whole sequences, `1/2 (sum over tokens of log policy - log reference)**2`, `[B]`.
 
     Its gradient is on average, over sequences sampled from the policy itself, that of KL(policy ||
-    reference) between the distributions of sequences. Its value is no estimate of that divergence:
-    it is larger than `kl_estimate` summed, and by more the longer sequences are.
-
-    Parameters
-    ----------
-    logprobs_BT : Tensor
-        Log-probabilities of the sampled tokens under the policy, nats; gradients flow.
-    reference_logprobs_BT : Tensor
-        The same under the reference; no gradient flows.
-    weights_BT : Tensor, optional
-        What each token's gradient is multiplied by, without gradient: importance weights where
-        another distribution sampled than the policy. The value has none.
-
-    Returns
-    -------
-    Tensor
-        `[B]`.
+    reference) between the distributions of sequences. Its value is larger than `kl_estimate`
+    summed, and by more the longer sequences are. `weights_BT` multiply each token's gradient, but
+    not the value: importance weights where another distribution than the policy sampled.
     """
     difference_BT = logprobs_BT - reference_logprobs_BT.detach()
     sum_B = masked_sum(difference_BT, mask_BT, dim=1)
@@ -186,11 +156,6 @@ class AdaptiveKl:
     horizon : float
         Samples after which a weight that is off by 20 % or more has changed by 20 %, > 0. Larger
         is slower.
-
-    Raises
-    ------
-    ConfigurationError
-        When one of these is not positive.
     """
 
     MAX_ERROR = 0.2
@@ -218,9 +183,8 @@ class AdaptiveKl:
             return self.weight
         if not math.isfinite(kl):
             raise NonFiniteLossError(
-                f"the KL divergence is {kl}, so the weight of its penalty stays at {self.weight}. "
-                "Lower the learning rate, or look for log-probabilities of minus infinity in the "
-                "last rollout."
+                f"the KL divergence is {kl}. Lower the learning rate, or look for "
+                "log-probabilities of minus infinity in the last rollout."
             )
         error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.weight *= 1.0 + error * min(num_samples / self.horizon, 1.0)
@@ -231,5 +195,5 @@ class AdaptiveKl:
         return {"weight": self.weight}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from what `state` returned."""
+        """Restore the weight of `state`."""
         self.weight = float(state["weight"])

@@ -1,6 +1,6 @@
 """The base of the losses of agents with networks, as TorchRL loss modules.
 
-Shapes: B frames, C channels, V channels that an agent sees, A agents.
+Shapes: B frames, E environments, T consecutive rounds, A agents.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule, ValueEstimators
 
 from nip_astra.errors import CheckpointError, ConfigurationError
-from nip_astra.parameters.trainers import LossCriticType
-from nip_astra.rl_objectives.episode_gae import EpisodeGae
+from nip_astra.parameters.trainers import RlTrainerParameters
+from nip_astra.rl_objectives.advantages import gae, reward_to_go, whiten
 from nip_astra.rl_objectives.values import value_losses
 
 LOSS_PREFIX = "loss_"
 """Entries of a loss module's output whose names begin with this are summed and minimised."""
 
 EPISODE_KEY = "episode"
-"""Entry of a batch, long: which episode a frame is of."""
+"""Entry of a batch, long: the episode of a frame."""
 
 Frames = Mapping[Any, Tensor]
-"""Tensors of frames, [B, ...], by the names that they have in a TensorDict: `frames["round"]`,
-`frames["agents", "advantage"]`. To look one up costs a fraction of what it costs there."""
+"""Tensors of frames, [B, ...], by their names in a TensorDict, `frames["agents", "advantage"]`; a
+lookup costs a fraction of the lookup there."""
+
+MIN_ADVANTAGE_STD = 1e-6
+"""Smallest deviation by which the advantages of a minibatch are divided."""
 
 
 def frames_of(batch: TensorDictBase) -> Frames:
@@ -61,45 +64,21 @@ class FrameRows(Mapping[Any, Tensor]):
         return len(self._frames)
 
 
-class PolicyEvaluation(Protocol):
-    """Log-probabilities and entropies of moves; see `scenario_base.agent_actions`."""
-
-    logprobs_B: Tensor
-    entropies_B: Tensor
-
-
 class AgentModules(Protocol):
-    """The agents of a protocol, as `scenario_base.combined.CombinedAgents` gives them."""
+    """The agents of a protocol, see `scenario_base.protocol.combined.CombinedAgents`."""
 
     names: tuple[str, ...]
     needs_logits: bool
 
-    def __getitem__(self, name: str) -> Any:
-        """One agent."""
-
-    def policy(self, name: str, frames: Any) -> Any:
-        """The logits of an agent's moves."""
-
-    def evaluate(self, name: str, frames: Any, output: Any = None) -> Any:
-        """A `PolicyEvaluation` of the moves that an agent made."""
-
-    def values(self, name: str, frames: Any) -> Tensor:
-        """An agent's values, [B]."""
-
-    def policy_and_values(self, name: str, frames: Any) -> tuple[Any, Tensor]:
-        """Both, from one pass of the body that they share."""
-
-    def is_acting(self, name: str, frames: Any) -> Tensor:
-        """The frames in which an agent may move, [B] bool."""
-
-    def number(self, name: str) -> int:
-        """An agent's place in the dimension A."""
-
-    def logit_reward(self, name: str, output: Any, frames: Any) -> Tensor | None:
-        """What an agent's logits earn whatever is drawn from them, [B] with grad, or None."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All weights."""
+    def __getitem__(self, name: str) -> Any: ...
+    def policy(self, name: str, frames: Any) -> Any: ...
+    def evaluate(self, name: str, frames: Any, output: Any = None) -> Any: ...
+    def values(self, name: str, frames: Any) -> Tensor: ...
+    def policy_and_values(self, name: str, frames: Any) -> tuple[Any, Tensor]: ...
+    def is_acting(self, name: str, frames: Any) -> Tensor: ...
+    def number(self, name: str) -> int: ...
+    def logit_reward(self, name: str, output: Any, frames: Any) -> Tensor | None: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class PolicyView(NamedTuple):
@@ -110,18 +89,18 @@ class PolicyView(NamedTuple):
     frames : Frames
         The frames.
     evaluation : PolicyEvaluation
-        Of the moves made in them, with grad.
+        `logprobs_B` and `entropies_B` of the moves made in them, with grad.
     is_acting_B : Tensor or None
         bool, frames that count; None for all. On the CPU the others are left out; elsewhere they
-        are kept and masked, because to pick frames a host waits for its device.
+        are masked, because picking frames makes the host wait for its device.
     number : int
         The agent's place in the dimension A.
     output : PolicyOutput
-        The logits that the evaluation is of.
+        The logits that are evaluated.
     """
 
     frames: Frames
-    evaluation: PolicyEvaluation
+    evaluation: Any
     is_acting_B: Tensor | None
     number: int
     output: Any
@@ -147,37 +126,23 @@ class PolicyView(NamedTuple):
         return ((values_XB * kept_B).sum(1) / kept_B.sum()).unbind()
 
 
-def value_loss_of_agent(
-    number: int,
-    values_B: Tensor,
-    batch: Frames,
-    *,
-    loss_type: LossCriticType,
-    clip_value: float | None,
-) -> Tensor:
-    """The mean value loss of an agent over all frames; see `values.value_losses`."""
-    return value_losses(
-        values_B,
-        batch["agents", "value_target"][:, number, 0],
-        loss_type,
-        old_values_B=batch["agents", "value"][:, number, 0],
-        clip_value=clip_value,
-    ).mean()
+def whiten_advantages(values_B: Tensor, mask_B: Tensor | None = None) -> Tensor:
+    """Advantages of a minibatch with mean 0 and deviation 1; see `MIN_ADVANTAGE_STD`."""
+    return whiten(values_B, mask_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
-"""Losses of an agent in a minibatch, and what to log; see `Objective.agent_losses`."""
+"""Losses and figures of an agent in a minibatch; see `Objective.agent_losses`."""
 
 
 class Objective(LossModule):
     """Losses of the agents of a protocol. A subclass gives `agent_losses`, or `forward`.
 
-    With `agent_losses`, each agent learns from its own, and only while it is its turn to learn. A
-    subclass with a `forward` of its own is trained like any loss module of TorchRL: the sum of the
-    entries `loss_*` that it gives is minimised, and it reads whole batches, `unread_keys` included.
+    With `agent_losses`, each agent learns from its own losses, and only while its schedule lets it.
+    A subclass with its own `forward` is trained like any loss module of TorchRL: the sum of its
+    entries `loss_*` is minimised, and it reads whole batches, `unread_keys` included.
 
-    The weights of `agents` are the agents' own, not copies. Losses of agents that share no weights
-    are independent; where `loss_parts` divides them, a trainer may compute them at the same time.
+    The weights of `agents` are the agents' own, not copies.
 
     Parameters
     ----------
@@ -202,7 +167,7 @@ class Objective(LossModule):
 
     default_value_estimator = ValueEstimators.GAE
     reads_episodes: ClassVar[bool] = False
-    """Whether minibatches must be of whole episodes, told apart by `EPISODE_KEY`."""
+    """Whether minibatches must be of whole episodes, which `EPISODE_KEY` identifies."""
     unread_keys: tuple[Any, ...] = (
         "next",
         ("agents", "message_logits"),
@@ -214,18 +179,18 @@ class Objective(LossModule):
 
     def __init__(self, agents: AgentModules) -> None:
         super().__init__()
-        if not self.has_own_forward() and _gives_nothing(type(self)):
+        methods = ("agent_losses", "compute_gradients")
+        has_losses = any(_definer(type(self), one) is not Objective for one in methods)
+        if not self.has_own_forward() and not has_losses:
             raise ConfigurationError(
-                f"the objective {type(self).__name__} was to be built, but its class has no "
-                "losses. It must give agent_losses(name, batch), the losses of one agent, or "
-                "forward(batch), a TensorDict of scalars of which those named loss_* are "
-                "minimised. Define one of them."
+                f"the objective {type(self).__name__} has no losses. Define agent_losses(name, "
+                "batch), the losses of one agent, or forward(batch), a TensorDict of scalars."
             )
         self.agents = agents
         if self.has_own_forward():
             self.unread_keys = ()
         elif agents.needs_logits:
-            # What an agent's logits earn depends on those of others.
+            # The reward of an agent's logits depends on those of others.
             self.unread_keys = ("next",)
 
     @property
@@ -234,18 +199,10 @@ class Objective(LossModule):
         return False
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """An agent's losses in a minibatch.
+        """An agent's losses in a minibatch of frames [B], after `value_estimator`, all scalars.
 
-        Parameters
-        ----------
-        batch : Frames
-            Frames [B], after `value_estimator`.
-
-        Returns
-        -------
-        dict[str, Tensor]
-            Scalars. Those named `loss_*` have grad, are summed and minimised; the others have none
-            and are logged, but where they are NaN.
+        Those named `loss_*` have grad, are summed and minimised; the others have none and are
+        logged, except where they are NaN.
         """
         raise NotImplementedError
 
@@ -265,14 +222,9 @@ class Objective(LossModule):
     def compute_gradients(
         self, batch: TensorDict, names: Sequence[str]
     ) -> dict[str, dict[str, Tensor]]:
-        """Add to the agents' gradients those of their losses, and give these by agent, detached.
+        """Add the gradients of the losses of the agents that learn; return the losses, detached.
 
         An objective in which agents foresee each other's learning overrides this.
-
-        Parameters
-        ----------
-        names : Sequence[str]
-            Agents that learn.
         """
         frames = frames_of(batch)
         by_agent = {name: self._backward(self.agent_losses, name, frames) for name in names}
@@ -282,28 +234,21 @@ class Objective(LossModule):
     def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
         """Functions that share no weights, and whose losses together are `agent_losses`.
 
-        Where an objective has them, several processes may compute them at once, so they must
-        change nothing but gradients and draw no random numbers. None here: then one process
-        computes all losses.
+        Several processes may compute them at once, so they must change nothing but gradients and
+        draw no random numbers. With none, one process computes all losses.
         """
         return ()
 
     @classmethod
     def has_own_forward(cls) -> bool:
-        """Say whether `forward` is a subclass's own, and so what is to be minimised.
-
-        Not where a class further down gives other gradients.
-        """
+        """Whether a subclass's own `forward` is minimised, which no later class overrides."""
         of_forward, of_gradients = (
             _definer(cls, name) for name in ("forward", "compute_gradients")
         )
         return of_forward is not Objective and issubclass(of_forward, of_gradients)
 
     def has_parts(self) -> bool:
-        """Say whether `loss_parts` may stand for the losses of all agents.
-
-        Not where a subclass has losses or gradients of its own, and parts that are inherited.
-        """
+        """Whether `loss_parts` belong to the losses of all agents, and not to a base class's."""
         cls = type(self)
         if cls.has_own_forward():
             return False
@@ -314,7 +259,7 @@ class Objective(LossModule):
         return all(self.loss_parts(name) for name in self.agents.names)
 
     def compute_part(self, name: str, part: int, frames: Frames) -> dict[str, Tensor]:
-        """Add to gradients those of one of `loss_parts`, and give the losses, detached."""
+        """Add the gradients of one of `loss_parts`, and return its losses, detached."""
         return self._backward(self.loss_parts(name)[part], name, frames)
 
     def _backward(self, losses: AgentLosses, name: str, batch: Frames) -> dict[str, Tensor]:
@@ -325,10 +270,10 @@ class Objective(LossModule):
         return {key: value.detach() for key, value in entries.items()}
 
     def finish_minibatch(self, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Called with what the losses of a minibatch were, by agent; does nothing here."""
+        """Hook, called with the losses of a minibatch by agent."""
 
     def finish_iteration(self) -> None:
-        """Called after the last minibatch of an iteration; does nothing here."""
+        """Hook, called after the last minibatch of an iteration."""
 
     def policy_view(self, name: str, batch: Frames) -> PolicyView:
         """Evaluate an agent's policy on the frames of a minibatch in which it acts."""
@@ -339,10 +284,8 @@ class Objective(LossModule):
             rows = is_acting_B.nonzero().flatten()
             if len(rows) == 0:
                 # Networks are spared an empty batch: one frame stays, which does not count.
-                frames, is_acting_B = (
-                    FrameRows(batch, torch.zeros(1, dtype=torch.long)),
-                    is_acting_B[:1],
-                )
+                frames = FrameRows(batch, torch.zeros(1, dtype=torch.long))
+                is_acting_B = is_acting_B[:1]
             else:
                 frames = batch if len(rows) == len(is_acting_B) else FrameRows(batch, rows)
                 is_acting_B = None
@@ -365,15 +308,27 @@ class Objective(LossModule):
         return view, values_B
 
     def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
-        """`loss_logits`, minus what the agent's logits earn by themselves, where they do.
+        """`loss_logits`, minus the reward of the agent's logits themselves, where there is one.
 
-        An objective adds it to its losses: a policy gradient learns nothing from a reward that is
-        the same whatever is drawn from the logits.
+        A policy gradient learns nothing from a reward that does not depend on the drawn moves.
         """
         if not self.agents.needs_logits:
             return {}
         reward_B = self.agents.logit_reward(name, view.output, view.frames)
         return {} if reward_B is None else {"loss_logits": -view.mean(reward_B)}
+
+    def value_loss(
+        self, name: str, values_B: Tensor, batch: Frames, rl: RlTrainerParameters
+    ) -> Tensor:
+        """The mean value loss of an agent over all frames; see `values.value_losses`."""
+        number = self.agents.number(name)
+        return value_losses(
+            values_B,
+            batch["agents", "value_target"][:, number, 0],
+            rl.loss_critic_type,
+            old_values_B=batch["agents", "value"][:, number, 0],
+            clip_value=rl.clip_value,
+        ).mean()
 
     def make_value_estimator(
         self, value_type: ValueEstimators | None = None, **hyperparams: Any
@@ -390,17 +345,16 @@ class Objective(LossModule):
         Raises
         ------
         ConfigurationError
-            When another estimator or an unknown option is asked for.
+            For another estimator or an unknown option.
         """
         value_type = value_type or ValueEstimators.GAE
         hyperparams.pop("device", None)
         unknown = sorted(set(hyperparams) - {"gamma", "lmbda"})
         if value_type not in (ValueEstimators.GAE, ValueEstimators.MAGAE) or unknown:
-            asked = f"with {', '.join(unknown)}" if unknown else f"{value_type}"
             raise ConfigurationError(
-                f"a value estimator {asked} was asked for, but objectives of agents in a protocol "
-                "estimate advantages by ValueEstimators.GAE with gamma and lmbda. Leave the rest "
-                "out, or write the entries of ('agents', 'advantage') with a module of your own."
+                f"unknown value estimator {', '.join(unknown) or value_type}. Use "
+                "ValueEstimators.GAE with gamma and lmbda, or write ('agents', 'advantage') with a "
+                "module of your own."
             )
         self.value_type = value_type
         self._value_estimator = EpisodeGae(
@@ -412,7 +366,7 @@ class Objective(LossModule):
         return self
 
     def own_state(self) -> dict[str, Tensor]:
-        """What is neither an agent's weight nor an agent's buffer, for a checkpoint."""
+        """The state beside the agents' weights and buffers, for a checkpoint."""
         return {
             key: value
             for key, value in self.state_dict().items()
@@ -420,34 +374,24 @@ class Objective(LossModule):
         }
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what `own_state` gave.
+        """Restore the state of `own_state`.
 
         Raises
         ------
         CheckpointError
-            When it is that of another objective.
+            When it is the state of another objective.
         """
         own = self.own_state().keys()
         if state.keys() != own:
             raise CheckpointError(
-                f"the state of {type(self).__name__} was to be read from a checkpoint, but that "
-                f"holds {sorted(state) or 'nothing'} in place of {sorted(own) or 'nothing'}. "
-                "Resume with the trainer that wrote it."
+                f"the checkpoint holds {sorted(state) or 'nothing'} for {type(self).__name__}, "
+                f"which needs {sorted(own) or 'nothing'}. Resume with the trainer that wrote it."
             )
         self.load_state_dict(state, strict=False)
 
 
-def _gives_nothing(cls: type[Objective]) -> bool:
-    names = ("agent_losses", "compute_gradients")
-    return all(_definer(cls, name) is Objective for name in names)
-
-
 def _definer(cls: type, name: str) -> type:
-    """The class that a method comes from.
-
-    TorchRL wraps the `forward` of every class of which an object is made, so that a class may hold
-    one that another wrote.
-    """
+    """The class that defines a method; TorchRL wraps inherited `forward`s into subclasses."""
     method = inspect.unwrap(getattr(cls, name))
     holders = [base for base in cls.__mro__ if name in vars(base)]
     return [base for base in holders if inspect.unwrap(vars(base)[name]) is method][-1]
@@ -457,3 +401,81 @@ def sum_of_losses(entries: Iterable[tuple[str, Tensor]]) -> Tensor:
     """The sum of the entries whose names begin with `loss_`."""
     losses = [value for key, value in entries if key.startswith(LOSS_PREFIX)]
     return functools.reduce(operator.add, losses) if losses else torch.zeros(())
+
+
+# ---- advantages of batches of rounds
+
+
+def ends_of(batch: TensorDict) -> Tensor:
+    """Where the episode ended for each agent, by its end or the agent's decision, [E, T, A]."""
+    ends_ETA: Tensor = batch["next", "terminated"] | batch["next", "has_decided"]
+    return ends_ETA
+
+
+def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
+    """`reward_to_go` of a batch, [E, T, A, 1].
+
+    `parts` are the batch [E, T] and, if there are any, the rounds played after it; `gamma` is the
+    discount per round.
+    """
+    rewards_ETA = torch.cat([part["next", "agents", "reward"] for part in parts], dim=1)
+    ends_ETA = torch.cat([ends_of(part) for part in parts], dim=1)
+    to_go_ETA = reward_to_go(rewards_ETA.squeeze(-1), ends_ETA, gamma=gamma)
+    return to_go_ETA[:, : parts[0].shape[1], :, None]
+
+
+class EpisodeGae(nn.Module):
+    """Writes values, advantages and value targets into a batch.
+
+    Each value function runs once on all frames of the batch [E, T], and once on those after the
+    last round where any episode continues there. An episode ends for an agent at
+    `("next", "terminated")`, or at its own `("next", "has_decided")`.
+
+    Parameters
+    ----------
+    agent_names : Sequence[str]
+        In the order of the dimension A.
+    values : Callable
+        Called with a name and frames [B]; returns the values of that agent, [B].
+    gamma, lmbda : float
+        See `gae`.
+    """
+
+    def __init__(
+        self,
+        agent_names: Sequence[str],
+        values: Callable[[str, TensorDict], Tensor],
+        *,
+        gamma: float,
+        lmbda: float,
+    ) -> None:
+        super().__init__()
+        self.agent_names = tuple(agent_names)
+        self.values = values
+        self.gamma = gamma
+        self.lmbda = lmbda
+
+    @torch.no_grad()
+    def forward(self, batch: TensorDict) -> TensorDict:
+        """Write `("agents", "value" | "advantage" | "value_target")`, each [E, T, A, 1]."""
+        value_ETA = self._values(batch.flatten()).reshape(*batch.batch_size, -1)
+        if bool(batch["next", "terminated"][:, -1].all()):
+            last_value_EA = torch.zeros_like(value_ETA[:, -1])
+        else:
+            names = [name for name in batch.keys() if name not in ("next", "agents")]  # noqa: SIM118
+            last_value_EA = self._values(batch["next"][:, -1].select(*names))
+        estimate = gae(
+            batch["next", "agents", "reward"].squeeze(-1).to(value_ETA.dtype),
+            value_ETA,
+            gamma=self.gamma,
+            lam=self.lmbda,
+            bootstrap_E=last_value_EA,
+            is_end_EH=ends_of(batch),
+        )
+        batch["agents", "value"] = value_ETA.unsqueeze(-1)
+        batch["agents", "advantage"] = estimate.advantages.unsqueeze(-1)
+        batch["agents", "value_target"] = estimate.returns.unsqueeze(-1)
+        return batch
+
+    def _values(self, frames_B: TensorDict) -> Tensor:
+        return torch.stack([self.values(name, frames_B) for name in self.agent_names], dim=-1)

@@ -1,7 +1,7 @@
-"""Policy losses by token, and their reduction to the loss of a batch.
+"""Policy losses by token, their reduction to the loss of a batch, and importance weights.
 
 A policy loss takes log-probabilities of the sampled tokens under the policy (nats, with gradient)
-and under the policy that sampled them, advantages `[B, T]` or `[B, 1]` and a bool mask, and gives
+and under the policy that sampled them, advantages `[B, T]` or `[B, 1]` and a bool mask, and returns
 the loss of each token, `[B, T]`, to be minimised. `PolicyLoss.of_tokens` calls it with 0 where the
 mask is False, so that padding never matters. Below, `r = pi / pi_old`, whose logarithm is held
 within 20 nats of 0 (`reductions.MAX_LOG_RATIO`), and `A` is the advantage. `clip_low` and
@@ -25,8 +25,8 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import Baseline, Scale, ZeroVarianceRule
 from nip_astra.rl_objectives.kl import KlKind, straight_through_kl
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.reductions import (
+    LossOutput,
     Reduction,
     bounded,
     masked_fill_zero,
@@ -50,6 +50,12 @@ OWN_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
 
 ROW_LOSSES = ("gspo", "rloo")
 """Losses with one ratio per row."""
+
+ImportanceLevel = Literal["token", "sequence"]
+"""Whether the ratio of probabilities is that of a token or of its row, see `importance_weights`."""
+
+CorrectionMode = Literal["truncate", "mask"]
+"""How ratios out of bounds are treated, see `importance_weights`."""
 
 
 # ---- losses
@@ -147,7 +153,8 @@ def rloo(
 
     The loss of a row is divided evenly among its tokens, so that their sum is the row's.
     """
-    ratio_B1 = _row_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    log_ratio_BT = bounded(logprobs_BT - old_logprobs_BT)
+    ratio_B1 = bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)).exp()
     loss_BT = _clipped(ratio_B1, advantages_BT, clip_low, clip_high)
     return (loss_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)).expand_as(mask_BT)
 
@@ -228,17 +235,8 @@ def _clip(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
     return ratio.clamp(1 - clip_low, 1 + clip_high)
 
 
-def _log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
-    return bounded(logprobs_BT - old_logprobs_BT)
-
-
 def _ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
-    return _log_ratio(logprobs_BT, old_logprobs_BT).exp()
-
-
-def _row_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT)
-    return bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)).exp()
+    return bounded(logprobs_BT - old_logprobs_BT).exp()
 
 
 # ---- the loss of a batch
@@ -268,13 +266,7 @@ class LossParameters(SubParameters):
         return self
 
     def chosen_loss(self) -> PolicyLoss:
-        """The loss with its options.
-
-        Raises
-        ------
-        ConfigurationError
-            For an option that the loss lacks, or a value of another type.
-        """
+        """The loss with its options."""
         return PolicyLoss.of(self.loss, self.loss_options, self.clip_low, self.clip_high)
 
 
@@ -321,27 +313,23 @@ class PolicyLoss:
     ) -> Tensor:
         """The loss of each token, `[B, T]`, 0 where the mask is False.
 
-        Parameters
-        ----------
-        old_logprobs_BT : Tensor, optional
-            By default those of the policy itself, so that ratios are 1.
-        advantages : Tensor
-            `[B, T]`, or `[B]` for all tokens of a row.
+        `old_logprobs_BT` are by default those of the policy itself, so that ratios are 1;
+        `advantages` are `[B, T]`, or `[B]` for all tokens of a row.
         """
         # Masked before exp: the gradient of an infinite value times 0 would be NaN.
         logprobs_BT = masked_fill_zero(logprobs_BT, mask_BT)
         old_BT = logprobs_BT if old_logprobs_BT is None else old_logprobs_BT
         old_BT = masked_fill_zero(old_BT.detach(), mask_BT)
         function = POLICY_LOSSES.get(self.name)
-        found: Tensor = function(
+        loss_BT: Tensor = function(
             logprobs_BT, old_BT, _per_token(advantages), mask_BT, **self.options
         )
-        if found.shape != mask_BT.shape:
+        if loss_BT.shape != mask_BT.shape:
             raise ConfigurationError(
-                f"the policy loss {self.name!r} returned shape {list(found.shape)}; it must "
+                f"the policy loss {self.name!r} returned shape {list(loss_BT.shape)}; it must "
                 f"return the loss of each token, {list(mask_BT.shape)}."
             )
-        return masked_fill_zero(found, mask_BT)
+        return masked_fill_zero(loss_BT, mask_BT)
 
     @torch.no_grad()
     def metrics(
@@ -354,24 +342,23 @@ class PolicyLoss:
         """How far the policy has moved: means over a row's tokens, then over rows.
 
         `logprob` (nats per token); with old log-probabilities `ratio_mean` and `approx_kl` (k3 of
-        KL(pi_old || pi), nats per token); for a loss with a clip `ratio_outside_clip` (share of
-        tokens whose ratio is beyond the clip) and `clip_fraction` (share whose gradient the clip
-        removed).
+        KL(pi_old || pi), nats per token) and those of `clip_columns`.
         """
         columns = {"logprob": logprobs_BT}
         if old_logprobs_BT is not None:
             log_ratio_BT = bounded(masked_fill_zero(logprobs_BT - old_logprobs_BT, mask_BT))
             columns["ratio_mean"] = log_ratio_BT.exp()
             columns["approx_kl"] = torch.expm1(log_ratio_BT) - log_ratio_BT
-            columns |= self._clip_columns(log_ratio_BT, _per_token(advantages), mask_BT)
+            columns |= self.clip_columns(log_ratio_BT, _per_token(advantages), mask_BT)
         return {
             name: reduce_loss(x.expand_as(mask_BT), mask_BT, "sequence")
             for name, x in columns.items()
         }
 
-    def _clip_columns(
+    def clip_columns(
         self, log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     ) -> dict[str, Tensor]:
+        """`ratio_outside_clip`, and `clip_fraction` where the clip removes the gradient."""
         low, high = self.options.get("clip_low"), self.options.get("clip_high")
         if low is None or high is None:
             return {}
@@ -418,15 +405,12 @@ def policy_loss(
         `[B, T]`, or `[B]` for all tokens of a row; no gradient flows.
     mask_BT : Tensor
         bool; True on sampled tokens. Values elsewhere never matter.
-    loss : PolicyLoss or str
-        A loss with its options, or the name of one with its defaults.
     reduction : Reduction, optional
-        See `reduce_loss`; by default the loss's own.
-    normaliser, max_length
-        See `reduce_loss`; each is read by its reduction alone.
+        See `reduce_loss`, as for `normaliser` and `max_length`, each of which is read by its
+        reduction alone; by default the loss's own.
     weights_BT : Tensor, optional
-        Weights >= 0 of tokens, no gradient: importance weights where another distribution sampled
-        than `old_logprobs_BT` is of.
+        Weights >= 0 of tokens, no gradient: importance weights where `old_logprobs_BT` are not
+        those of the distribution that sampled.
     reference_logprobs_BT : Tensor, optional
         Log-probabilities under the reference; needed where `kl_weight` is not 0.
     kl_value, kl_gradient
@@ -489,17 +473,7 @@ def nll_loss(
 ) -> LossOutput:
     """Negative log-likelihood of given tokens, `-log pi`: supervised fine-tuning.
 
-    Parameters
-    ----------
-    logprobs_BT : Tensor
-        Log-probabilities of the given tokens under the policy, nats, with gradient.
-    reduction, normaliser, max_length
-        See `reduce_loss`.
-
-    Returns
-    -------
-    LossOutput
-        Metrics: `nll`, nats per token.
+    For the options see `reduce_loss`. Metrics: `nll`, nats per token.
     """
     loss = reduce_loss(
         -logprobs_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length
@@ -507,25 +481,63 @@ def nll_loss(
     return LossOutput(loss, {"nll": -reduce_loss(logprobs_BT.detach(), mask_BT, "sequence")})
 
 
+# ---- samples of another distribution
+
+
+def importance_weights(
+    logprobs_BT: Tensor,
+    behaviour_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    level: ImportanceLevel,
+    max_ratio: float,
+    mode: CorrectionMode = "truncate",
+) -> Tensor:
+    """Importance weights `w = pi / mu`, `[B, T]`, without gradient; 0 on padding.
+
+    With `pi` the policy whose gradient is wanted and `mu` the behaviour that sampled:
+
+    - `sequence`: the ratio of the whole row, at each of its tokens. Without truncation a mean over
+      samples of `mu` is then the mean under `pi` of the rows that `mu` can sample; the variance
+      grows with their length;
+    - `token`: the ratio of each token, as truncated by IMPALA (arXiv:1802.01561) and by decoupled
+      PPO (arXiv:2110.00641, arXiv:2505.24298). Exact for rows of one token; for longer ones it
+      ignores that `mu` reaches other prefixes than `pi`, and continues them otherwise.
+
+    By `mode`, larger weights than `max_ratio` are truncated to it (Ionides, 2008), or masked: their
+    tokens get 0 (IcePop; the `token_mask` and `sequence_mask` of TRL).
+
+    Parameters
+    ----------
+    logprobs_BT, behaviour_logprobs_BT : Tensor
+        log pi and log mu of the sampled tokens, nats.
+    max_ratio : float
+        > 0. Larger has less bias and more variance.
+    """
+    log_ratio_BT = masked_fill_zero(logprobs_BT.detach() - behaviour_logprobs_BT.detach(), mask_BT)
+    if level == "sequence":
+        log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
+    ratio_BT = log_ratio_BT.exp()
+    if mode == "truncate":
+        return masked_fill_zero(ratio_BT.clamp(max=max_ratio), mask_BT)
+    return masked_fill_zero(ratio_BT, mask_BT & (ratio_BT <= max_ratio))
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """`(sum w)**2 / sum w**2` over the number of weights: 1 where all are alike, scalar."""
+    weights = masked_fill_zero(weights.detach(), mask)
+    count = mask.sum().clamp(min=1)
+    return weights.sum().square() / (weights.square().sum().clamp(min=1e-30) * count)
+
+
 # ---- algorithms over groups of siblings
 
 
 @dataclass(frozen=True)
 class GroupVariant:
-    """A published algorithm over groups of siblings, as data.
+    """A published algorithm over groups of siblings; `source` is its paper.
 
-    Attributes
-    ----------
-    source : str
-        Its paper, and differences from it.
-    loss : str
-        Policy loss.
-    clip_high : float, optional
-        See `LossParameters`; None takes the loss's own.
-    baseline, scale, zero_variance
-        See `advantages.group_advantages`.
-    reduction : Reduction
-        See `reduce_loss`.
+    See `LossParameters`, `advantages.group_advantages` and `reduce_loss` for the values.
     """
 
     source: str

@@ -9,8 +9,6 @@ Shape suffixes: `B` pair, answer or row, `T` token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -18,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rl_objectives.reductions import masked_mean, masked_sum, mean_over_rows
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum, mean_over_rows
 
 PreferenceKind = Literal["sigmoid", "hinge", "robust", "ipo"]
 """Losses of `preference_loss`."""
@@ -36,9 +33,8 @@ PREFERENCE_KINDS: tuple[PreferenceKind, ...] = ("sigmoid", "hinge", "robust", "i
 def sequence_logprobs(logprobs_BT: Tensor, mask_BT: Tensor, *, length_normalised: bool) -> Tensor:
     """The log-probability of each row, `[B]` nats: the sum over its tokens, or their mean.
 
-    The mean keeps preference losses from growing with length, and from preferring the shorter of
-    two probes for being short; the sum is the sequence's own log-probability. Policy and reference
-    have to be treated alike. A row without tokens gives 0.
+    The mean keeps preference losses from growing with length, and from preferring short probes; the
+    sum is the sequence's own log-probability. A row without tokens gives 0.
     """
     if length_normalised:
         return masked_mean(logprobs_BT, mask_BT, dim=1)
@@ -67,6 +63,9 @@ def preference_loss(
       of `h`: choose beta for sums or for means over tokens (`sequence_logprobs`);
     - `hinge`: `max(0, 1 - beta h)` (SLiC, arXiv:2305.10425, with the margin of a reference).
 
+    Metrics: `preference_margin`, mean of `beta h`, and `preference_accuracy`, the share of pairs
+    where it is positive. The loss is 0 without pairs.
+
     Parameters
     ----------
     policy_logratios_B : Tensor
@@ -79,18 +78,25 @@ def preference_loss(
     label_smoothing : float
         Share of labels taken to be wrong, in [0, 0.5); for `sigmoid` and `robust`.
 
-    Returns
-    -------
-    LossOutput
-        Loss 0 without pairs. Metrics: `preference_margin`, mean of `beta h`, and
-        `preference_accuracy`, the share of pairs where it is positive.
-
     Raises
     ------
     ConfigurationError
         For an unknown kind, or a value that the kind cannot use.
     """
-    _check_preference(kind, beta, label_smoothing)
+    if kind not in PREFERENCE_KINDS:
+        raise ConfigurationError(
+            f"unknown preference loss {kind!r}. Known: {', '.join(PREFERENCE_KINDS)}."
+        )
+    _check_positive(kind, beta=beta)
+    if label_smoothing != 0 and kind not in ("sigmoid", "robust"):
+        raise ConfigurationError(
+            f"the preference loss {kind!r} does not read label_smoothing {label_smoothing}. Set it "
+            "to 0, or choose sigmoid or robust."
+        )
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigurationError(
+            f"label_smoothing must be at least 0 and below 0.5; got {label_smoothing}."
+        )
     logratios_B = policy_logratios_B - reference_logratios_B.detach()
     margins_B = beta * logratios_B
     if kind == "ipo":
@@ -107,27 +113,10 @@ def preference_loss(
     return LossOutput(mean_over_rows(losses_B), _metrics(margins_B))
 
 
-def _check_preference(kind: str, beta: float, label_smoothing: float) -> None:
-    if kind not in PREFERENCE_KINDS:
-        raise ConfigurationError(
-            f"unknown preference loss {kind!r}. Known: {', '.join(PREFERENCE_KINDS)}."
-        )
-    _check_positive(kind, beta=beta)
-    if label_smoothing != 0 and kind not in ("sigmoid", "robust"):
-        raise ConfigurationError(
-            f"the preference loss {kind!r} does not read label_smoothing {label_smoothing}. Set it "
-            "to 0, or choose sigmoid or robust."
-        )
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigurationError(
-            f"label_smoothing must be at least 0 and below 0.5; got {label_smoothing}."
-        )
-
-
 def pair_loss(
     chosen_logratios_B: Tensor, rejected_logratios_B: Tensor, *, kind: PairKind, beta: float
 ) -> LossOutput:
-    """Loss of pairs that looks at each answer's own log-ratio, mean over pairs.
+    """Loss of pairs by the log-ratio of each answer, mean over pairs; 0 without pairs.
 
     With `c`, `r` the log-ratios of chosen and rejected and `s` the sigmoid:
 
@@ -138,61 +127,38 @@ def pair_loss(
       (arXiv:2408.06266, eq. 7);
     - `apo_down`: `s(beta c) + 1 - s(beta (c - r))`: for worse ones (eq. 8).
 
-    Parameters
-    ----------
-    beta : float
-        > 0. Larger stays closer to the reference.
-
-    Returns
-    -------
-    LossOutput
-        Loss 0 without pairs. Metrics as of `preference_loss`.
+    `beta` is > 0; larger stays closer to the reference. Metrics as of `preference_loss`.
     """
     _check_positive(kind, beta=beta)
-    if kind not in _PAIR_LOSSES:
-        raise ConfigurationError(
-            f"unknown loss of pairs {kind!r}. Known: {', '.join(_PAIR_LOSSES)}."
-        )
-    losses_B = _PAIR_LOSSES[kind](chosen_logratios_B, rejected_logratios_B, beta)
-    return LossOutput(
-        mean_over_rows(losses_B), _metrics(beta * (chosen_logratios_B - rejected_logratios_B))
-    )
-
-
-def _nca(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    away = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
-    return -F.logsigmoid(beta * chosen) - away / 2
-
-
-def _sppo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
-
-
-def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
-
-
-def _apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
-
-
-_PAIR_LOSSES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = MappingProxyType(
-    {"nca": _nca, "sppo": _sppo, "apo_zero": _apo_zero, "apo_down": _apo_down}
-)
+    chosen_B, rejected_B = chosen_logratios_B, rejected_logratios_B
+    margins_B = beta * (chosen_B - rejected_B)
+    if kind == "nca":
+        away_B = F.logsigmoid(-beta * chosen_B) + F.logsigmoid(-beta * rejected_B)
+        losses_B = -F.logsigmoid(beta * chosen_B) - away_B / 2
+    elif kind == "sppo":
+        losses_B = (chosen_B - 0.5 / beta).square() + (rejected_B + 0.5 / beta).square()
+    elif kind == "apo_zero":
+        losses_B = torch.sigmoid(-beta * chosen_B) + torch.sigmoid(beta * rejected_B)
+    elif kind == "apo_down":
+        losses_B = torch.sigmoid(beta * chosen_B) + torch.sigmoid(-margins_B)
+    else:
+        known = "nca, sppo, apo_zero, apo_down"
+        raise ConfigurationError(f"unknown loss of pairs {kind!r}. Known: {known}.")
+    return LossOutput(mean_over_rows(losses_B), _metrics(margins_B))
 
 
 def divergence_scores(logratios_B: Tensor, kind: Divergence, *, alpha: float = 0.5) -> Tensor:
-    """`f'(policy / reference)` of f-DPO (arXiv:2309.16240): what is compared for DPO's log-ratio.
+    """`f'(policy / reference)` of f-DPO (arXiv:2309.16240), in place of DPO's log-ratio.
 
-    The difference of the scores of chosen and rejected takes the place of the log-ratio in
-    `preference_loss` (with reference log-ratios 0). With `t = policy / reference`:
+    The difference of the scores of chosen and rejected enters `preference_loss`, with reference
+    log-ratios 0. With `t = policy / reference`:
 
     - `reverse_kl`: `log t`, which is DPO itself;
     - `forward_kl`: `-1 / t`;
     - `js`: `log(2 t / (1 + t))`;
-    - `alpha`: `(t**(alpha - 1) - 1) / (alpha - 1)`, alpha in (0, 1); it nears `reverse_kl` as alpha
-      nears 1 and `forward_kl` as it nears 0, but for a constant. (Convention of the divergence's
-      order: that of TRL, of which the paper's is 1 - alpha.)
+    - `alpha`: `(t**(alpha - 1) - 1) / (alpha - 1)`, alpha in (0, 1), of TRL; 1 minus that of the
+      paper. It nears `reverse_kl` as alpha nears 1 and `forward_kl` as it nears 0, but for a
+      constant.
 
     Powers of t are held within those of 80 nats.
     """
@@ -218,15 +184,8 @@ def simpo_loss(
 ) -> LossOutput:
     """`-log sigmoid(beta (c - r) - margin)` without a reference (SimPO, arXiv:2405.14734, eq. 6).
 
-    `c` and `r` are *means* of log-probabilities over the tokens of each answer.
-
-    Parameters
-    ----------
-    beta : float
-        > 0; 2 to 10 in the paper, since means are small.
-    margin : float
-        What the preferred answer's reward has to exceed the other's by, the gamma of the paper
-        (TRL's `simpo_gamma`), >= 0.
+    `c` and `r` are *means* of log-probabilities over the tokens of each answer. `beta` is > 0, 2 to
+    10 in the paper, since means are small; `margin`, the gamma of the paper, is >= 0.
     """
     _check_positive("simpo", beta=beta)
     logits_B = beta * (chosen_logprobs_B - rejected_logprobs_B)
@@ -238,14 +197,9 @@ def orpo_loss(
 ) -> LossOutput:
     """`nll - weight log sigmoid(log odds(c) - log odds(r))` (ORPO, arXiv:2403.07691).
 
-    `odds = p / (1 - p)`, with `log p` the *mean* of log-probabilities over an answer's tokens.
-
-    Parameters
-    ----------
-    chosen_nll_B : Tensor
-        Negative log-likelihood of the chosen answers, nats per token, with gradient.
-    weight : float
-        Lambda of the paper, > 0. Larger prefers more and imitates less.
+    `odds = p / (1 - p)`, with `log p` the *mean* of log-probabilities over an answer's tokens;
+    `chosen_nll_B` are nats per token, with gradient. `weight` is the lambda of the paper, > 0;
+    larger prefers more and imitates less.
     """
     _check_positive("orpo", weight=weight)
     odds_B = _log_odds(chosen_logprobs_B) - _log_odds(rejected_logprobs_B)
@@ -272,15 +226,9 @@ def kto_loss(
     """Loss of single answers that are desirable or not (KTO, arXiv:2402.01306, eq. 7), mean.
 
     `w_d (1 - sigmoid(beta (h - z)))` for desirable ones, `w_u (1 - sigmoid(beta (z - h)))` for
-    others, with `h` the log-ratio and `z` the baseline.
-
-    Parameters
-    ----------
-    is_desirable_B : Tensor
-        bool.
-    baseline : Tensor or float
-        Divergence of the policy from the reference, estimated on mismatched answers and held at 0
-        or above; no gradient flows. 0 leaves it out (the unpaired loss of APO-zero).
+    others, with `h` the log-ratio and `z` the baseline: the divergence of the policy from the
+    reference, estimated on mismatched answers and held at 0 or above; no gradient flows. A baseline
+    of 0 leaves it out (the unpaired loss of APO-zero). `is_desirable_B` is bool.
     """
     _check_positive("kto", beta=beta)
     z = torch.as_tensor(baseline, dtype=logratios_B.dtype, device=logratios_B.device)

@@ -1,12 +1,14 @@
-"""Sums and means over the tokens that count, and bounds on ratios of probabilities.
+"""Sums and means over the tokens that count, the output of a loss, and bounds on ratios.
 
-Shape suffixes: `B` row (sample), `T` token. A mask is bool, True on what counts. What stands
-where a mask is False never matters, not even NaN, and no gradient reaches it.
+Shape suffixes: `B` row (sample), `T` token. A mask is bool, True on tokens that count. Values where
+a mask is False never matter, not even NaN, and no gradient reaches them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ def reduce_loss(
 
     With `n_b` the tokens of row b that count and sums over those:
 
-    - `token`: `sum_bt values / normaliser`, without one `/ sum_b n_b`: every token weighs the same
+    - `token`: `sum_bt values / normaliser`, by default `/ sum_b n_b`: every token weighs the same
       (DAPO, arXiv:2503.14476, eq. 8);
     - `sequence`: `1/B sum_b (1/n_b) sum_t values`: every row weighs the same (GRPO,
       arXiv:2402.03300, eq. 3);
@@ -71,8 +73,8 @@ def reduce_loss(
       mean, without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
     All but `token` are means over rows: parts of a batch, each weighted by its share of the rows,
-    add up to the whole. With `token` they do where each part is given
-    `normaliser = tokens of the whole * rows of the part / rows of the whole`.
+    add up to the whole. With `token` they do for `normaliser = tokens of the whole * rows of the
+    part / rows of the whole`. The result is 0 where there is no row or no token.
 
     Parameters
     ----------
@@ -81,21 +83,28 @@ def reduce_loss(
     mask_BT : Tensor
         bool. A row without tokens gives 0 and counts as a row.
     normaliser : float or Tensor, optional
-        What to divide the sum over tokens by, > 0; for `token` alone.
+        Divisor of the sum over tokens, > 0; for `token` alone.
     max_length : int, optional
         Longest sequence that can be sampled, in tokens; for `sum_over_length` alone.
-
-    Returns
-    -------
-    Tensor
-        Scalar; 0 where there is no row or no token.
 
     Raises
     ------
     ConfigurationError
-        For an unknown reduction, or one without what it needs or with what it does not use.
+        For an unknown reduction, or one that lacks its option or has another's.
     """
-    _check_reduction(reduction, normaliser, max_length)
+    if reduction not in REDUCTIONS:
+        raise ConfigurationError(
+            f"unknown reduction {reduction!r}. Known reductions: {', '.join(REDUCTIONS)}."
+        )
+    if normaliser is not None and reduction != "token":
+        raise ConfigurationError(
+            f"the reduction {reduction!r} takes no normaliser, which 'token' alone reads."
+        )
+    if (max_length is None) == (reduction == "sum_over_length"):
+        raise ConfigurationError(
+            f"the reduction {reduction!r} has max_length {max_length}. 'sum_over_length' needs it, "
+            "the longest sequence in tokens; other reductions do not read it."
+        )
     if reduction == "token":
         total = masked_sum(values_BT, mask_BT)
         return total / (mask_BT.sum().clamp(min=1) if normaliser is None else normaliser)
@@ -105,20 +114,46 @@ def reduce_loss(
     return mean if max_length is None else mean / max_length
 
 
-def _check_reduction(
-    reduction: str, normaliser: float | Tensor | None, max_length: int | None
-) -> None:
-    if reduction not in REDUCTIONS:
-        raise ConfigurationError(
-            f"unknown reduction {reduction!r}. Known reductions: {', '.join(REDUCTIONS)}."
-        )
-    if normaliser is not None and reduction != "token":
-        raise ConfigurationError(
-            f"the reduction {reduction!r} was given a normaliser, read by 'token' alone. Leave "
-            "it out."
-        )
-    if (max_length is None) == (reduction == "sum_over_length"):
-        raise ConfigurationError(
-            f"the reduction {reduction!r} was given max_length {max_length}. 'sum_over_length' "
-            "needs it, the longest sequence in tokens; other reductions do not read it."
-        )
+class LossOutput(NamedTuple):
+    """A scalar loss, with gradient, and scalar metrics, without."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def as_loss_output(output: Any, *, owner: str) -> LossOutput:
+    """The output of a trainer's `loss`: a `LossOutput`, such a pair, or the loss alone.
+
+    Raises
+    ------
+    ConfigurationError
+        Naming the trainer's class, `owner`, when the loss is no single number with a gradient, or
+        a metric no single number.
+    """
+    loss, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise _wrong(owner, f"returned {_kind(output)}", "a LossOutput, or a scalar tensor")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise _wrong(owner, "returned a loss without a gradient", "a loss of policy_logprobs(...)")
+    if not isinstance(metrics, Mapping):
+        raise _wrong(owner, f"returned {_kind(metrics)} as metrics", "a dict of numbers by name")
+    scalars = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            scalars[name] = value.detach().reshape(())
+        elif isinstance(name, str) and isinstance(value, Real):
+            scalars[name] = loss.new_tensor(float(value))
+        else:
+            fault = f"returned {_kind(value)} as metrics[{name!r}]"
+            raise _wrong(owner, fault, "one number for each name")
+    return LossOutput(loss.reshape(()), scalars)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    return f"{str(value)[:60]!r} ({type(value).__name__})"
+
+
+def _wrong(owner: str, fault: str, wanted: str) -> ConfigurationError:
+    return ConfigurationError(f"loss of the trainer {owner} {fault}. It must return {wanted}.")

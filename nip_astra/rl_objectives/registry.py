@@ -62,7 +62,7 @@ def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a loss or an advantage with their defaults: its keyword-only arguments."""
+    """The options of a function with their defaults: its keyword-only arguments."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
@@ -70,7 +70,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 def with_options(
     registry: Registry[Callable[..., Any]], name: str, given: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A registered function, and all of its options: those given, and defaults for the others.
+    """A registered function and its options: those given, and defaults for the others.
 
     Raises
     ------
@@ -97,14 +97,14 @@ def with_options(
         }
     except ValidationError as error:
         raise ConfigurationError(
-            f"an option of {words} has a wrong value: {error.errors()[0]['msg']} (got "
-            f"{error.errors()[0]['input']!r}). Options given: {dict(given)}."
+            f"wrong option of {words}: {error.errors()[0]['msg']} (got "
+            f"{error.errors()[0]['input']!r}). Options: {dict(given)}."
         ) from error
-    found = options | checked
-    missing = [option for option, value in found.items() if value is inspect.Parameter.empty]
+    chosen = options | checked
+    missing = [option for option, value in chosen.items() if value is inspect.Parameter.empty]
     if missing:
         raise ConfigurationError(f"{words} needs the option {missing[0]!r}. Set it.")
-    return function, found
+    return function, chosen
 
 
 def has_option(option: str) -> ReadWhere:

@@ -14,12 +14,7 @@ from nip_astra.errors import ConfigurationError
 def mean_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """Mean negative log-likelihood per token, `[N]` nats >= 0; 0 where no token is scored.
 
-    Parameters
-    ----------
-    logprobs_NT : Tensor
-        Log-probabilities, nats; padding may hold anything finite.
-    mask_NT : Tensor
-        bool; True on tokens that count.
+    Padding of `logprobs_NT`, where the mask is False, may hold anything finite.
     """
     sums_N = (logprobs_NT * mask_NT).sum(dim=1)
     return -sums_N / mask_NT.sum(dim=1).clamp(min=1)
@@ -39,17 +34,9 @@ def ast_reward(
     """Reward of a node (ASTPrompter, arXiv:2407.09447, section 3.2), `[N]`.
 
     `w_response * score(response) + w_combined * score(probe + response) - w_likelihood * NLL`,
-    where NLL is the mean per token of the probe. An empty probe is charged `empty_nll`, the cost
-    of a uniform guess, so that saying nothing is never the most plausible thing to say.
-
-    Parameters
-    ----------
-    response_score_N, combined_score_N : Tensor
-        Scores in [0, 1]; higher is a worse failure.
-    probe_nll_N : Tensor
-        Nats per token.
-    empty_nll : float
-        Nats per token charged to an empty probe, for instance log(vocabulary size).
+    where NLL is the mean per token of the probe. An empty probe is charged `empty_nll` nats per
+    token, the cost of a uniform guess, for instance log(vocabulary size), so that an empty probe is
+    never the most plausible. Scores are in [0, 1]; higher is a worse failure.
     """
     nll_N = torch.where(is_empty_N, torch.full_like(probe_nll_N, empty_nll), probe_nll_N)
     return w_response * response_score_N + w_combined * combined_score_N - w_likelihood * nll_N

@@ -1,10 +1,9 @@
-"""Directions in which agents learn who foresee how other agents learn from them.
+"""Learning directions of agents that foresee how other agents learn from them.
 
-N agents have losses `L_i(theta_1, ..., theta_N)`. In a *sequence* of groups, leaders first, each
-agent foresees the response of its *followers*, the agents of all later groups (agents of one group
-do not foresee each other); without a sequence each takes all others for naive learners, as in the
-papers on opponent shaping. For an agent `l` with followers F, `d_f` the derivative by `theta_f`,
-`D_F` the followers' own directions side by side and `'` a transpose:
+N agents have losses `L_i(theta_1, ..., theta_N)`. They stand in a sequence of groups, leaders
+first. Each agent foresees the response of its *followers*, the agents of all later groups; agents
+of one group do not foresee each other. For an agent `l` with followers F, `d_f` the derivative by
+`theta_f`, `D_F` the followers' own directions side by side and `'` a transpose:
 
     xi  = d_l L_l                                    its own gradient
     chi = (d_l D_F)' m                               the *shaping* term
@@ -17,15 +16,14 @@ papers on opponent shaping. For an agent `l` with followers F, `d_f` the derivat
 Parameters move against `D_l`. The Stackelberg gradient (arXiv:1906.01217, eq. 4) is the total
 derivative of `L_l` where followers are at rest, `D_F = 0`, and stay so. LOLA's (arXiv:1709.04326,
 arXiv:1811.08469, section 2) is the derivative of `L_l(theta_l, theta_F - eta_F D_F)`, to the first
-order in that step. For the share `p` see `compute_sos_update`.
+order in that step. For the share `p` see `compute_sos_update`. The clipped variants pspg, pola and
+psos differ in the losses alone, see `spg`.
 
 The multiplier `m` needs the leader's whole loss as a function of the followers' parameters. `D_f`
 is the whole direction of a follower, its own shaping of others included, so that a sequence of
-three groups differentiates three times, and so on: each further group multiplies the time by the
-number of products that an inverse takes. Of several followers the inverse is that of their joint
-Jacobian. An agent without parameters does not learn, and nobody foresees it to.
-
-The clipped variants pspg, pola and psos differ in the losses alone, see `shaping_losses`.
+three groups differentiates three times: each further group multiplies the time by the number of
+products that an inverse takes. The inverse of several followers is that of their joint Jacobian.
+Nobody foresees an agent without parameters to learn.
 
 Shape suffixes: `P` entry of one agent's parameters laid end to end, `Q` of its followers'.
 """
@@ -33,22 +31,142 @@ Shape suffixes: `P` entry of one agent's parameters laid end to end, `Q` of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.derivatives import (
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
+from nip_astra.rl_objectives.ihvp import (
+    Inverse,
+    LinearOperator,
     VectorMap,
+    conjugate_gradient,
     gradient,
     jacobian_operator,
+    neumann,
+    nystrom,
     unflatten,
     vector_jacobian,
 )
-from nip_astra.rl_objectives.ihvp import Inverse
-from nip_astra.rl_objectives.stackelberg_variants import UpdateRule
+
+StackelbergVariantName = Literal["spg", "pspg", "lola", "pola", "sos", "psos"]
+"""Names of `VARIANTS`."""
+
+
+class StackelbergVariant(NamedTuple):
+    """One algorithm of the family.
+
+    Attributes
+    ----------
+    multiplier : {"inverse_jacobian", "step"}
+        Whether followers are taken to be at rest and to stay so, or to take one step.
+    is_stable : bool
+        Whether there is a lookahead term, and the shaping term is scaled down.
+    is_clipped : bool
+        Whether its losses are PPO's clipped losses.
+    """
+
+    multiplier: Literal["inverse_jacobian", "step"]
+    is_stable: bool = False
+    is_clipped: bool = False
+
+
+VARIANTS: dict[StackelbergVariantName, StackelbergVariant] = {
+    "spg": StackelbergVariant("inverse_jacobian"),
+    "pspg": StackelbergVariant("inverse_jacobian", is_clipped=True),
+    "lola": StackelbergVariant("step"),
+    "pola": StackelbergVariant("step", is_clipped=True),
+    "sos": StackelbergVariant("step", is_stable=True),
+    "psos": StackelbergVariant("step", is_stable=True, is_clipped=True),
+}
+"""Stackelberg policy gradient, learning with opponent-learning awareness, stable opponent shaping,
+and the same three with PPO's clipped losses."""
+
+FORESEES_ANSWERS = where("variant", "spg", "pspg")
+"""Condition of the parameters of variants that foresee an answer in full."""
+
+
+class SpgParameters(SubParameters):
+    """Who foresees whom, and how."""
+
+    variant: StackelbergVariantName = "spg"
+    """What leaders foresee: that followers will have answered in full (spg), or taken one step
+    (lola), or that with stability (sos); with a leading p for PPO's clipped losses."""
+    stackelberg_sequence: list[list[PlainText]] | None = None
+    """Groups of agents by name, leaders first, each agent once; null takes the protocol's, the
+    verifiers before all others."""
+    ihvp_variant: Annotated[
+        Literal["nystrom", "conjugate_gradient", "neumann"], FORESEES_ANSWERS
+    ] = "nystrom"
+    """How spg and pspg invert the Hessian of the followers."""
+    ihvp_num_iterations: Annotated[
+        int, FORESEES_ANSWERS, where("ihvp_variant", "conjugate_gradient", "neumann")
+    ] = Field(default=5, ge=1)
+    """Products with the Hessian, for conjugate_gradient and neumann. Larger is more exact and
+    slower."""
+    ihvp_rank: Annotated[int, FORESEES_ANSWERS, where("ihvp_variant", "nystrom")] = Field(
+        default=5, ge=1
+    )
+    """Columns of the Hessian that nystrom draws. Larger is more exact and slower."""
+    ihvp_rho: Annotated[float, FORESEES_ANSWERS] = Field(default=0.1, ge=0)
+    """Addition to the Hessian's diagonal, for nystrom > 0. Larger foresees smaller answers and is
+    safer where the Hessian is nearly singular."""
+    ihvp_step_size: Annotated[float, FORESEES_ANSWERS, where("ihvp_variant", "neumann")] = Field(
+        default=0.1, gt=0
+    )
+    """Step of neumann. Larger is more exact, up to 1 over the Hessian's largest eigenvalue; beyond
+    twice that it diverges."""
+    additional_lola_term: Annotated[bool, where("variant", "lola", "pola")] = True
+    """Whether leaders of lola and pola also count the change of their own gradient by the present
+    step of the followers; sos and psos always do."""
+    opponent_step_factor: Annotated[float, where("variant", "lola", "pola", "sos", "psos")] = Field(
+        default=1.0, ge=0
+    )
+    """Step that leaders of lola, pola, sos and psos foresee a follower to take along its gradient,
+    as a multiple of its learning rate. Larger shapes more; Adam's steps are often far longer than
+    the learning rate times the gradient."""
+    sos_scaling_factor: Annotated[float, where("variant", "sos", "psos")] = Field(
+        default=0.5, gt=0, lt=1
+    )
+    """Largest share of the direction without shaping that shaping may take back. Larger shapes
+    more."""
+    sos_threshold_factor: Annotated[float, where("variant", "sos", "psos")] = Field(
+        default=0.1, gt=0, lt=1
+    )
+    """Norm of the gradient below which shaping fades. Larger fades earlier."""
+
+    @model_validator(mode="after")
+    def _has_damping(self) -> Self:
+        if self.inverts and self.ihvp_variant == "nystrom" and self.ihvp_rho == 0:
+            raise ValueError("ihvp_rho must be above 0 for nystrom, which divides by it")
+        return self
+
+    @property
+    def inverts(self) -> bool:
+        """Whether the multiplier needs the inverse of the followers' Jacobian."""
+        return VARIANTS[self.variant].multiplier == "inverse_jacobian"
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether the lookahead term is part of the direction."""
+        is_optional = self.variant in ("lola", "pola") and self.additional_lola_term
+        return VARIANTS[self.variant].is_stable or is_optional
+
+    def inverse_of(
+        self, operator: LinearOperator, generator: torch.Generator | None = None
+    ) -> Inverse:
+        """The inverse of a matrix; the generator draws the columns of Nystrom's method."""
+        rho, num_iterations = self.ihvp_rho, self.ihvp_num_iterations
+        if self.ihvp_variant == "nystrom":
+            return nystrom(operator, rank=self.ihvp_rank, rho=rho, generator=generator)
+        if self.ihvp_variant == "conjugate_gradient":
+            return conjugate_gradient(operator, num_iterations=num_iterations, rho=rho)
+        step_size = self.ihvp_step_size
+        return neumann(operator, num_iterations=num_iterations, step_size=step_size, rho=rho)
 
 
 class AgentUpdate(NamedTuple):
@@ -71,21 +189,8 @@ class AgentUpdate(NamedTuple):
     share: Tensor
 
 
-@dataclass(frozen=True)
-class _Response:
-    """How followers learn, as their leaders foresee it.
-
-    Attributes
-    ----------
-    parameters : list of Tensor
-        Those of all followers side by side.
-    direction_Q : Tensor
-        `D_F`, with its graph.
-    step_sizes_Q : Tensor
-        `eta_F`, entry by entry.
-    inverse : Inverse, optional
-        `(d_F D_F)'^-1`, where the variant needs it.
-    """
+class _Response(NamedTuple):
+    """How followers learn, as their leaders foresee it: `D_F`, with its graph, and `eta_F`."""
 
     parameters: list[Tensor]
     direction_Q: Tensor
@@ -93,20 +198,13 @@ class _Response:
     inverse: Inverse | None
 
 
-class _Terms(NamedTuple):
-    """`xi`, `chi` and `h` of an agent, with their graphs if others differentiate them."""
-
-    gradient_P: Tensor
-    shaping_P: Tensor
-    lookahead_P: Tensor
-
-
 def agent_updates(
     losses: Sequence[Tensor],
     parameters: Sequence[Sequence[Tensor]],
     *,
-    rule: UpdateRule,
-    groups: Sequence[Sequence[int]] | None,
+    rule: SpgParameters,
+    step_sizes: Sequence[float],
+    groups: Sequence[Sequence[int]],
     generator: torch.Generator | None = None,
 ) -> tuple[AgentUpdate, ...]:
     """Each agent's direction, see the head of this file for the formulas.
@@ -114,101 +212,81 @@ def agent_updates(
     Parameters
     ----------
     losses : Sequence of Tensor
-        `L_i`, scalars with their graphs, which are kept; to be minimised. Their derivatives up to
-        the second must be right (with n groups up to the n-th): those of a plain policy loss on
-        samples are not, see `shaping_losses`.
+        `L_i`, scalars with their graphs, which are kept; to be minimised. With n groups their
+        derivatives up to the n-th must be right: those of a plain policy loss on samples are not,
+        see `spg.shaping_losses`.
     parameters : Sequence of Sequence of Tensor
-        What each agent learns; empty for one that does not. No tensor belongs to two agents.
-    rule : UpdateRule
-        Algorithm and settings.
-    groups : Sequence of Sequence of int, optional
-        Agents by index, leaders first, each once. None: all take each other for naive learners,
-        whose direction is their own gradient; the share of stable opponent shaping is then one for
-        all agents together, while in a sequence each agent has its own.
+        The parameters that each agent learns, if any. No tensor belongs to two agents.
+    step_sizes : Sequence of float
+        `eta` of each agent: the learning rate of the step that others foresee it to take. Larger
+        shapes more. Not read where followers are taken to be at rest.
+    groups : Sequence of Sequence of int
+        Agents by index, leaders first, each once.
     generator : torch.Generator, optional
         Draws the columns of Nystrom's method.
-
-    Returns
-    -------
-    tuple of AgentUpdate
-        By agent.
 
     Raises
     ------
     ConfigurationError
-        For losses that are no scalars, lists of unequal lengths, groups that do not hold each agent
-        once, tensors shared by agents, or a Stackelberg gradient without a sequence.
+        For groups that do not hold each agent once, or a tensor of two agents.
     """
-    _check_game(losses, parameters, rule, groups)
-    if groups is None:
-        return _mutual_updates(losses, parameters, rule)
+    if sorted(agent for group in groups for agent in group) != [*range(len(losses))]:
+        raise ConfigurationError(
+            f"the groups {[list(group) for group in groups]} must hold each of the agents 0 to "
+            f"{len(losses) - 1} once."
+        )
+    tensors = [id(tensor) for own in parameters for tensor in own]
+    if len(set(tensors)) != len(tensors):
+        raise ConfigurationError(
+            "a tensor is a parameter of two agents. Give each agent weights of its own."
+        )
     directions: dict[int, Tensor] = {}
     updates: dict[int, AgentUpdate] = {}
     for depth in reversed(range(len(groups))):
-        followers = [agent for group in groups[depth + 1 :] for agent in group]
-        response = _response(followers, parameters, directions, rule, generator)
+        followers = [agent for group in groups[depth + 1 :] for agent in group if parameters[agent]]
+        response = None
+        if followers:
+            sizes = [torch.full_like(directions[f], step_sizes[f]) for f in followers]
+            theirs = [tensor for agent in followers for tensor in parameters[agent]]
+            direction_Q = torch.cat([directions[agent] for agent in followers])
+            inverse = None
+            if rule.inverts:
+                # The Jacobian of one follower's gradient is a Hessian; that of several is not
+                # symmetric.
+                is_symmetric = len(followers) == 1
+                jacobian = jacobian_operator(direction_Q, theirs, is_symmetric=is_symmetric)
+                inverse = rule.inverse_of(jacobian.transposed(), generator)
+            response = _Response(theirs, direction_Q, torch.cat(sizes).detach(), inverse)
         for agent in groups[depth]:
-            terms = _terms(losses[agent], parameters[agent], response, rule, depth)
-            update_P, share = _combined(terms, rule)
+            own = parameters[agent]
+            xi_P, chi_P, h_P = _terms(losses[agent], own, response, rule, depth)
+            update_P, share = xi_P - h_P, xi_P.new_ones(())
+            if VARIANTS[rule.variant].is_stable:
+                update_P, share = compute_sos_update(
+                    *(xi_P, update_P, chi_P),
+                    scaling_factor=rule.sos_scaling_factor,
+                    threshold_factor=rule.sos_threshold_factor,
+                )
+            else:
+                update_P = update_P - chi_P
             directions[agent] = update_P
-            updates[agent] = _agent_update(terms, update_P, share, parameters[agent])
+            update = unflatten(update_P.detach(), own)
+            updates[agent] = AgentUpdate(update, xi_P.detach(), chi_P.detach(), h_P.detach(), share)
     return tuple(updates[agent] for agent in range(len(losses)))
-
-
-def _mutual_updates(
-    losses: Sequence[Tensor], parameters: Sequence[Sequence[Tensor]], rule: UpdateRule
-) -> tuple[AgentUpdate, ...]:
-    agents = range(len(losses))
-    naive = {agent: gradient(losses[agent], parameters[agent]) for agent in agents}
-    all_terms = []
-    for agent in agents:
-        others = [other for other in agents if other != agent]
-        response = _response(others, parameters, naive, rule, None)
-        all_terms.append(_terms(losses[agent], parameters[agent], response, rule, depth=0))
-    joint = _Terms(*(torch.cat(parts) for parts in zip(*all_terms, strict=True)))
-    update_P, share = _combined(joint, rule)
-    parts = torch.split(update_P, [terms.gradient_P.numel() for terms in all_terms])
-    return tuple(
-        _agent_update(terms, part_P, share, own)
-        for terms, part_P, own in zip(all_terms, parts, parameters, strict=True)
-    )
-
-
-def _response(
-    followers: Sequence[int],
-    parameters: Sequence[Sequence[Tensor]],
-    directions: dict[int, Tensor],
-    rule: UpdateRule,
-    generator: torch.Generator | None,
-) -> _Response | None:
-    followers = [agent for agent in followers if parameters[agent]]
-    if not followers:
-        return None
-    theirs = [tensor for agent in followers for tensor in parameters[agent]]
-    direction_Q = torch.cat([directions[agent] for agent in followers])
-    step_sizes_Q = torch.cat(
-        [torch.full_like(directions[agent], rule.step_sizes[agent]) for agent in followers]
-    ).detach()
-    inverse = None
-    if rule.variant.multiplier == "inverse_jacobian":
-        # The Jacobian of one follower's gradient is a Hessian; that of several is not symmetric.
-        jacobian = jacobian_operator(direction_Q, theirs, is_symmetric=len(followers) == 1)
-        inverse = rule.inverse.prepare(jacobian.transposed(), generator)
-    return _Response(theirs, direction_Q, step_sizes_Q, inverse)
 
 
 def _terms(
     loss: Tensor,
     own: Sequence[Tensor],
     response: _Response | None,
-    rule: UpdateRule,
+    rule: SpgParameters,
     depth: int,
-) -> _Terms:
-    """The terms of an agent that `depth` levels of leaders differentiate."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`xi`, `chi` and `h` of an agent, with graphs if `depth` levels of leaders need them."""
     is_again = depth > 0
     if response is None or not own:
         gradient_P = gradient(loss, own, create_graph=is_again)
-        return _Terms(gradient_P, torch.zeros_like(gradient_P), torch.zeros_like(gradient_P))
+        return gradient_P, torch.zeros_like(gradient_P), torch.zeros_like(gradient_P)
     joint = gradient(
         loss, [*own, *response.parameters], create_graph=is_again or rule.has_lookahead
     )
@@ -217,33 +295,33 @@ def _terms(
     if response.inverse is None:
         multiplier_Q = response.step_sizes_Q * by_followers_Q
     else:
-        multiplier_Q = _rest_multiplier(by_followers_Q, response, rule.inverse.rho, depth)
+        multiplier_Q = _rest_multiplier(
+            by_followers_Q, response, response.inverse, rule.ihvp_rho, depth
+        )
     shaping_P = vector_jacobian(response.direction_Q, own, multiplier_Q, create_graph=is_again)
     lookahead_P = torch.zeros_like(shaping_P)
     if rule.has_lookahead:
         step_Q = response.step_sizes_Q * response.direction_Q
         lookahead_P = vector_jacobian(by_followers_Q, own, step_Q, create_graph=is_again)
-    return _Terms(gradient_P, shaping_P, lookahead_P)
+    return gradient_P, shaping_P, lookahead_P
 
 
-def _rest_multiplier(by_followers_Q: Tensor, response: _Response, rho: float, depth: int) -> Tensor:
+def _rest_multiplier(
+    by_followers_Q: Tensor, response: _Response, inverse: Inverse, rho: float, depth: int
+) -> Tensor:
     """`m` with `((d_F D_F)' + rho I) m = d_F L_l`, which may be differentiated `depth` times.
 
-    The inverse itself has no graph. Adding to `m` the inverse of what the equation leaves over, a
-    residual whose value is taken for 0, changes no value and makes one more derivative of `m` right
-    each time, as a step of Newton's method would.
+    The inverse itself has no graph. Adding to `m` the inverse of the residual of the equation,
+    whose value is taken for 0, changes no value and makes one more derivative of `m` right each
+    time, as a step of Newton's method would.
     """
-    assert response.inverse is not None
-    solve, solve_transposed = response.inverse
-    multiplier_Q = solve(by_followers_Q.detach())
+    multiplier_Q = inverse.solve(by_followers_Q.detach())
     for _ in range(depth):
         product_Q = vector_jacobian(
             response.direction_Q, response.parameters, multiplier_Q, create_graph=True
         )
         residual_Q = by_followers_Q - product_Q - rho * multiplier_Q
-        multiplier_Q = multiplier_Q + _linear_map(
-            residual_Q - residual_Q.detach(), solve, solve_transposed
-        )
+        multiplier_Q = multiplier_Q + _linear_map(residual_Q - residual_Q.detach(), *inverse)
     return multiplier_Q
 
 
@@ -267,69 +345,10 @@ def _linear_map(vector_Q: Tensor, apply: VectorMap, transposed: VectorMap) -> Te
     return product_Q
 
 
-def _combined(terms: _Terms, rule: UpdateRule) -> tuple[Tensor, Tensor]:
-    lookahead_P = terms.gradient_P - terms.lookahead_P
-    if not rule.variant.is_stable:
-        return lookahead_P - terms.shaping_P, lookahead_P.new_ones(())
-    return compute_sos_update(
-        terms.gradient_P,
-        lookahead_P,
-        terms.shaping_P,
-        scaling_factor=rule.sos_scaling_factor,
-        threshold_factor=rule.sos_threshold_factor,
-    )
-
-
-def _agent_update(
-    terms: _Terms, update_P: Tensor, share: Tensor, own: Sequence[Tensor]
-) -> AgentUpdate:
-    xi_P, chi_P, h_P = (term.detach() for term in terms)
-    return AgentUpdate(unflatten(update_P.detach(), own), xi_P, chi_P, h_P, share)
-
-
-def _check_game(
-    losses: Sequence[Tensor],
-    parameters: Sequence[Sequence[Tensor]],
-    rule: UpdateRule,
-    groups: Sequence[Sequence[int]] | None,
-) -> None:
-    num_agents = len(losses)
-    faults = []
-    if not num_agents == len(parameters) == len(rule.step_sizes):
-        faults.append(
-            f"there are {num_agents} losses, {len(parameters)} lists of parameters and "
-            f"{len(rule.step_sizes)} step sizes, which must be one of each an agent"
-        )
-    faults += [
-        f"the loss of agent {agent} has the shape {list(loss.shape)} and must be a scalar"
-        for agent, loss in enumerate(losses)
-        if loss.numel() != 1
-    ]
-    tensors = [id(tensor) for own in parameters for tensor in own]
-    if len(set(tensors)) != len(tensors):
-        faults.append("a tensor is a parameter of two agents, or twice of one")
-    if groups is None and rule.variant.multiplier == "inverse_jacobian":
-        faults.append("a Stackelberg gradient needs groups, leaders first")
-    if groups is not None and sorted(i for group in groups for i in group) != [*range(num_agents)]:
-        faults.append(
-            f"the groups {[list(group) for group in groups]} must hold each of the agents "
-            f"0 to {num_agents - 1} once"
-        )
-    if faults:
-        raise ConfigurationError(
-            f"updates of a game were asked for that cannot be: {'; '.join(faults)}. Change those."
-        )
-
-
 class SosUpdate(NamedTuple):
     """A direction to step against, and the share of the shaping term in it.
 
-    Attributes
-    ----------
-    update_P : Tensor
-        To be subtracted from the parameters, times a learning rate.
-    share : Tensor
-        Scalar in [0, 1]: 0 gives LookAhead, 1 gives LOLA.
+    The share is a scalar in [0, 1]: 0 gives LookAhead, 1 gives LOLA.
     """
 
     update_P: Tensor
@@ -355,12 +374,11 @@ def compute_sos_update(
         p  = min(p1, p2)
 
     `p1` keeps the update within a right angle of LookAhead's, which avoids strict saddles; `p2`
-    makes the shaping vanish near a fixed point of the gradient, to which agents then converge.
+    makes the shaping vanish near a fixed point of the gradient, to which agents then converge. No
+    gradient flows through the share.
 
     Parameters
     ----------
-    gradient_P, lookahead_P, shaping_P : Tensor
-        `xi`, `xi_0` and `chi`. No gradient flows through the share.
     scaling_factor : float
         `a` in (0, 1). Larger shapes more: `<update, xi_0> >= (1 - a) |xi_0|**2`.
     threshold_factor : float

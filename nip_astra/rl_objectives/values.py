@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import l1_loss, mse_loss, smooth_l1_loss
 
 from nip_astra.parameters.trainers import LossCriticType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.reductions import (
+    LossOutput,
     Reduction,
     masked_fill_zero,
     masked_mean,
@@ -34,12 +34,8 @@ def value_losses(
 
     l1 is `|d|`, l2 is `d^2`, smooth_l1 is `d^2 / 2` up to `|d| = 1` and `|d| - 1/2` beyond.
 
-    Parameters
-    ----------
-    old_values_B : Tensor, optional
-        Values at collection; needed with `clip_value`.
-    clip_value : float, optional
-        A value counts as no nearer to its target than one at most this far from the old value.
+    With a `clip_value`, a value counts as no nearer to its target than one at most this far from
+    the old value, the value at collection.
     """
     distance = DISTANCES[loss_type]
     targets_B = targets_B.to(values_B.dtype)
@@ -68,21 +64,9 @@ def value_loss(
     `1/2 (clip(V, V_old - c, V_old + c) - R)**2`, so that no gradient takes a value further than
     `c` from where it was (as PPO's first implementation had it).
 
-    Parameters
-    ----------
-    values_BT : Tensor
-        Values of tokens, or of turns with `T` the turns, with gradient.
-    old_values_BT, returns_BT : Tensor
-        Values when the samples were taken, and targets; no gradient flows.
-    clip_range : float, optional
-        In the unit of the rewards, > 0.
-    reduction, normaliser, max_length
-        See `reduce_loss`.
-
-    Returns
-    -------
-    LossOutput
-        Metrics: `value_clip_fraction`, `value_mean`, `return_mean`.
+    `[B, T]` values are of tokens, or of turns with `T` the turns; gradients flow through
+    `values_BT` alone. `clip_range` is in the unit of the rewards, > 0; for the other options see
+    `reduce_loss`. Metrics: `value_clip_fraction`, `value_mean`, `return_mean`.
     """
     # Masked before squaring: the gradient of an infinite value times 0 would be NaN.
     values_BT, old_BT, returns_BT = (

@@ -31,7 +31,7 @@ SAME_FIELDS = {
     "group_id": "group_ids",
     "run_id": "run_ids",
 }
-"""Names under which NexRL knows fields; they may be used for reading and writing."""
+"""NexRL's names of fields, for reading and writing."""
 
 DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
     {
@@ -40,47 +40,44 @@ DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
         "batch_size": len,
     }
 )
-"""What NexRL stores beside the tokens and what is read of them here, unless it is stored: the first
-token, and all others, whatever the policy said of them."""
+"""Fields of NexRL, derived unless stored: prompts are the first token, responses the rest."""
 
 TOKEN_FIELD = "attention_mask"
-"""The field whose width is that of the batch, and whose mask says what is padding."""
+"""The field that gives the width of a batch and its padding."""
 
 
 class Batch:
     """Trajectories side by side, padded, with one row each.
 
-    `values` is the view of tensors and `metadata` that of all the rest: lists with an entry a row
-    (`group_ids`, `run_ids`, texts) and facts of the whole batch. Either finds what stands in the
-    other. A list or array of numbers becomes a tensor where it is stored.
+    `values` is a view of tensors and `metadata` of all else: lists with an entry per row
+    (`group_ids`, `run_ids`, texts) and facts of the whole batch. Either finds the fields of the
+    other. A list or array of numbers becomes a tensor.
 
     Fields made from trajectories: `input_ids`, `position_ids` (int64), `attention_mask`,
     `loss_mask` (bool) and `logprobs` of the policy that sampled, `[B, T]`; `rewards` and
     `row_weights`, `[B]`; extras.
 
-    It is made of trajectories, or, as in NexRL, of values and metadata by name. Then masks may be
-    of numbers, and rows weigh 1 unless `row_weights` are given.
-
     Parameters
     ----------
     values : TensorDict or Mapping
-        The tensors, or fields by name.
+        The tensors, or as in NexRL fields by name. Then masks may be numeric, and `row_weights`
+        default to 1.
     metadata : Mapping, optional
         Further fields by name.
+    rows : dict[str, list]
+        Lists with an entry per row.
+    facts : dict
+        Values of the whole batch.
 
     Attributes
     ----------
     data : TensorDict
-        The tensors, batch size `[B]`. What belongs to tokens is `[B, T]`.
-    rows : dict[str, list]
-        Lists with an entry a row.
-    facts : dict
-        What is true of the whole batch.
+        The tensors, batch size `[B]`.
 
     Raises
     ------
     DataError
-        When values and metadata do not say how many rows there are.
+        If the number of rows is unknown.
     """
 
     def __init__(
@@ -109,16 +106,11 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], **facts: Any) -> Batch:
-        """Pad trajectories on the right to the longest.
+        """Pad trajectories on the right to the longest; `facts` are metadata of the whole batch.
 
         Extras that are numbers in all trajectories become `[B]`, tensors of a trajectory's length
-        `[B, T]`, and others lists. A trajectory without a reward gets NaN; one without a group or
-        run id has one of its own.
-
-        Parameters
-        ----------
-        **facts
-            Metadata of the whole batch.
+        `[B, T]`, and others lists. A missing reward becomes NaN, a missing group or run id a unique
+        one.
         """
         data, rows = _columns_of(trajectories)
         return cls(data, rows=rows, facts=dict(facts))
@@ -195,33 +187,19 @@ class Batch:
         anchor_field: str = "input_ids",
         pad_token_id: int | None = None,
     ) -> Batch:
-        """The batch without columns that are padding in all rows, as `attention_mask` says.
+        """The batch without columns that are padding in all rows, by `attention_mask`.
 
-        Parameters
-        ----------
-        left, right : bool
-            On which sides.
-        fields : Sequence[str], optional
-            Fields that must be there and be of tokens. All other fields of tokens are cut too, so
-            that rows stay aligned.
-        anchor_field : str
-            Field of token ids.
-        pad_token_id : int, optional
-            What the anchor field holds at the padding that stays; it is left as it is by default.
-
-        Raises
-        ------
-        DataError
-            When a field that is named is not there, or has no entry a token.
+        `fields` and the `anchor_field` of token ids must exist per token; all other fields of
+        tokens are cut too. The remaining padding of the anchor field becomes `pad_token_id`, if
+        given.
         """
         per_token = self._token_fields()
-        asked = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
-        wrong = [name for name in asked if name not in (*per_token, *DERIVED)]
+        names = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
+        wrong = [name for name in names if name not in (*per_token, *DERIVED)]
         if wrong:
             raise DataError(
-                f"padding of the fields {', '.join(map(repr, wrong))} was to be removed, but the "
-                f"batch has no such fields of shape {[len(self), self.width]}. Fields of tokens: "
-                f"{', '.join(sorted(per_token))}. Name some of these, or none for all."
+                f"no fields of tokens: {', '.join(map(repr, wrong))}. Available: "
+                f"{', '.join(sorted(per_token))}."
             )
         start, end = used_columns(self.data[TOKEN_FIELD])
         columns = slice(start if left else 0, end if right else self.width)
@@ -274,23 +252,16 @@ class Batch:
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
-        """Batches one under the other, padded on the right to the widest; facts of the first.
-
-        Raises
-        ------
-        DataError
-            When they have different fields, or there are none.
-        """
+        """Batches one under the other, padded on the right to the widest; facts of the first."""
         if not batches:
-            raise DataError("batches were to be concatenated, but there are none. Give at least 1.")
+            raise DataError("cannot concatenate no batches. Give at least one.")
         first, width = batches[0], max(batch.width for batch in batches)
         names = {(*sorted(batch.data.keys()), *sorted(batch.rows)) for batch in batches}
         if len(names) > 1:
             differing = set.symmetric_difference(*(set(one) for one in list(names)[:2]))
             raise DataError(
-                "batches were to be concatenated, but the fields "
-                f"{', '.join(sorted(differing))} are not in all of them. Make them of trajectories "
-                "with the same fields, or remove these."
+                f"cannot concatenate batches: {', '.join(sorted(differing))} are not in all of "
+                "them. Give all the same fields."
             )
         wide = []
         for batch in batches:
@@ -308,24 +279,12 @@ class Batch:
         return {"data": dict(self.data.items()), "rows": self.rows, "facts": self.facts}
 
     def save(self, path: Path) -> None:
-        """Write `<path>.safetensors` and `<path>.json`; nothing is pickled.
-
-        Raises
-        ------
-        CheckpointError
-            When a value is no tensor, text or number, or a file cannot be written.
-        """
+        """Write `<path>.safetensors` and `<path>.json`; nothing is pickled."""
         save_state(path, self.to_plain())
 
     @classmethod
     def load(cls, path: Path) -> Batch:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        CheckpointError
-            When a file is missing or broken.
-        """
+        """Inverse of `save`."""
         state = load_state(path)
         num_rows = len(state["data"][TOKEN_FIELD])
         data = TensorDict(state["data"], batch_size=[num_rows])
@@ -333,10 +292,9 @@ class Batch:
 
 
 class BatchView(MutableMapping[str, Any]):
-    """The tensors, or the rest, of a batch by name.
+    """The tensors, or the rest, of a batch by name; names of the other half are found too.
 
-    A name that is not in this half is looked for in the other, so that an algorithm need not know
-    which half holds it; see `SAME_FIELDS` for names that mean the same.
+    See `SAME_FIELDS` for synonyms.
     """
 
     def __init__(self, batch: Batch, half: str) -> None:
@@ -350,7 +308,7 @@ class BatchView(MutableMapping[str, Any]):
         if name == "batch_size" or (name in DERIVED and "input_ids" in self._batch.values):
             return DERIVED[name](self._batch)
         raise KeyError(
-            f"{name!r} was read of a batch, which has no such field. It has "
+            f"a batch has no field {name!r}. It has "
             f"{', '.join([*self._batch.values, *self._batch.metadata])}."
         )
 
@@ -403,20 +361,19 @@ _DTYPES = {"input_ids": torch.int64, TOKEN_FIELD: torch.bool, "loss_mask": torch
 
 
 def _num_rows(fields: Mapping[str, Any]) -> int:
-    """What `batch_size` says, or else the length of the first field that has one."""
     if "batch_size" in fields:
         return int(fields["batch_size"])
     for value in fields.values():
         if isinstance(value, Tensor | np.ndarray | list) and np.shape(value):
             return len(value)
     raise DataError(
-        "a batch was made of values that do not say how many rows it has. Give a field with an "
-        "entry a row, or metadata['batch_size']."
+        "the number of rows of a batch is unknown. Give a field with an entry per row, or "
+        "metadata['batch_size']."
     )
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A tensor of what is one, or numbers in a list or an array of NumPy; else None."""
+    """A tensor, or numbers in a list or array, as a tensor; else None."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -435,12 +392,9 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch:
-    """A batch without redundant padding, `pad_token_id` at the rest, and rows of weight 0 added.
+    """A batch without redundant padding, `pad_token_id` elsewhere, and rows of weight 0 added.
 
-    Parameters
-    ----------
-    multiple : int
-        What the number of rows is to be a multiple of.
+    The number of rows becomes a multiple of `multiple`.
     """
     batch = batch.strip(pad_token_id=pad_token_id)
     batch.values["position_ids"] = compute_position_id_with_mask(batch.data[TOKEN_FIELD])
@@ -448,7 +402,6 @@ def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch
 
 
 def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[str, list[Any]]]:
-    """Tensors with a row a trajectory, padded on the right, and lists of what is no tensor."""
     rows: dict[str, list[Any]] = {
         "group_ids": _ids(trajectories, "group_id"),
         "run_ids": _ids(trajectories, "run_id"),
@@ -526,12 +479,9 @@ def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Te
 
 
 def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor, fill: float = 0) -> Tensor:
-    """Rows of different lengths as one tensor, padded on the right; one copy, no loop over rows.
+    """Rows of different lengths as one tensor, padded on the right, without a loop over rows.
 
-    Parameters
-    ----------
-    mask_BT : Tensor
-        `length_mask` of the rows' lengths.
+    `mask_BT` is `length_mask` of their lengths.
     """
     flat = torch.cat(list(rows)) if rows else torch.zeros(0)
     return flat.new_full(mask_BT.shape, fill).masked_scatter_(mask_BT, flat)

@@ -1,16 +1,18 @@
-"""Opening prompts, and what a data set says of each beside its text."""
+"""Opening prompts with the other columns of their data set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+RECORD_KEY = "prompt_columns"
+"""Key of the columns beside a prompt in a record of a conversation."""
 Columns = tuple[tuple[str, str | int | float | bool | None], ...]
 """Names and values beside a prompt, in the order of the data set."""
 
 
 class Prompt(str):
-    """The text of an opening prompt; a text wherever texts are expected.
+    """The text of an opening prompt, with the other columns of its row.
 
     Attributes
     ----------
@@ -43,14 +45,10 @@ class Prompt(str):
 
 
 def columns_of(prompt: str) -> Columns:
-    """What stands beside a prompt; nothing for a plain text."""
+    """The columns beside a prompt; none for a plain text."""
     return prompt.columns if isinstance(prompt, Prompt) else ()
 
 
 def columns_of_record(record: Mapping[str, Any]) -> Columns:
-    """What a record of a conversation holds of the columns beside its prompt."""
+    """The columns beside the prompt in a record of a conversation."""
     return tuple((record.get(RECORD_KEY) or {}).items())
-
-
-RECORD_KEY = "prompt_columns"
-"""Under which a record of a conversation holds them, where there are any."""

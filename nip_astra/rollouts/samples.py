@@ -1,8 +1,11 @@
-"""Training samples: small dictionaries of tensors, and the batches made of them."""
+"""Training samples, which are small dictionaries of tensors, and batches of them.
+
+Shape suffixes: `B` row, `T` token of the trajectory, `R` token after the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.errors import DataError
+from nip_astra.rollouts.batch import Batch
 
 Sample = dict[str, Tensor]
 """One training sample: tensors of 0 or 1 dimensions on the CPU, equal names in all samples."""
@@ -23,11 +27,6 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
 
     A sequence `x` becomes `x` `[B, T]`, padded with 0 on the right (`context`: on the left), and
     `x_mask` `[B, T]` bool.
-
-    Raises
-    ------
-    DataError
-        When samples are no dictionaries of such tensors, or have other names than the first.
     """
     _check(samples)
     batch: dict[str, Tensor] = {}
@@ -63,3 +62,85 @@ def _check(samples: Sequence[Sample]) -> None:
                     f"{name!r} of a sample is {shown}. Give a number or a sequence as a tensor, "
                     "the same in all samples."
                 )
+
+
+# ---- of trajectories
+
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`LanguageModel.logprobs` or `TrainingService.compute_logprobs`."""
+
+ROWS_AT_ONCE = 64
+SEPARATE = ("input_ids", "attention_mask", "position_ids", "loss_mask")
+"""Fields that a sample holds in another form."""
+
+
+def score_batch(batch: Batch, score: Score) -> Tensor:
+    """Log-probability of each token given those before it, float32 `[B, T]`, without gradient.
+
+    0 for the first token of a row and on padding, which must be on the right.
+    """
+    parts = []
+    for part in batch.split(ROWS_AT_ONCE):
+        ids_BT, mask_BT = part.data["input_ids"], part.data["attention_mask"]
+        with torch.no_grad():
+            found_BR = score(ids_BT[:, :1], mask_BT[:, :1], ids_BT[:, 1:], mask_BT[:, 1:])
+        parts.append(torch.nn.functional.pad(found_BR.float().cpu(), (1, 0)))
+    return torch.cat(parts) if parts else torch.zeros(0, 0)
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """A sample per row: `context` before the policy's first token, then `response`.
+
+    `is_trained` marks the policy's tokens. The sample also has every other field of tokens, for the
+    response, and of rows; `advantages` is per token, and `episode` numbers the groups. Fields of
+    tokens may lack the first column, as those of NexRL's `responses` do. Rows of weight 0 and rows
+    without a token of the policy are left out.
+    """
+    if len(batch) == 0:
+        return []
+    data = batch.data
+    trained_BT, mask_BT = data["loss_mask"] & data["attention_mask"], data["attention_mask"]
+    data = data.copy()
+    for name, value in data.items():
+        if value.ndim == 2 and value.shape == trained_BT[:, 1:].shape:
+            data[name] = torch.nn.functional.pad(value, (1, 0))
+    advantages = data["advantages"].float() if "advantages" in data else None
+    if advantages is not None and advantages.ndim == 1:
+        advantages = advantages.unsqueeze(1).expand(mask_BT.shape)
+    fields = {n: v for n, v in data.items() if n not in (*SEPARATE, "advantages")}
+    if advantages is not None:
+        fields["advantages"] = advantages
+    per_token = {n: v for n, v in fields.items() if v.shape[:2] == mask_BT.shape}
+    per_row = {n: v for n, v in fields.items() if n not in per_token}
+    is_used = trained_BT.any(dim=1) & (data["row_weights"] > 0)
+    episodes = _episodes_of(batch)
+    starts = trained_BT.to(torch.uint8).argmax(dim=1).clamp(min=1).tolist()
+    lengths = mask_BT.sum(dim=1).tolist()
+    samples = []
+    for row in is_used.nonzero().squeeze(1).tolist():
+        start, end = starts[row], lengths[row]
+        sample = {
+            "context": data["input_ids"][row, :start],
+            "response": data["input_ids"][row, start:end],
+            "is_trained": trained_BT[row, start:end],
+            "episode": torch.tensor(episodes[row]),
+        }
+        sample |= {name: value[row, start:end] for name, value in per_token.items()}
+        sample |= {name: value[row] for name, value in per_row.items() if value.ndim == 1}
+        samples.append(sample)
+    return samples
+
+
+def _episodes_of(batch: Batch) -> list[int]:
+    """A number per row, equal within a group."""
+    groups = batch.metadata.get("group_ids") or [None] * len(batch)
+    keys = [("row", row) if one is None else ("group", one) for row, one in enumerate(groups)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
+
+
+def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:
+    """One batch of samples, with `trained_mask`, the tokens to train."""
+    batch = collate(samples)
+    batch["trained_mask"] = batch["is_trained"] & batch["response_mask"]
+    return batch

@@ -1,10 +1,12 @@
-"""One record of what a policy and its environment said to each other, as tokens.
+"""Interactions of a policy with its environment, as tokens.
 
 Shape suffixes: `T` token of the trajectory.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import DataError
+from nip_astra.rl_objectives.advantages import AdvantageParameters, GroupAdvantages, codes_of
 
 FIELDS = (
     *("tokens", "loss_mask", "logprobs", "reward"),
@@ -22,15 +25,10 @@ FIELDS = (
 
 
 class TokenSpan(NamedTuple):
-    """Tokens that one side said.
+    """Tokens of one side.
 
-    Attributes
-    ----------
-    ids : Sequence[int]
-        The tokens.
-    logprobs : Sequence[float] or None
-        Log-probability with which the policy sampled each, nats; None for what the prompt, a tool
-        or the environment said, from which nothing is learnt.
+    `logprobs` are those with which the policy sampled, nats; None for tokens of the prompt, a tool
+    or the environment, which are not trained.
     """
 
     ids: Sequence[int]
@@ -38,38 +36,36 @@ class TokenSpan(NamedTuple):
 
 
 class Trajectory:
-    """Tokens of one rollout, which of them the policy said, and what the whole was worth.
+    """Tokens of one rollout, which of them are the policy's, and the reward.
 
     Attribute, item and `get` access are one: `trajectory.reward`, `trajectory["reward"]` and
-    `trajectory.get("reward")`, of extras too. Setting a name that is no field adds an extra.
+    `trajectory.get("reward")`, of extras too. Setting an unknown name adds an extra.
 
     Attributes
     ----------
     tokens : Tensor
         int64 `[T]`.
     loss_mask : Tensor
-        bool `[T]`; True on tokens that the policy said, so False on prompts, tools' answers and
-        turns of the environment.
+        bool `[T]`; True on tokens of the policy.
     logprobs : Tensor or None
         float32 `[T]`, nats: log p of token t given those before it under the policy that sampled,
         at the place of token t; 0 where the mask is False.
     reward : float or None
-        What the trajectory was worth.
     run_id, group_id : str, int or None
-        The run of an agent that the trajectory is part of, which may have several, and the group
-        of runs (one task) whose rewards are compared. None stands for one of its own.
+        The run of an agent, which may have several trajectories, and the group of runs whose
+        rewards are compared. None: a unique one.
     advantage : float, Tensor or None
-        How much better it was than expected: one number, or `[T]`, one a token.
+        One number, or `[T]`.
     extras : dict
         Everything else.
     extra_fields : MutableMapping
         NexRL's view of all but tokens, loss_mask and reward; it can be given and written.
-        `token_advantages`, one for each token that the policy said, become `advantage`.
+        `token_advantages`, one for each token of the policy, become `advantage`.
 
     Raises
     ------
     DataError
-        When masks, log-probabilities and tokens are not of one length.
+        If masks, log-probabilities and tokens differ in length.
     """
 
     tokens: Tensor
@@ -110,21 +106,14 @@ class Trajectory:
         wrong = {name: length for name, length in lengths.items() if length != len(self.tokens)}
         if wrong:
             raise DataError(
-                f"a trajectory was to be made of {len(self.tokens)} tokens, but "
+                f"a trajectory has {len(self.tokens)} tokens, but "
                 + ", ".join(f"{name} has {length}" for name, length in wrong.items())
-                + ". Each has one entry a token, those of the prompt included. Fill in False and "
-                "0.0 where the policy did not speak."
+                + ". Give one entry per token, False and 0.0 for tokens not of the policy."
             )
 
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
-        """The trajectory of turns in order; those without log-probabilities are masked.
-
-        Parameters
-        ----------
-        **fields
-            `reward`, `run_id`, `group_id` and extras.
-        """
+        """The trajectory of turns in order; those without log-probabilities are masked."""
         counts = [len(span.ids) for span in spans]
         is_own = torch.tensor([span.logprobs is not None for span in spans], dtype=torch.bool)
         mask = is_own.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
@@ -153,9 +142,8 @@ class Trajectory:
         if name in extras:
             return extras[name]
         raise AttributeError(
-            f"{name!r} was read of a trajectory, which has no such field. It has "
-            f"{', '.join(self.__dict__.keys() - {'extras'} | extras.keys())}. Set it first, or use "
-            f"get({name!r}, default)."
+            f"a trajectory has no field {name!r}. It has "
+            f"{', '.join(self.__dict__.keys() - {'extras'} | extras.keys())}."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -205,13 +193,12 @@ class Trajectory:
         own = torch.as_tensor(values, dtype=torch.float32)
         if own.shape != (self.num_response_tokens,):
             raise DataError(
-                f"token_advantages has the shape {list(own.shape)}, but the policy said "
-                f"{self.num_response_tokens} of the trajectory's {len(self)} tokens. Give one "
-                "value for each of these."
+                f"token_advantages has shape {list(own.shape)}, but {self.num_response_tokens} of "
+                f"{len(self)} tokens are the policy's. Give one value for each of these."
             )
         return torch.zeros(len(self)).masked_scatter(self.loss_mask, own)
 
-    # ---- what it says of itself
+    # ---- sizes
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -224,17 +211,17 @@ class Trajectory:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens that the policy said."""
+        """Tokens of the policy."""
         return int(self.loss_mask.sum())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the policy first spoke."""
+        """Tokens before the policy's first."""
         spoken = self.loss_mask.nonzero()
         return int(spoken[0]) if len(spoken) else len(self)
 
     def to_plain(self) -> dict[str, Any]:
-        """Fields and extras by name: what another one like it is made of."""
+        """Fields and extras by name."""
         return {name: self[name] for name in self.keys()}
 
     def truncated(self, max_tokens: int) -> Trajectory:
@@ -293,3 +280,58 @@ def _vector(values: Any, dtype: torch.dtype) -> Tensor:
 
 
 _NUMPY = {torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}
+
+
+# ---- advantages, compared within a group
+
+
+def compute_grpo_advantage_for_trajectories(
+    trajectories: Sequence[Trajectory],
+    *,
+    use_run_ids: bool = True,
+    logger: logging.Logger | None = None,
+    **options: Any,
+) -> list[Trajectory]:
+    """Set `advantage` of each trajectory, and return them; see `group_advantages` for the rules.
+
+    Parameters
+    ----------
+    trajectories : Sequence[Trajectory]
+        A trajectory without a group or reward gets 0.
+    use_run_ids : bool
+        Whether the trajectories of a run count as one.
+    options : Any
+        Of `AdvantageParameters`: `baseline`, `scale`, `std_epsilon`, `advantage`.
+    logger : Logger, optional
+        Reports how many groups have no signal.
+    """
+    parameters = AdvantageParameters.from_dict(options)
+    found = advantages_of(trajectories, parameters, use_run_ids=use_run_ids)
+    for trajectory, advantage in zip(trajectories, found.advantages_N.tolist(), strict=True):
+        trajectory.advantage = advantage
+    if logger is not None:
+        flat = found.is_zero_variance_P
+        logger.info("%d of %d groups have rewards without a signal", int(flat.sum()), len(flat))
+    return list(trajectories)
+
+
+def advantages_of(
+    trajectories: Sequence[Trajectory],
+    parameters: AdvantageParameters | None = None,
+    *,
+    use_run_ids: bool = True,
+) -> GroupAdvantages:
+    """The advantages, and statistics of the groups in order of first appearance."""
+    rewards = [math.nan if one.reward is None else one.reward for one in trajectories]
+    groups, runs = (
+        codes_of(
+            [
+                ("own", i) if getattr(one, name) is None else (name, getattr(one, name))
+                for i, one in enumerate(trajectories)
+            ]
+        )
+        for name in ("group_id", "run_id")
+    )
+    rewards_N = torch.tensor(rewards, dtype=torch.float64)
+    parameters = parameters or AdvantageParameters()
+    return parameters.advantages(rewards_N, groups, runs if use_run_ids else None)

@@ -31,7 +31,7 @@ _PLAIN = (
 
 @dataclass
 class RolloutTree:
-    """All episodes of one rollout; a node is one probe with the response to it.
+    """All episodes of one rollout; a node is one probe with its response.
 
     Nodes are ordered by depth, then episode, then branch, so the `tree_width` children of a
     conversation are consecutive and every level is one block.
@@ -43,44 +43,42 @@ class RolloutTree:
 
         - `parent` int64: index of the parent node, -1 at depth 0;
         - `depth`, `episode` int64: counted from 0;
-        - `probe` int64 `[N, T]`, `probe_mask` bool `[N, T]`: the tokens that the attacker
-          sampled, its end token included, right-padded with 0;
-        - `probe_logprobs` float32 `[N, T]`: their log-probabilities under the attacker as it was,
-          nats, 0 on padding;
-        - `reference_logprobs` float32 `[N, T]`: the same under the reference; NaN where it was not
-          asked;
+        - `probe` int64 `[N, T]`, `probe_mask` bool `[N, T]`: the attacker's tokens, its end token
+          included, right-padded with 0;
+        - `probe_logprobs` float32 `[N, T]`: log-probabilities under the attacker that sampled,
+        nats,
+          0 on padding;
+        - `reference_logprobs` float32 `[N, T]`: the same under the reference; NaN if not scored;
         - `probe_nll` float32: mean negative log-likelihood per probe token under the likelihood
           model, nats;
         - `is_empty` bool: the probe has no text;
-        - `response_score`, `combined_score` float32: NaN where the scorer gave no verdict;
-        - `is_error` bool: there is none because the scorer failed;
-        - `is_refused` bool, where the target is a chat model: its service marks the response as a
-          refusal, or withholds it;
+        - `response_score`, `combined_score` float32: NaN without a verdict;
+        - `is_error` bool: there is no verdict because the scorer failed;
+        - `is_refused` bool, for chat models: the service marks the response as a refusal, or
+          withholds it;
         - `reward` float32, NaN where a score that it needs is;
-        - `credit` float32, once an algorithm has set it: reward with what follows from the node;
-        - `reward/<term>` float32: what a reward term added to the reward;
-        - `drawn_logprobs`, `drawn_reference_logprobs`, `importance_weight` float32 `[N, T]`, where
-          a trainer needs them (`trainers.behaviour`).
+        - `reward/<term>` float32: the part of a reward term;
+        - `credit` float32, set by a trainer: reward including what follows from the node;
+        - `drawn_logprobs`, `drawn_reference_logprobs`, `importance_weight` float32 `[N, T]`, set by
+          `trainers.ast.behaviour`.
     tree_width : int
         Children of every conversation.
     prompts : list[str]
         Opening prompt of each episode.
     probes, responses : list[str]
-        Text of each node, not shortened.
+        Text of each node.
     contexts : list[list[int]]
-        Attacker's context tokens before the probe; one list a group of siblings.
+        Attacker's context tokens before the probe; one list per group of siblings.
     num_unique_tokens : dict[str, int]
-        By role, tokens that differ from all others or follow different ones: the fewest that the
-        model could have read.
+        By role, the fewest tokens that the model could have read.
     seconds : dict[str, float]
-        Time that attacker, target, reference and scorer took.
+        Time of attacker, target, reference and scorer.
     response_failures : list[str | None]
-        Why there is no response of a node, where the target could not be asked; empty where every
-        node has one.
+        Why a node has no response; empty if every node has one.
     more_of_samples : list[dict[str, Tensor]]
-        What training samples of each node hold besides, of any length, once a trainer has set it.
+        Further columns of each node's training sample, of any length, set by a trainer.
     staleness : int
-        Iterations that the attacker who played was behind the one that learns from it.
+        Iterations by which the sampling weights lag behind.
     """
 
     nodes: TensorDict

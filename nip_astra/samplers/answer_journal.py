@@ -1,4 +1,4 @@
-"""Answers of chat models as they come in, so that a process that was killed asks nothing twice."""
+"""Responses of chat models, stored as they arrive, so that a killed run requests none twice."""
 
 from __future__ import annotations
 
@@ -16,22 +16,10 @@ from nip_astra.safe_text import valid_text
 
 @dataclass(frozen=True)
 class StoredResponses:
-    """What came of one request.
+    """The responses to one request, one per sample.
 
-    Attributes
-    ----------
-    texts : tuple of str
-        One a sample.
-    are_cut : tuple of bool
-        Whether a sample ended for its length.
-    failures : tuple of str
-        Why there is no text, by sample; empty where there is one.
-    prompt_tokens, completion_tokens : int
-        Of all samples together.
-    is_cached : bool
-        Whether nothing was paid.
-    are_final : tuple of bool
-        Whether the model behind a sample was asked again already, by sample; empty for none.
+    `failures` has an empty text where there is a response. `are_final` marks samples whose model
+    has retried already; it is empty if none has. Tokens are those of all samples.
     """
 
     texts: tuple[str, ...]
@@ -45,17 +33,10 @@ class StoredResponses:
 
 @dataclass
 class AnswerJournal:
-    """Answers by the id of their request, in memory and in a file of JSON lines.
+    """Responses by request id, in memory and, with a `path`, in a file of JSON lines.
 
-    Attributes
-    ----------
-    path : Path or None
-        The file, to which each answer is added as it comes; None keeps them in memory only.
-    run_key : str or None
-        Names the run at its services, before the ids of its requests.
-    is_replayed : bool
-        Whether every request must be answered from the journal, since the models that gave its
-        answers are no longer there to be asked.
+    `run_key` names the run at its services. With `is_replayed` every request must be in the
+    journal, since the models that answered no longer exist.
     """
 
     path: Path | None = None
@@ -71,29 +52,17 @@ class AnswerJournal:
         return len(self._by_id)
 
     def get(self, request_id: str) -> StoredResponses | None:
-        """What came of a request; None where it has not been answered.
-
-        Raises
-        ------
-        CheckpointError
-            When the journal is replayed and lacks the request.
-        """
+        """The responses to a request; None if it is new."""
         found = self._by_id.get(request_id)
         if found is None and self.is_replayed:
             raise CheckpointError(
-                f"{self.path} lacks the answers to {request_id}, so that its rollouts cannot be "
-                "rebuilt. Restore the file, or start a new run."
+                f"{self.path} lacks the answers to {request_id}. Restore the file, or start a new "
+                "run."
             )
         return found
 
     def put(self, request_id: str, answers: StoredResponses) -> None:
-        """Keep what came of a request; it is in the file when this returns.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the file cannot be written, for instance on a full disk; what it held stays.
-        """
+        """Store the responses to a request; they are in the file when this returns."""
         self._by_id[request_id] = answers
         if self.path is not None:
             line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False) + "\n"
@@ -102,9 +71,8 @@ class AnswerJournal:
                 _append(self.path, line.encode("utf-8", "backslashreplace"))
             except OSError as error:
                 raise RunDirectoryError(
-                    f"{self.path} could not be written: {error.strerror or error}. Free space or "
-                    "change the permissions, and resume the run; the answers that it holds are "
-                    "not asked for again."
+                    f"cannot write {self.path}: {error.strerror or error}. Free space or change "
+                    "the permissions, and resume the run."
                 ) from error
 
     def tokens(self) -> tuple[int, int]:
@@ -129,8 +97,8 @@ class AnswerJournal:
                 yield request_id, StoredResponses(**(values | lists))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"line {number} of {path} was to hold answers of a model, but cannot be read: "
-                    f"{error!r}. Remove the line; its request is asked again."
+                    f"line {number} of {path} is corrupt: {error!r}. Remove the line; its request "
+                    "is repeated."
                 ) from error
 
 

@@ -18,13 +18,7 @@ from nip_astra.utils.seeding import SeedPart, derive_seed
 
 
 class EpisodeSampler:
-    """Batches of consecutive frames; episodes go on from one batch to the next.
-
-    Parameters
-    ----------
-    key : tuple
-        Path of names that the agents' random numbers derive from.
-    """
+    """Batches of consecutive frames; episodes continue from one batch to the next."""
 
     def __init__(
         self,
@@ -45,12 +39,11 @@ class EpisodeSampler:
         Returns
         -------
         TensorDict
-            Batch size [E, T]: the observations; under `agents` what each did (`decision`,
-            `message`, `linear_message`), how likely it was (`logprob`, nats), and normalised
-            log-probabilities of all alternatives (`message_logits`, `decision_logits`); under
-            `next` the rewards `agents.reward` [E, T, A, 1], `done` and `terminated` [E, T, 1], the
-            decision that has counted so far (`decision` [E, T], 2 for none) and the following
-            observation, which after an end is the first of the next episode.
+            Batch size [E, T]: the observations; `agents` with `decision`, `message`,
+            `linear_message`, `logprob` (nats), and normalised log-probabilities of all alternatives
+            (`message_logits`, `decision_logits`); `next` with `agents.reward` [E, T, A, 1], `done`
+            and `terminated` [E, T, 1], `decision` so far [E, T] (2: none) and the next observation,
+            which after an end is the first of the next episode.
         """
         environment = self.environment
         frame = self._frame

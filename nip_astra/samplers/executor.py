@@ -16,13 +16,14 @@ from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field
 
 from nip_astra.distributed.team import Team
 from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import ChatWork
-from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.scenario_base.chat_agent import ChatWork, TextAttacker
 from nip_astra.utils.actors import are_actors_used, get_actors
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS, split_evenly
@@ -36,23 +37,16 @@ RUN_PARTS = "run_parts"
 
 Part = TypeVar("Part")
 """Result of one part of a rollout, for instance a tree."""
+Rollout = TypeVar("Rollout")
 Agents = Sequence[Speaker | TextAttacker]
 
 
 @dataclass(frozen=True)
 class PartCall(Generic[Part]):
-    """Runs one part of a rollout.
+    """Runs one part of a rollout, also in a process that has a copy of the agents.
 
-    Attributes
-    ----------
-    run : Callable
-        Runs the part; also in a process that has a copy of the agents.
-    agents : Sequence
-        Agents that generate; equal in all calls of a rollout.
-    request : Mapping
-        Plain values from which another process of a team makes an equal call.
-    to_plain, from_plain : Callable
-        The result as plain values and tensors, and back.
+    `agents` are equal in all calls of a rollout. Another process of a team makes an equal call from
+    `request`, which holds plain values; `to_plain` and `from_plain` convert the result.
     """
 
     run: Callable[[], Part]
@@ -81,17 +75,11 @@ def cut_rollout(
     *,
     is_team: bool = False,
 ) -> list[range]:
-    """Split the episodes of a tree rollout into equal parts.
+    """Split the episodes of a tree rollout into at most `num_parts` equal parts.
 
-    Parameters
-    ----------
-    num_nodes : int
-        Nodes of all episodes.
-    num_parts : int
-        Upper limit. There are fewer where parts would be small, and one for large models, models on
-        a GPU, and agents or backends that another process cannot run. Actors take large models.
-    is_team : bool
-        Whether the processes of a team, which have the models, run parts.
+    There are fewer where parts would be small, and one for large models, models on a GPU, and
+    agents or backends that another process cannot run. Actors and the processes of a team take
+    large models.
     """
     count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
     if count <= 1 or not (is_team or all(map(_can_be_divided, agents))):
@@ -119,11 +107,6 @@ class Executor:
         """The results of each process, in the order of the calls.
 
         Tokens are counted as if this process had run all parts.
-
-        Raises
-        ------
-        WorkerProcessError
-            When another process cannot run its parts.
         """
         return [WorkerResult([call.run() for call in calls], [], [])]
 
@@ -137,13 +120,7 @@ class Executor:
 
 
 class ForkedProcesses(Executor):
-    """Runs parts in this process and forked ones.
-
-    Parameters
-    ----------
-    count : int
-        Processes, this one included.
-    """
+    """Runs parts in `count` processes, this one and forked ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -215,14 +192,9 @@ class TeamExecutor(Executor):
 def choose_executor(
     calls: Sequence[PartCall[Part]], *, team: Team | None = None, max_processes: int | None = None
 ) -> Executor:
-    """The executor that this run and machine have for some parts.
+    """The executor for some parts on this machine.
 
-    Parameters
-    ----------
-    team : Team, optional
-        Processes with equal agents, whose handler `RUN_PARTS` is `run_requested`.
-    max_processes : int, optional
-        Limit on forked processes beside that of the run.
+    A `team` has equal agents, and `run_requested` as the handler `RUN_PARTS`.
     """
     agents = calls[0].agents
     if _can_use_actors(agents):
@@ -336,3 +308,85 @@ def _models_of(agents: Agents) -> Iterator[TokenModel | ChatWork]:
     for agent in agents:
         yield from getattr(agent.language_model, "voices", ())
         yield agent.language_model
+
+
+# ---- asynchronous rollouts, sampled while an earlier iteration is learned from
+
+
+class AsyncRolloutParameters(SubParameters):
+    """How far sampling may be ahead of learning."""
+
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """Iterations by which the sampling weights lag behind the learning weights. 0 samples and
+    learns in turn; above 0, actors (settings.num_actors) or, for tasks, a thread sample later
+    iterations during the update. Larger waits less and learns from older samples."""
+
+
+class _PendingRollout(NamedTuple, Generic[Rollout]):
+    """A rollout started ahead of its iteration, by weights of `version` iterations of learning."""
+
+    version: int
+    wait: Callable[[], Rollout]
+
+
+class AsyncRollouts(Generic[Rollout]):
+    """Buffer of rollouts that are sampled up to `max_staleness` iterations before they are used.
+
+    The rollout of iteration i is sampled by the weights of iteration i - `max_staleness` (at first
+    the initial ones), so results depend neither on timing nor on the number of actors. `begin`
+    starts the rollouts of some iterations and returns a function for each that waits for it.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Sequence[int]], list[Callable[[], Rollout]]],
+        to_plain: Callable[[Rollout], dict[str, Any]],
+        from_plain: Callable[[int, Mapping[str, Any]], Rollout],
+        *,
+        max_staleness: int,
+        num_iterations: int,
+    ) -> None:
+        self.max_staleness, self.num_iterations = max_staleness, num_iterations
+        self._begin_with_current_weights = begin
+        self._to_plain, self._from_plain = to_plain, from_plain
+        self._pending: dict[int, _PendingRollout[Rollout]] = {}
+
+    def take(self, iteration: int) -> tuple[Rollout, int]:
+        """The rollout of an iteration, and by how many iterations its weights lag behind."""
+        self._begin([iteration], version=iteration)
+        pending = self._pending.pop(iteration)
+        return pending.wait(), iteration - pending.version
+
+    def begin_next(self, iteration: int) -> None:
+        """Start the rollouts after an iteration that may use the current weights."""
+        last = min(iteration + self.max_staleness, self.num_iterations - 1)
+        self._begin(range(iteration + 1, last + 1), version=iteration)
+
+    def _begin(self, iterations: Sequence[int], *, version: int) -> None:
+        missing = [number for number in iterations if number not in self._pending]
+        if missing:
+            started = self._begin_with_current_weights(missing)
+            for number, wait in zip(missing, started, strict=True):
+                self._pending[number] = _PendingRollout(version, wait)
+
+    def wait(self) -> None:
+        """Wait for all rollouts in progress; raises their errors."""
+        for number, pending in self._pending.items():
+            self._keep(number, pending.version, pending.wait())
+
+    def _keep(self, iteration: int, version: int, rollout: Rollout) -> None:
+        self._pending[iteration] = _PendingRollout(version, lambda: rollout)
+
+    def state(self) -> dict[int, Any]:
+        """The unused rollouts, after waiting for those in progress."""
+        self.wait()
+        return {
+            number: self._to_plain(pending.wait()) | {"version": pending.version}
+            for number, pending in self._pending.items()
+        }
+
+    def load_state(self, state: Mapping[int, Any]) -> None:
+        """Restore `state`."""
+        self._pending = {}
+        for number, plain in state.items():
+            self._keep(number, plain["version"], self._from_plain(number, plain))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,31 +56,16 @@ first time, which allocates memory."""
 _is_picklable: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-class Sample(Protocol):
-    """Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
-
-    def __call__(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-        /,
-    ) -> Generation: ...
+Draw = Callable[[Sequence[Sequence[int]], int, Tensor, SamplingOptions], Generation]
+"""Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """How problems are played.
+    """How problems are played: `num_runs` each, with at most `max_turns` turns of the policy.
 
-    Attributes
-    ----------
-    num_runs : int
-        Of each problem; a problem is a group, and each of its runs a run.
-    max_turns : int
-        Turns of the policy after which an episode is ended with reward 0.
-    key : tuple
-        Names the randomness, with the seed in it.
+    An episode that takes longer ends with reward 0. `key`, which includes the seed, names the
+    randomness.
     """
 
     split: Split
@@ -89,39 +74,12 @@ class TaskPlan:
     key: tuple[SeedPart, ...]
 
 
-class Opening(NamedTuple):
-    """An episode that is yet to be played: the problem, which of its runs, and where."""
-
-    problem: int
-    run: int
-    environment: Environment
-
-
-def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Opening]:
-    """All runs of problems, those of a problem beside each other."""
-    return [
-        Opening(problem, run, environment_of(task, plan.split, problem))
-        for problem in problems
-        for run in range(plan.num_runs)
-    ]
-
-
 @dataclass
 class PlayedEpisode:
-    """An episode that is being played, or was and is yet to be rated.
+    """An episode before, during or after play, and not rated yet.
 
-    Attributes
-    ----------
-    group_id : str
-        Name of the problem.
-    run_id : int
-        Number of the run among those of the problem, from 0.
-    spans : list of list
-        What was read and said in each trajectory: one, unless the context lost its oldest turns.
-    is_over : bool
-        Whether its environment ended it.
-    is_cut : bool
-        Whether the policy had no room to end a turn.
+    `spans` has a list per trajectory: one, unless the context lost its oldest turns. `is_over`: the
+    environment ended it. `is_cut`: the policy had no room to end a turn.
     """
 
     problem: int
@@ -129,12 +87,27 @@ class PlayedEpisode:
     run_id: int
     episode: Episode
     spans: list[list[TokenSpan]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     is_over: bool = False
     is_cut: bool = False
     num_turns: int = 0
 
+    def observe(self, agent: ConversationAgent, messages: Sequence[Message]) -> None:
+        """Add messages to the episode and to the next context."""
+        for message in messages:
+            self.episode.messages.append(message)
+            self.turns.append(agent.turn(message.role, message.text))
+
+    def read(self, context: Sequence[int]) -> None:
+        """Continue with a context; a new trajectory begins if it does not extend the last."""
+        known = [token for span in self.spans[-1] for token in span.ids] if self.spans else []
+        if not self.spans or list(context[: len(known)]) != known:
+            self.spans.append([])
+            known = []
+        self.spans[-1].append(TokenSpan(context[len(known) :]))
+
     def trajectories(self) -> list[Trajectory]:
-        """What is learnt from, with the reward that the episode has now."""
+        """The trajectories with the present reward of the episode."""
         return [
             Trajectory.from_spans(
                 spans,
@@ -149,40 +122,26 @@ class PlayedEpisode:
         ]
 
 
-@dataclass
-class _Run:
-    """One episode in progress, and what its next context is made of."""
-
-    opening: Opening
-    played: PlayedEpisode
-    turns: list[Turn] = field(default_factory=list)
-
-    @property
-    def known(self) -> list[int]:
-        """The tokens of the trajectory in progress."""
-        spans = self.played.spans
-        return [token for span in spans[-1] for token in span.ids] if spans else []
-
-    def read(self, context: Sequence[int]) -> None:
-        """Go on from a context; a new trajectory begins where it does not continue the last."""
-        known, spans = self.known, self.played.spans
-        if not spans or list(context[: len(known)]) != known:
-            spans.append([])
-            known = []
-        spans[-1].append(TokenSpan(context[len(known) :]))
+def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[PlayedEpisode]:
+    """All runs of problems, those of a problem adjacent."""
+    return [
+        PlayedEpisode(
+            problem,
+            f"{plan.split}-{problem}",
+            run,
+            Episode(environment_of(task, plan.split, problem)),
+        )
+        for problem in problems
+        for run in range(plan.num_runs)
+    ]
 
 
 @dataclass(frozen=True)
 class TaskRollout:
-    """What playing gave.
+    """The episodes in order, runs of a problem adjacent, and their trajectories.
 
-    Attributes
-    ----------
-    trajectories : list of Trajectory
-        Of all episodes in order; one an episode, unless its context lost its oldest turns. Extras:
-        `problem`, `num_turns` and `is_cut` (1 where the policy had no room to end its turn).
-    episodes : list of Episode
-        The episodes, runs of a problem adjacent.
+    There is one trajectory per episode, unless its context lost its oldest turns. Extras:
+    `problem`, `num_turns` and `is_cut` (1 if the policy had no room to end a turn).
     """
 
     trajectories: list[Trajectory]
@@ -191,44 +150,61 @@ class TaskRollout:
 
 def play_episodes(
     agent: ConversationAgent,
-    openings: Sequence[Opening],
+    episodes: Sequence[PlayedEpisode],
     plan: TaskPlan,
-    sample: Sample | None = None,
+    sample: Draw | None = None,
 ) -> list[PlayedEpisode]:
-    """Play episodes, all of them together; what is said depends on key, problem and run alone.
+    """Play episodes of `new_episodes` together; turns depend on key, problem and run alone.
 
-    Parameters
-    ----------
-    openings : Sequence[Opening]
-        As `openings_of` gives them: all runs of a problem beside each other.
-    sample : Sample, optional
-        What draws; the agent's own model by default.
+    `sample` replaces the agent's own model.
     """
-    runs = [_Run(opening, _unplayed(opening, plan.split)) for opening in openings]
-    for run in runs:
-        _observe(run, agent, opening_of(run.opening.environment))
-    active = runs
+    for one in episodes:
+        one.observe(agent, opening_of(one.episode.environment))
+    active = list(episodes)
+    draw = sample or agent.token_sampler.generate
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
         shared = plan.num_runs if turn == 0 else 1
-        contexts = agent.contexts([run.turns for run in active[::shared]])
+        contexts = agent.contexts([one.turns for one in active[::shared]])
         rows = uniform_rows(
-            [(*plan.key, plan.split, run.opening.problem, run.opening.run, turn) for run in active],
+            [(*plan.key, plan.split, one.problem, one.run_id, turn) for one in active],
             agent.sampling.max_new_tokens,
         )
-        draw = sample or agent.token_sampler.generate
-        said = draw(contexts, shared, rows, agent.sampling)
-        for index, run in enumerate(active):
-            run.read(contexts[index // shared])
-        _act(active, agent, said)
-        active = [run for run in active if not run.played.is_over]
+        generation = draw(contexts, shared, rows, agent.sampling)
+        for index, one in enumerate(active):
+            one.read(contexts[index // shared])
+        _act(active, agent, generation)
+        active = [one for one in active if not one.is_over]
         if not active:
             break
-    return [run.played for run in runs]
+    for one in episodes:
+        one.turns = []
+    return list(episodes)
+
+
+def _act(
+    episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
+) -> None:
+    """Let each environment react to the policy's turn."""
+    contents = agent.content_ids(generation)
+    lengths = generation.mask_BT.sum(dim=1).tolist()
+    ids, logprobs = generation.ids_BT.tolist(), generation.logprobs_BT.tolist()
+    for index, (one, text) in enumerate(zip(episodes, agent.decode(contents), strict=True)):
+        length = lengths[index]
+        one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
+        one.turns.append(Turn(True, contents[index]))
+        one.is_cut |= length == len(contents[index])
+        one.num_turns += 1
+        one.episode.messages.append(Message("assistant", text))
+        reaction = reaction_of(one.episode.environment, text)
+        one.is_over = reaction.is_over
+        if reaction.is_over:
+            one.episode.reward = reaction.reward
+        one.observe(agent, reaction.messages)
 
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
-    """What was played, with the rewards of the environments, or else of the task."""
+    """Played episodes with the rewards of the environments, or else of the task."""
     for one in played:
         if not one.is_over:
             one.episode.reward = 0.0
@@ -246,37 +222,6 @@ def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
     return said[-1] if said else ()
 
 
-def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
-    group = f"{split}-{opening.problem}"
-    episode = Episode(opening.environment)
-    return PlayedEpisode(opening.problem, group, opening.run, episode)
-
-
-def _observe(run: _Run, agent: ConversationAgent, messages: Sequence[Message]) -> None:
-    for message in messages:
-        run.played.episode.messages.append(message)
-        run.turns.append(agent.turn(message.role, message.text))
-
-
-def _act(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> None:
-    """Let each run's environment react to what the policy said."""
-    contents = agent.content_ids(said)
-    lengths = said.mask_BT.sum(dim=1).tolist()
-    ids, logprobs = said.ids_BT.tolist(), said.logprobs_BT.tolist()
-    for index, (run, text) in enumerate(zip(runs, agent.decode(contents), strict=True)):
-        played, length = run.played, lengths[index]
-        played.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
-        run.turns.append(Turn(True, contents[index]))
-        played.is_cut |= length == len(contents[index])
-        played.num_turns += 1
-        played.episode.messages.append(Message("assistant", text))
-        reaction = reaction_of(run.opening.environment, text)
-        played.is_over = reaction.is_over
-        if reaction.is_over:
-            played.episode.reward = reaction.reward
-        _observe(run, agent, reaction.messages)
-
-
 # ---- who runs the parts
 
 
@@ -288,53 +233,41 @@ def play_task(
     *,
     num_parts: int = 1,
     team: Team | None = None,
-    sample: Sample | None = None,
+    sample: Draw | None = None,
 ) -> TaskRollout:
     """Run several episodes of each problem and rate them in this process.
 
-    Parameters
-    ----------
-    num_parts : int
-        Parts into which the problems are split if this process holds the agent's model.
-    team : Team, optional
-        Processes with an equal agent and task, which run parts while `team.can_request`; their
-        handler `RUN_PARTS` is `run_requested` of `requested_part`.
-    sample : Sample, optional
-        Replaces the agent's own model; then all episodes are sampled together in this process.
-
-    Raises
-    ------
-    WorkerProcessError
-        When another process could not run its parts.
+    If this process holds the agent's model, the problems are split into `num_parts`. The processes
+    of a `team` have an equal agent and task, and `run_requested` of `requested_part` as
+    `RUN_PARTS`. `sample` replaces the agent's own model; then all episodes are sampled together.
     """
     if sample is not None:
-        return rated(task, play_episodes(agent, openings_of(task, problems, plan), plan, sample))
+        return rated(task, play_episodes(agent, new_episodes(task, problems, plan), plan, sample))
     pieces = cut_problems(agent, len(problems), num_parts)
-    openings = [openings_of(task, problems[piece.start : piece.stop], plan) for piece in pieces]
-    calls = [_part_call(agent, task, some, plan) for some in openings]
+    parts = [new_episodes(task, problems[piece.start : piece.stop], plan) for piece in pieces]
+    calls = [_part_call(agent, task, part, plan) for part in parts]
     executor = choose_executor(calls, team=team)
     if isinstance(executor, ForkedProcesses):
-        environments = [one.environment for some in openings for one in some]
-        smallest = min(map(len, openings))
-        model = agent.language_model
-        results = _fork_if_worth_it(executor, calls, environments, smallest, model)
+        environments = [one.episode.environment for part in parts for one in part]
+        smallest = min(map(len, parts))
+        results = _fork_if_worth_it(executor, calls, environments, smallest, agent.language_model)
     else:
         results = executor.map(calls)
     return rated(task, [one for result in results for part in result.parts for one in part])
 
 
 def _part_call(
-    agent: ConversationAgent, task: Task, openings: Sequence[Opening], plan: TaskPlan
+    agent: ConversationAgent, task: Task, episodes: Sequence[PlayedEpisode], plan: TaskPlan
 ) -> PartCall[list[PlayedEpisode]]:
     return PartCall(
-        partial(play_episodes, agent, openings, plan),
+        partial(play_episodes, agent, episodes, plan),
         [agent],
         request={
-            "problems": [int(one.problem) for one in openings[:: plan.num_runs]],
+            "problems": [int(one.problem) for one in episodes[:: plan.num_runs]],
             "plan": [plan.split, plan.num_runs, plan.max_turns, list(plan.key)],
         },
         to_plain=_to_plain,
-        from_plain=partial(_from_plain, task, openings),
+        from_plain=partial(_from_plain, task, episodes),
     )
 
 
@@ -344,7 +277,7 @@ def requested_part(
     """The call that the leader of a team requests."""
     split, num_runs, max_turns, key = request["plan"]
     plan = TaskPlan(split, num_runs, max_turns, tuple(key))
-    return _part_call(agent, task, openings_of(task, request["problems"], plan), plan)
+    return _part_call(agent, task, new_episodes(task, request["problems"], plan), plan)
 
 
 def _fork_if_worth_it(
@@ -387,9 +320,8 @@ def _unpicklable_kinds(environments: Sequence[Environment]) -> list[str]:
 @cache
 def _warn_of_unpicklable(kinds: str) -> None:
     logger.warning(
-        "rollouts run in this process alone, with the same numbers but more slowly: environments "
-        "of %s cannot be pickled. Keep functions, generators, open files and connections out of "
-        "them, or set task.num_rollout_parts to 1",
+        "rollouts run in this process alone: environments of %s cannot be pickled. Keep functions, "
+        "generators, files and connections out of them, or set task.num_rollout_parts to 1",
         kinds,
     )
 
@@ -421,7 +353,7 @@ def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
 
 
 def _from_plain(
-    task: Task, openings: Sequence[Opening], plain: Mapping[str, Any]
+    task: Task, episodes: Sequence[PlayedEpisode], plain: Mapping[str, Any]
 ) -> list[PlayedEpisode]:
     """The episodes of `_to_plain`."""
     ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
@@ -431,9 +363,10 @@ def _from_plain(
         return TokenSpan(tokens, list(islice(logprobs, length)) if has_logprobs else None)
 
     found = []
-    for opening, fields in zip(openings, plain["episodes"], strict=True):
+    for unplayed, fields in zip(episodes, plain["episodes"], strict=True):
         messages = [Message(role, text) for role, text in fields.pop("messages")]
-        fields["episode"] = Episode(opening.environment, messages, fields.pop("reward"))
+        environment = unplayed.episode.environment
+        fields["episode"] = Episode(environment, messages, fields.pop("reward"))
         fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
         one = PlayedEpisode(**fields)
         if one.is_over and one.episode.reward is None:
@@ -444,13 +377,7 @@ def _from_plain(
 
 
 def _replay(task: Task, episode: Episode) -> None:
-    """Bring a new environment to the state of the one in another process.
-
-    Raises
-    ------
-    WorkerProcessError
-        When it reacts differently.
-    """
+    """Bring a new environment to the state of the one in another process."""
     environment = episode.environment
     messages = opening_of(environment)
     while len(messages) < len(episode.messages):
@@ -458,7 +385,7 @@ def _replay(task: Task, episode: Episode) -> None:
         messages += [own, *reaction_of(environment, own.text).messages]
     if messages != episode.messages:
         raise WorkerProcessError(
-            f"an episode of the task {type(task).__name__} ran in another process, and its "
-            "environment reacted otherwise to the same messages here. Make its reactions depend on "
-            "problem and messages only, or set task.num_rollout_parts to 1."
+            f"an environment of the task {type(task).__name__} reacts to the same messages "
+            "differently in another process. Make reactions depend on problem and messages only, "
+            "or set task.num_rollout_parts to 1."
         )

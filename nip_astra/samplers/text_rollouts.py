@@ -2,15 +2,37 @@
 
 Episodes may branch: in every round each of them is continued in several ways, which makes a tree.
 Without branching a tree is one conversation.
+
+`rollouts_of` gives the rollouts as a `NestedArrayDict`.
+
+Its batch is the rollouts; a tree of branches has one for each of its ends, and rollouts that share
+a beginning hold the same nodes. Keys, with their shapes:
+
+    datapoint_id, seed, y, num_rounds, decision  [N]        decision 2: none
+    stance                                       [N, A]     what each prover argues for, y elsewhere
+    (datapoint, <column>)                        [N]        the data's own columns
+    (node, id), (node, parent)                   [N, R]     missing where the rollout has ended
+    padding                                      [N, R]     True there
+    (agents, is_active)                          [N, R, A]  who had a turn
+    (agents, decision), (agents, reward)         [N, R, A]
+    (agents, prompt)                             [N, R, A]  prompt messages, as JSON
+    (agents, raw_message)                        [N, R, A]  the answer as it was given
+    (agents, message)                            [N, R, A, C]
+    (agents, num_retries), (agents, is_cut), (agents, is_filled)  [N, R, A]
+
+Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from nip_astra.errors import ServiceError
 from nip_astra.language_models.services.chat import (
@@ -22,59 +44,55 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
 )
+from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
-from nip_astra.scenario_base.text.game import RoundOutcome, TextEpisode, TextGame, TurnOptions
-from nip_astra.scenario_base.text.parsing import ParsedAnswer
+from nip_astra.scenario_base.text.game import (
+    ParsedAnswer,
+    RoundOutcome,
+    TextEpisode,
+    TextGame,
+    TurnOptions,
+)
+from nip_astra.utils.nested_array_dict import (
+    BoolArraySpec,
+    CompositeSpec,
+    FloatArraySpec,
+    IntArraySpec,
+    NestedArrayDict,
+    StringArraySpec,
+)
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _OF_THE_SERVICE = {FailureReason.TIMEOUT, FailureReason.UNAVAILABLE, FailureReason.RATE_LIMITED}
-"""Failures that are none of the request's: the run stops, and goes on when it is resumed."""
+"""Failures of the service, at which the run stops."""
 
 
 class Speaker(Protocol):
     """What the sampler needs of an agent."""
 
     @property
-    def model(self) -> ChatModel:
-        """The model that speaks for it at present."""
+    def model(self) -> ChatModel: ...
 
     @property
-    def temperature(self) -> float:
-        """Of sampling."""
+    def temperature(self) -> float: ...
 
     @property
-    def top_p(self) -> float:
-        """Of sampling."""
+    def top_p(self) -> float: ...
 
     @property
-    def max_tokens(self) -> int:
-        """Longest answer."""
+    def max_tokens(self) -> int: ...
 
     @property
-    def num_invalid_generation_retries(self) -> int:
-        """Further answers in place of one that cannot be used."""
+    def num_invalid_generation_retries(self) -> int: ...
 
 
 class TextMove(NamedTuple):
-    """What an agent did in a round.
+    """An agent's move in a round.
 
-    Attributes
-    ----------
-    prompt : tuple of ChatMessage
-        What it was asked.
-    answer : str
-        As it was given; empty where no answer could be used.
-    parsed : ParsedAnswer
-        What it means.
-    num_retries : int
-        Answers before it that could not be used.
-    is_cut : bool
-        Whether it ended for its length.
-    is_filled : bool
-        Whether no answer could be used, so that it says nothing.
+    `answer` is empty if `is_filled`: no answer was valid after `num_retries` retries.
     """
 
     prompt: tuple[ChatMessage, ...]
@@ -87,20 +105,9 @@ class TextMove(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TextNode:
-    """An episode after a round, and how it came there.
+    """An episode after a round; `parent`, `moves` and `outcome` are empty before the first.
 
-    Attributes
-    ----------
-    node_id : str
-        Names it within its sampling: that of its parent and the number of the branch.
-    episode : TextEpisode
-        As it is now.
-    parent : TextNode or None
-        The round before; None before the first.
-    moves : Mapping of TextMove
-        What agents did in the round, by agent; empty before the first.
-    outcome : RoundOutcome or None
-        What the round came to; None before the first.
+    `node_id` is the parent's and the number of the branch.
     """
 
     node_id: str
@@ -120,15 +127,7 @@ class TextNode:
 
 
 class TextRolloutSampler:
-    """Plays episodes of one game.
-
-    Parameters
-    ----------
-    game : TextGame
-        The rules.
-    speakers : Mapping of Speaker
-        By agent.
-    """
+    """Plays episodes of one game."""
 
     def __init__(self, game: TextGame, speakers: Mapping[str, Speaker]) -> None:
         self.game = game
@@ -143,18 +142,16 @@ class TextRolloutSampler:
         journal: AnswerJournal | None = None,
         after_round: Callable[[int], None] = lambda number: None,
     ) -> list[TextNode]:
-        """Play episodes to their ends.
-
-        Answers depend on `key`, the episode's place and the models alone.
+        """Play episodes to their ends; answers depend on `key`, the episode's place and the models.
 
         Parameters
         ----------
         key : sequence of str or int
-            Names the sampling; requests have ids and seeds of it.
+            Request ids and seeds derive from it.
         num_branches : int
-            Ways in which each episode is continued in each round.
+            Continuations of each episode in each round.
         journal : AnswerJournal, optional
-            What was answered before, and takes what is answered now.
+            Holds earlier answers, and stores new ones.
         after_round : callable
             Called after each round with its number; may raise to stop.
 
@@ -166,9 +163,9 @@ class TextRolloutSampler:
         Raises
         ------
         ServiceError
-            When a service cannot be reached; what it has answered is in the journal.
+            If a service cannot be reached.
         BudgetExhaustedError
-            When the budget is spent; what was answered is in the journal.
+            If the budget is spent.
         """
         kept = AnswerJournal() if journal is None else journal
         level = [TextNode(str(place), episode) for place, episode in enumerate(episodes)]
@@ -215,10 +212,7 @@ class TextRolloutSampler:
         key: tuple[str | int, ...],
         journal: AnswerJournal,
     ) -> list[TextMove]:
-        """An agent's moves in each branch; answers that cannot be used are asked for again.
-
-        What the model itself has asked for again is not.
-        """
+        """An agent's moves in each branch; invalid answers are requested again, unless final."""
         speaker = self.speakers[turn.agent]
         prompt = self.game.messages(node.episode, turn)
         found: dict[int, TextMove] = {}
@@ -246,8 +240,7 @@ class TextRolloutSampler:
                 break
         if missing or any(move.is_filled for move in found.values()):
             logger.warning(
-                "%s gave no answer that can be used in %d attempts, and says nothing in round %d: "
-                "the last one failed since %s",
+                "no valid answer of %s in %d attempts; its message in round %d is empty: %s",
                 turn.agent,
                 attempt + 1,
                 node.episode.round + 1,
@@ -285,9 +278,8 @@ class TextRolloutSampler:
             if isinstance(sample, ChatFailure) and sample.reason in _OF_THE_SERVICE:
                 place = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
-                    f"the model {speaker.model.name!r}{place} gave no answer to {request_id}: "
-                    f"{sample.reason}, {sample.message}. Resume the run when the service "
-                    "answers; nothing that was answered is asked again."
+                    f"no response of {speaker.model.name!r}{place} to {request_id}: "
+                    f"{sample.reason}, {sample.message}. Resume the run when the service responds."
                 )
         # A process that was killed may have been paid for an answer before it was in the journal.
         usage = (now + then for now, then in zip(outcome.usage, outcome.usage_before, strict=True))
@@ -299,7 +291,7 @@ class TextRolloutSampler:
 
 
 async def _all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:
-    """What all of them give; an error is raised when none is in flight, so that all is kept."""
+    """The results; an error is raised after all have ended, so that the journal is complete."""
     results = await asyncio.gather(*requests, return_exceptions=True)
     for one in results:
         if isinstance(one, BaseException):
@@ -331,3 +323,137 @@ def _kept(
         *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
         are_final=tuple(are_final) if any(are_final) else (),
     )
+
+
+# ---- rollouts as arrays
+
+
+def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:
+    """The keys, types and shapes of so many rollouts, the data's own columns left out."""
+    n, r = num_rollouts, game.protocol.max_message_rounds
+    a, c = game.protocol.num_agents, game.protocol.num_channels
+    move = {
+        "is_active": BoolArraySpec((n, r, a)),
+        "decision": IntArraySpec((n, r, a)),
+        "reward": FloatArraySpec((n, r, a)),
+        "prompt": StringArraySpec((n, r, a)),
+        "raw_message": StringArraySpec((n, r, a)),
+        "message": StringArraySpec((n, r, a, c)),
+        "num_retries": IntArraySpec((n, r, a)),
+        "is_cut": BoolArraySpec((n, r, a)),
+        "is_filled": BoolArraySpec((n, r, a)),
+    }
+    whole = ("datapoint_id", "seed", "y", "num_rounds", "decision")
+    return CompositeSpec(
+        {
+            **{name: IntArraySpec((n,)) for name in whole},
+            "stance": IntArraySpec((n, a)),
+            "node": {"id": StringArraySpec((n, r)), "parent": StringArraySpec((n, r))},
+            "padding": BoolArraySpec((n, r)),
+            "agents": move,
+        },
+        (n,),
+    )
+
+
+def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
+    """The rollouts that end in these nodes."""
+    rollouts = rollout_spec(game, len(ends)).zero()
+    rollouts["agents", "decision"][:] = CONTINUE
+    rollouts["decision"][:] = CONTINUE
+    rollouts["padding"][:] = True
+    for place, end in enumerate(ends):
+        _fill(rollouts, place, game, end)
+    columns = list(ends[0].episode.datapoint) if ends else []
+    for column in columns:
+        if column != "y":
+            rollouts["datapoint", column] = [end.episode.datapoint[column] for end in ends]
+    return rollouts
+
+
+def _fill(rollouts: NestedArrayDict, place: int, game: TextGame, end: TextNode) -> None:
+    episode, agents = end.episode, game.protocol.agent_names
+    rollouts["datapoint_id"][place] = episode.datapoint_id
+    rollouts["seed"][place] = episode.seed
+    rollouts["y"][place] = episode.datapoint["y"]
+    rollouts["num_rounds"][place] = episode.round
+    rollouts["stance"][place] = [game.stance(agent, episode.datapoint) for agent in agents]
+    for number, node in enumerate(end.path()):
+        assert node.outcome is not None
+        assert node.parent is not None
+        at = (place, number)
+        rollouts["padding"][at] = False
+        rollouts["node", "id"][at] = node.node_id
+        rollouts["node", "parent"][at] = node.parent.node_id
+        rollouts["agents", "reward"][at] = node.outcome.rewards
+        if node.outcome.decision != CONTINUE:
+            rollouts["decision"][place] = node.outcome.decision
+        for a, agent in enumerate(agents):
+            if agent in node.moves:
+                _fill_move(rollouts, (*at, a), game, node, agent)
+
+
+def _fill_move(
+    rollouts: NestedArrayDict, at: tuple[int, int, int], game: TextGame, node: TextNode, agent: str
+) -> None:
+    move, parts = node.moves[agent], rollouts["agents"]
+    parts["is_active"][at] = True
+    parts["decision"][at] = move.parsed.decision
+    parts["prompt"][at] = json.dumps(move.prompt, ensure_ascii=False)
+    parts["raw_message"][at] = move.answer
+    parts["num_retries"][at] = move.num_retries
+    parts["is_cut"][at] = move.is_cut
+    parts["is_filled"][at] = move.is_filled
+    for channel, text in move.parsed.messages.items():
+        parts["message"][(*at, game.protocol.message_channel_names.index(channel))] = text
+
+
+def read_prompt(text: str) -> tuple[ChatMessage, ...]:
+    """The messages that an entry of `(agents, prompt)` holds."""
+    return tuple(ChatMessage(role=one["role"], content=one["content"]) for one in json.loads(text))
+
+
+class ActiveTurn(NamedTuple):
+    """A turn that an agent had in a stored rollout."""
+
+    rollout: int
+    round: int
+    agent: int
+
+
+def active_turns(rollouts: NestedArrayDict, agent: int | None = None) -> Iterator[ActiveTurn]:
+    """The turns of all agents or of one, by rollout, round and agent."""
+    for n, r, a in np.argwhere(rollouts["agents", "is_active"]).tolist():
+        if agent is None or a == agent:
+            yield ActiveTurn(n, r, a)
+
+
+def transcripts(
+    rollouts: NestedArrayDict, agent_names: Sequence[str], channel_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The turns of each rollout as plain values: agent, messages by channel, decision, answer."""
+    found = []
+    for n in range(len(rollouts)):
+        turns = []
+        for _, r, a in active_turns(rollouts[n : n + 1]):
+            at = (n, r, a)
+            texts = zip(channel_names, rollouts["agents", "message"][at], strict=True)
+            turns.append(
+                {
+                    "round": r,
+                    "agent": agent_names[a],
+                    "messages": {name: text for name, text in texts if text is not None},
+                    "decision": int(rollouts["agents", "decision"][at]),
+                    "raw_message": rollouts["agents", "raw_message"][at],
+                    "reward": float(rollouts["agents", "reward"][at]),
+                }
+            )
+        found.append(
+            {
+                "datapoint_id": int(rollouts["datapoint_id"][n]),
+                "y": int(rollouts["y"][n]),
+                "decision": int(rollouts["decision"][n]),
+                "turns": turns,
+            }
+        )
+    return found

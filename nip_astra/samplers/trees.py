@@ -1,6 +1,6 @@
 """Sample trees of conversations between an attacker and a target, one level at a time.
 
-Shape suffixes: `N` node, `T` token.
+Shape suffixes: `B` row, `N` node, `T` token, `C` context.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,27 +21,32 @@ from torch import Tensor
 
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import Generation, as_sampler, pad_left
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    as_sampler,
+    pad_left,
+    pad_right,
+)
+from nip_astra.language_models.scoring import require_finite
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.samplers.dialogue import (
-    Speakers,
-    TreeColumns,
-    TreeExpansion,
-    TreeShape,
-    check_logprobs,
-)
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
+from nip_astra.scenario_base.chat_agent import (
+    NOT_ASKED,
+    ChatAgent,
+    ChatReply,
+    TextAttacker,
+    TextConversation,
+)
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
-from nip_astra.utils.seeding import SeedPart
+from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
@@ -67,6 +74,14 @@ class RewardParameters(SubParameters):
     it depends on what was found before."""
 
 
+class TreeShape(NamedTuple):
+    """Size of a tree, and the key of its randomness."""
+
+    tree_width: int
+    tree_depth: int
+    key: tuple[SeedPart, ...]
+
+
 class TreeSampler:
     """Samples conversations of attacker and target and rates every node.
 
@@ -76,18 +91,12 @@ class TreeSampler:
     Parameters
     ----------
     max_cache_bytes : int, optional
-        Memory for the keys and values of both models. A rollout that needs more is run in more
-        parts; an episode is never divided.
+        Memory for the keys and values of both models. A larger rollout is run in more parts; an
+        episode is never divided.
     num_parts : int
         Parts into which a rollout of small models on the CPU is split, to run at once.
     asks_reference : bool
-        Whether the reference scores the probes; otherwise its log-probabilities and all figures
-        that need them are NaN.
-
-    Attributes
-    ----------
-    team : Team or None
-        Processes whose trainers have an equal sampler; they run parts while `team.can_request`.
+        Whether the reference scores the probes; otherwise figures that need it are NaN.
     """
 
     def __init__(
@@ -177,13 +186,7 @@ class TreeSampler:
         return total
 
     def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """Number of trees that fit `max_cache_bytes`; all without a limit.
-
-        Raises
-        ------
-        ConfigurationError
-            When not one fits, or there is no prompt.
-        """
+        """Number of trees that fit `max_cache_bytes`; all without a limit."""
         if not prompts:
             raise ConfigurationError("a rollout has no opening prompt. Give at least one.")
         limit = self.max_cache_bytes
@@ -193,10 +196,9 @@ class TreeSampler:
         per_tree = needed // len(prompts)
         if per_tree > limit:
             raise ConfigurationError(
-                f"the keys and values of a tree of width {tree_width} and depth {tree_depth} need "
-                f"{per_tree / 2**30:.3g} GiB, above the {limit / 2**30:.3g} of a rollout. Raise "
-                "max_rollout_gib of the scenario (max_cache_bytes of a sampler), or lower "
-                "tree_width, tree_depth or max_new_tokens."
+                f"a tree of width {tree_width} and depth {tree_depth} needs "
+                f"{per_tree / 2**30:.3g} GiB of keys and values, above {limit / 2**30:.3g}. Raise "
+                "max_rollout_gib, or lower tree_width, tree_depth or max_new_tokens."
             )
         return limit // max(per_tree, 1)
 
@@ -213,12 +215,8 @@ class TreeSampler:
 
         Parameters
         ----------
-        prompts : Sequence[str]
-            Turns of the target's side before the first probe.
-        tree_width : int
-            Probes at every point of a conversation.
-        tree_depth : int
-            Probes on a path from the opening to a leaf.
+        tree_width, tree_depth : int
+            Probes at every point of a conversation, and on a path from the opening to a leaf.
         key : tuple
             Names the randomness, for instance `(seed, "train", iteration)`.
         first_episode : int
@@ -313,74 +311,54 @@ class TreeSampler:
 
     def _play(self, prompts: Sequence[str], shape: TreeShape, first: int) -> RolloutTree:
         """Grow the trees of episodes from number `first` on; they are not rated."""
-        dialogue = TreeExpansion(
-            Speakers(self.attacker, self.target, self.reader, self._share_tokens),
-            shape,
-            scores_likelihood=self.reward.likelihood_model == "target",
-        )
-        dialogue.play(prompts, first)
-        columns = dialogue.columns
-        probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
-        with torch.no_grad(), columns.timed("reference"):
-            reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
+        growth = _TreeGrowth(self, shape)
+        growth.play(prompts, first)
+        probe_NT = torch.cat([one.ids_BT for one in growth.generations])
+        mask_NT = torch.cat([one.mask_BT for one in growth.generations])
+        logprobs_NT = torch.cat([one.logprobs_BT for one in growth.generations])
+        reference_NT = torch.full(probe_NT.shape, math.nan)
         if self.asks_reference:
-            check_logprobs(self.reference, reference_NT, mask_NT, shape)
+            scorer = self.reference.token_scorer(to=_READ_PROBES)
+            contexts = [context for context in growth.contexts for _ in range(shape.tree_width)]
+            padded = pad_left(contexts, torch.device("cpu"))
+            with torch.no_grad(), growth.timed("reference"):
+                reference_NT = scorer.logprobs(*padded, probe_NT, mask_NT).cpu()
+            _check_logprobs(self.reference, reference_NT, mask_NT, shape)
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
-            nll_N = torch.cat(columns.target_nll)
+            nll_N = torch.cat(growth.target_nll)
         nodes = TensorDict(
             {
-                "parent": torch.tensor(columns.parent),
-                "depth": torch.tensor(columns.depth),
-                "episode": torch.tensor(columns.episode),
+                "parent": torch.tensor(growth.parent),
+                "depth": torch.tensor(growth.depth),
+                "episode": torch.tensor(growth.episode),
                 "probe": probe_NT,
                 "probe_mask": mask_NT,
                 "probe_logprobs": logprobs_NT,
                 "reference_logprobs": reference_NT,
                 "probe_nll": nll_N,
-                "is_empty": torch.tensor([not probe for probe in columns.probes]),
+                "is_empty": torch.tensor([not probe for probe in growth.probes]),
             },
-            batch_size=[len(columns.probes)],
+            batch_size=[len(growth.probes)],
         )
         if isinstance(self.target, ChatAgent):
-            nodes["is_refused"] = torch.tensor(columns.are_refused)
+            nodes["is_refused"] = torch.tensor(growth.are_refused)
         return RolloutTree(
             nodes,
             shape.tree_width,
             list(prompts),
-            columns.probes,
-            columns.responses,
-            columns.contexts,
+            growth.probes,
+            growth.responses,
+            growth.contexts,
             num_unique_tokens={
                 role: build_trie(sequences).num_tokens
-                for role, sequences in columns.read.items()
+                for role, sequences in growth.read.items()
                 if sequences
             },
-            seconds=columns.seconds,
-            response_failures=columns.failures if any(columns.failures) else [],
+            seconds=growth.seconds,
+            response_failures=growth.failures if any(growth.failures) else [],
         )
-
-    @staticmethod
-    def _stack(generations: list[Generation]) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            torch.cat([generation.ids_BT for generation in generations]),
-            torch.cat([generation.mask_BT for generation in generations]),
-            torch.cat([generation.logprobs_BT for generation in generations]),
-        )
-
-    def _reference_logprobs(
-        self, columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
-    ) -> Tensor:
-        if not self.asks_reference:
-            return torch.full(probe_NT.shape, math.nan)
-        contexts = [
-            context
-            for context in columns.contexts
-            for _ in range(len(columns.probes) // len(columns.contexts))
-        ]
-        scorer = self.reference.token_scorer(to=_READ_PROBES)
-        return scorer.logprobs(*pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT).cpu()
 
     def rate(self, tree: RolloutTree) -> None:
         """Add scores and rewards, with one call of the scorer for all nodes."""
@@ -404,6 +382,252 @@ class TreeSampler:
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
         )
+
+
+# ---- growing a tree
+
+
+@dataclass
+class _OpenConversation:
+    """A path of the tree, as each model reads it; `target_turns` is empty if it reads texts.
+
+    `failure` is the reason why the conversation ended early.
+    """
+
+    path: str
+    episode: int
+    node: int
+    attacker_turns: list[Turn]
+    target_turns: list[Turn]
+    texts: list[str]
+    failure: str | None = None
+    is_refused: bool = False
+
+
+class _TreeGrowth:
+    """Grows trees level by level, two generation calls for all of them; collects node columns."""
+
+    def __init__(self, sampler: TreeSampler, shape: TreeShape) -> None:
+        self.attacker, self.target, self.reader = sampler.attacker, sampler.target, sampler.reader
+        self.shape = shape
+        self._share_tokens = sampler._share_tokens
+        self._scores_likelihood = sampler.reward.likelihood_model == "target"
+        self.parent: list[int] = []
+        self.depth: list[int] = []
+        self.episode: list[int] = []
+        self.contexts: list[list[int]] = []
+        self.probes: list[str] = []
+        self.responses: list[str] = []
+        self.failures: list[str | None] = []
+        self.are_refused: list[bool] = []
+        self.generations: list[Generation] = []
+        self.target_nll: list[Tensor] = []
+        self.read: dict[str, list[list[int]]] = {"attacker": [], "target": []}
+        self.seconds: dict[str, float] = {}
+        # Agents that read texts have no session.
+        self._attacker_session: GenerationSession | None = None
+        if not isinstance(self.attacker, TextAttacker):
+            self._attacker_session = self.attacker.token_sampler.open_session()
+        self._target_session: GenerationSession | None = None
+        if not isinstance(self.target, ChatAgent):
+            self._target_session = self.target.token_sampler.open_session()
+
+    def play(self, prompts: Sequence[str], first: int) -> None:
+        """Grow one tree from each opening prompt, the first being that of episode `first`."""
+        parents = [
+            _OpenConversation(
+                path=str(first + episode),
+                episode=episode,
+                node=-1,
+                attacker_turns=[Turn(False, self.reader.conversation_format.encode(prompt))],
+                target_turns=[]
+                if isinstance(self.target, ChatAgent)
+                else [Turn(True, self.target.conversation_format.encode(prompt))],
+                texts=[prompt],
+            )
+            for episode, prompt in enumerate(prompts)
+        ]
+        for depth in range(self.shape.tree_depth):
+            parents = self._grow(parents, depth)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the duration of the block to a part's seconds."""
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+    def _grow(self, parents: list[_OpenConversation], depth: int) -> list[_OpenConversation]:
+        """Add probes and responses below every open conversation, in one batch each."""
+        contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
+        width, start = self.shape.tree_width, len(self.probes)
+        children = [
+            _OpenConversation(
+                f"{parent.path}.{branch}",
+                parent.episode,
+                start + index * width + branch,
+                parent.attacker_turns,
+                parent.target_turns,
+                parent.texts,
+                None if parent.failure is None else NOT_ASKED,
+            )
+            for index, parent in enumerate(parents)
+            for branch in range(width)
+        ]
+        probes, texts = self._probe(contexts, children, depth)
+        for child, ids, text in zip(children, self.reader.content_ids(probes), texts, strict=True):
+            child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
+            child.texts = [*child.texts, text]
+        if isinstance(self.target, ChatAgent):
+            with self.timed("target"):
+                self._reply_in_text(self.target, children)
+        else:
+            self._reply_in_tokens(self.target, children)
+        self.parent += [parent.node for parent in parents for _ in range(width)]
+        self.depth += [depth] * len(children)
+        self.episode += [child.episode for child in children]
+        self.responses += [child.texts[-1] for child in children]
+        self.failures += [child.failure for child in children]
+        self.are_refused += [child.is_refused for child in children]
+        self.contexts += contexts
+        self.probes += texts
+        self.generations.append(probes)
+        return children
+
+    def _probe(
+        self, contexts: list[list[int]], children: list[_OpenConversation], depth: int
+    ) -> tuple[Generation, list[str]]:
+        """The probes of a level, as tokens and as texts."""
+        if isinstance(self.attacker, TextAttacker):
+            with self.timed("attacker"):
+                texts = self._text_probes(self.attacker, children)
+            return self._tokenized(texts), texts
+        session = self._attacker_session
+        assert session is not None
+        uniforms = self._uniforms(self.attacker, children)
+        with self.timed("attacker"):
+            probes = self.attacker.speak(
+                session, contexts, self.shape.tree_width, uniforms
+            ).generation
+        _check_logprobs(self.attacker, probes.logprobs_BT, probes.mask_BT, self.shape)
+        self._note("attacker", contexts, probes)
+        if depth + 1 == self.shape.tree_depth:
+            # Free its keys and values for those of the last responses.
+            session.close()
+        return probes, self.attacker.decode(self.attacker.content_ids(probes))
+
+    def _text_probes(
+        self, attacker: TextAttacker, children: Sequence[_OpenConversation]
+    ) -> list[str]:
+        """Probes of a text attacker; a failure ends its conversation."""
+        is_open = [child for child in children if child.failure is None]
+        seeds = [derive_seed(*self.shape.key, attacker.role, child.path) for child in is_open]
+        read = [
+            TextConversation(int(child.path.partition(".")[0]), child.texts) for child in is_open
+        ]
+        replies = dict(zip(map(id, is_open), attacker.probe(read, seeds), strict=True))
+        for child in is_open:
+            failure = replies[id(child)].failure
+            child.failure = None if failure is None else f"attacker {failure}"
+        return [replies[id(child)].text if id(child) in replies else "" for child in children]
+
+    def _tokenized(self, texts: Sequence[str]) -> Generation:
+        """Turns in the reader's tokens, of at most half its context window, with NaN logprobs."""
+        longest = self.reader.language_model.context_window // 2
+        rows = [self.reader.say(text)[:longest] for text in texts]
+        ids_BT, mask_BT = pad_right(rows, torch.device("cpu"))
+        return Generation(ids_BT, mask_BT, torch.zeros(ids_BT.shape).masked_fill(mask_BT, math.nan))
+
+    def _reply_in_text(self, target: ChatAgent, children: Sequence[_OpenConversation]) -> None:
+        """Add a chat model's responses; after a failure nothing is requested or learned from."""
+        is_open = [child for child in children if child.failure is None]
+        seeds = [derive_seed(*self.shape.key, target.role, child.path) for child in is_open]
+        replies = target.reply([child.texts for child in is_open], seeds)
+        by_child = dict(zip(map(id, is_open), replies, strict=True))
+        for child in children:
+            reply = by_child.get(id(child), ChatReply("", child.failure))
+            child.failure, child.is_refused = reply.failure, reply.is_refused
+            ids = self.reader.conversation_format.encode(reply.text)
+            child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
+            child.texts = [*child.texts, reply.text]
+
+    def _reply_in_tokens(
+        self, target: ConversationAgent, children: Sequence[_OpenConversation]
+    ) -> None:
+        """Add a language model's responses."""
+        for child in children:
+            ids, text = child.attacker_turns[-1].ids, child.texts[-1]
+            read = ids if self._share_tokens else target.conversation_format.encode(text)
+            child.target_turns = [*child.target_turns, Turn(False, read)]
+        response_ids = target.content_ids(self._respond(target, children))
+        response_texts = target.decode(response_ids)
+        for child, ids, text in zip(children, response_ids, response_texts, strict=True):
+            read = ids if self._share_tokens else self.reader.conversation_format.encode(text)
+            child.target_turns = [*child.target_turns, Turn(True, ids)]
+            child.attacker_turns = [*child.attacker_turns, Turn(False, read)]
+            child.texts = [*child.texts, text if child.failure is None else ""]
+
+    def _respond(
+        self,
+        target: ConversationAgent,
+        children: Sequence[_OpenConversation],
+    ) -> Generation:
+        """Responses, and from the same forward pass the likelihood of the probes."""
+        assert self._target_session is not None
+        conversations = [child.target_turns for child in children]
+        contexts = target.contexts(conversations)
+        spans = None
+        if self._scores_likelihood:
+            spans = [
+                target.conversation_format.last_turn_span(turns, context)
+                for turns, context in zip(conversations, contexts, strict=True)
+            ]
+        uniforms = self._uniforms(target, children)
+        with self.timed("target"):
+            answered = target.speak(
+                self._target_session,
+                contexts,
+                1,
+                uniforms,
+                branching=self.shape.tree_width,
+                spans=spans,
+            )
+        if spans is not None and answered.span_logprobs_CT is not None:
+            lengths_C = torch.tensor([stop - start for start, stop in spans])
+            mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
+            _check_logprobs(target, answered.span_logprobs_CT, mask_CT, self.shape)
+            self.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
+        replies = answered.generation
+        _check_logprobs(target, replies.logprobs_BT, replies.mask_BT, self.shape)
+        self._note("target", contexts, replies)
+        return replies
+
+    def _uniforms(self, agent: ConversationAgent, children: Sequence[_OpenConversation]) -> Tensor:
+        """Random numbers of each child, which depend on its place in the tree only."""
+        keys = [(*self.shape.key, agent.role, child.path) for child in children]
+        return uniform_rows(keys, agent.sampling.max_new_tokens)
+
+    def _note(self, role: str, contexts: Sequence[Sequence[int]], generation: Generation) -> None:
+        """Record the tokens that a model read: contexts, and turns but for their last token."""
+        rows_per_context = len(generation.ids_BT) // len(contexts)
+        lengths = generation.mask_BT.sum(dim=1).tolist()
+        ids = generation.ids_BT.tolist()
+        self.read[role] += [
+            [*contexts[row // rows_per_context], *ids_T[: max(length - 1, 0)]]
+            for row, (ids_T, length) in enumerate(zip(ids, lengths, strict=True))
+        ]
+
+
+def _check_logprobs(
+    agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, shape: TreeShape
+) -> None:
+    """Refuse log-probabilities of an agent whose logits overflowed."""
+    during = f"the rollout {' '.join(map(str, shape.key))}"
+    require_finite(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
+
+
+# ---- parts, checks and ratings
 
 
 def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
@@ -431,9 +655,8 @@ def _check_likelihood(target: Speaker) -> None:
         )
     if not target.language_model.can_score_contexts:
         raise ConfigurationError(
-            "a vLLM engine with a LoRA adapter that target and attacker share gives no likelihood "
-            "of probes. Set the reward's likelihood_model to reference, or give the target another "
-            "max_model_len or _type huggingface."
+            "a vLLM engine shared by attacker and target gives no likelihood of probes. Set the "
+            "reward's likelihood_model to reference, or the target's _type to huggingface."
         )
 
 

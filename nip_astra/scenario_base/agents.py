@@ -1,4 +1,4 @@
-"""An agent is a language model with a role: a prompt format and a way of sampling."""
+"""Agents in conversations: a language model with a role, a prompt format and sampling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from nip_astra.scenario_base.conversation.tokens import (
     PlainFormat,
     Turn,
 )
-from nip_astra.scenario_base.text.model_groups import (
+from nip_astra.scenario_base.text.models import (
     PureTextSharedModelGroup as PureTextSharedModelGroup,
 )
 from nip_astra.utils.devices import resolve_device
@@ -48,7 +48,7 @@ ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
 class ConversationAgentParameters(SubParameters):
-    """A language model, how it reads a conversation and how it speaks."""
+    """A language model with its prompt format and sampling."""
 
     language_model: LanguageModelParameters  # type: ignore[valid-type]
     """The backend and its weights."""
@@ -59,19 +59,19 @@ class ConversationAgentParameters(SubParameters):
     preamble: PlainText | None = None
     """User turn before the conversation, for chat templates that demand one."""
     turn_separator: PlainText = "\n"
-    """What stands between turns in the plain format."""
+    """Text between turns in the plain format."""
     max_new_tokens: int = Field(default=32, ge=1)
-    """Longest turn, in tokens."""
+    """Maximum length of a turn, in tokens."""
     min_new_tokens: Annotated[int, where_given("language_model")] = Field(default=1, ge=0)
-    """Shortest turn, in tokens, before the turn may end."""
+    """Minimum length of a turn, in tokens."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int | None, where_above("temperature", 0), where_given("language_model")] = (
         Field(default=None, ge=1)
     )
-    """Draw from the k most likely tokens only; null for all."""
+    """Sample from the k most likely tokens only; null for all."""
     top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
-    """Draw from the smallest set of likely tokens that holds this mass."""
+    """Sample from the smallest set of most likely tokens with this probability mass."""
 
     @field_validator("min_new_tokens")
     @classmethod
@@ -83,83 +83,49 @@ class ConversationAgentParameters(SubParameters):
 
 
 class TargetParameters(ConversationAgentParameters):
-    """A language model under test, or a chat model that only answers messages.
-
-    Of a chat model neither weights nor tokens are needed, nor log-probabilities.
-    """
+    """A language model under test, or a chat model without weights, tokens or log-probabilities."""
 
     language_model: LanguageModelParameters | None = None  # type: ignore[valid-type]
-    """The backend and its weights; null where chat_model is given."""
+    """The backend and its weights; null with a chat_model."""
     chat_model: ChatModelParameters | None = None  # type: ignore[valid-type]
-    """A model that answers messages, for instance behind an API; null where language_model is."""
+    """A model that answers messages, for instance behind an API; null with a language_model."""
     temperature: float | None = Field(default=1.0, ge=0)  # type: ignore[assignment]  # checked
-    """Sampling temperature; 0 is greedy, and null leaves it to the service of a chat model."""
+    """Sampling temperature; 0 is greedy, null is the default of a chat model's service."""
 
     def check_model(self) -> Self:
-        """Refuse two models and none.
-
-        Raises
-        ------
-        ValueError
-            As validators of pydantic do.
-        """
+        """Require exactly one model."""
         if (self.language_model is None) is (self.chat_model is None):
             raise ValueError(
-                "must have either a language_model or a chat_model; set the other one to null"
+                "must have either a language_model or a chat_model; set the other to null"
             )
         if self.temperature is None and self.chat_model is None:
-            raise ValueError(
-                "must have a temperature, which only a chat_model's service may choose"
-            )
+            raise ValueError("must have a temperature; null is for a chat_model only")
         return self
 
 
 @dataclass
 class ConversationAgent:
-    """A speaker in a conversation.
-
-    Attributes
-    ----------
-    role : str
-        "attacker", "target" or "reference".
-    num_truncated_contexts : int
-        Contexts so far that lost their oldest turns to fit the model's window.
-    """
+    """A language model in a role."""
 
     role: str
+    """attacker, target, reference or policy."""
     language_model: TokenModel
     conversation_format: ConversationFormat
     sampling: SamplingOptions
     num_truncated_contexts: int = 0
+    """Contexts so far that lost their oldest turns to fit the model's window."""
 
     @property
     def token_sampler(self) -> TokenSampler:
-        """The model, as one that speaks.
-
-        Raises
-        ------
-        ModelAbilityError
-            When it cannot.
-        """
+        """The model, which must be able to sample."""
         return as_sampler(self.language_model, role=self.role)
 
     def token_scorer(self, *, to: str) -> TokenScorer:
-        """The model, as one that tells how likely it finds tokens.
-
-        Parameters
-        ----------
-        to : str
-            What for, for the message.
-
-        Raises
-        ------
-        ModelAbilityError
-            When it cannot.
-        """
+        """The model, which must be able to score tokens; `to` is the purpose, for the error."""
         return as_scorer(self.language_model, role=self.role, to=to)
 
     def contexts(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """The tokens before this agent's next turn, with room left for it."""
+        """The tokens before this agent's next turn, with room for it."""
         room = self.language_model.context_window - self.sampling.max_new_tokens
         fitted: list[FittedContext] = [
             self.conversation_format.fit(turns, num_tokens=room) for turns in conversations
@@ -190,7 +156,7 @@ class ConversationAgent:
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
     def say(self, text: str) -> list[int]:
-        """The tokens of a turn that this agent is to have said, with the token that ends it."""
+        """The tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]
 
@@ -200,7 +166,7 @@ class ConversationAgent:
         return Turn(role == "assistant", ids, role == "system")
 
     def num_tokens(self, text: str) -> int:
-        """How many tokens of this agent's a text has."""
+        """Number of tokens of a text."""
         return len(self.conversation_format.encode(text))
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
@@ -211,18 +177,12 @@ class ConversationAgent:
         return [text.strip() for text in decoded]
 
     def shares_tokens_with(self, other: ConversationAgent) -> bool:
-        """Say whether tokens of one agent mean the same to the other."""
+        """Whether both agents have the same vocabulary."""
         mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
         return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
-        """Raise `ContextLengthError` naming the first prompt that the window cannot hold.
-
-        Parameters
-        ----------
-        split : str
-            What the prompts are for, for the message: "train", "dev" or "test".
-        """
+        """Raise `ContextLengthError` for the first prompt that exceeds the window."""
         room = self.language_model.context_window - self.sampling.max_new_tokens
         for number, prompt in enumerate(prompts, start=1):
             turn = Turn(is_own=self.role == "target", ids=self.conversation_format.encode(prompt))
@@ -230,22 +190,29 @@ class ConversationAgent:
             if num_tokens > room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(
-                    f"{split} prompt {number} ({shown!r}) needs {num_tokens} tokens, but the "
-                    f"{self.role}'s window of {self.language_model.context_window} leaves room "
-                    f"for {room} beside its own turn of {self.sampling.max_new_tokens}. Shorten "
-                    f"the prompt, or lower the {self.role}'s max_new_tokens."
+                    f"{split} prompt {number} ({shown!r}) has {num_tokens} tokens, but the "
+                    f"{self.role}'s window of {self.language_model.context_window} leaves {room} "
+                    f"before its turn of {self.sampling.max_new_tokens}. Shorten the prompt, or "
+                    f"lower the {self.role}'s max_new_tokens."
                 )
 
 
 Speaker: TypeAlias = ConversationAgent | ChatAgent
-"""Who can be a target."""
+"""Possible targets."""
 
 
 def build_agent(
     role: str, parameters: ConversationAgentParameters, language_model: TokenModel
 ) -> ConversationAgent:
-    """The agent that speaks through a loaded model."""
-    conversation_format = _build_format(parameters, language_model.tokenizer)
+    """An agent with a loaded model."""
+    tokenizer = language_model.tokenizer
+    conversation_format: ConversationFormat
+    if parameters.format == "plain":
+        conversation_format = PlainFormat(tokenizer, separator=parameters.turn_separator)
+    else:
+        conversation_format = ChatFormat(
+            tokenizer, system_prompt=parameters.system_prompt, preamble=parameters.preamble
+        )
     return ConversationAgent(
         role=role,
         language_model=language_model,
@@ -264,17 +231,16 @@ def build_agent(
 def build_reference(
     parameters: ConversationAgentParameters, language_model: TokenModel
 ) -> ConversationAgent:
-    """The agent that stays what a model is now, and speaks and reads as that one does."""
-    model = language_model
-    if isinstance(model, Learner):
-        model = model.frozen_reference()
-    return build_agent("reference", parameters, model)
+    """A frozen copy of the agent as it is now."""
+    if isinstance(language_model, Learner):
+        language_model = language_model.frozen_reference()
+    return build_agent("reference", parameters, language_model)
 
 
 def load_language_model(
     parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
 ) -> TokenModel:
-    """Load a backend's model by the type of its parameters."""
+    """Load a model by the type of its parameters."""
     cls = LANGUAGE_MODELS.get(parameters.type_name)
     return cls.load(parameters, device=device, scenario_dir=scenario_dir, trainable=trainable)
 
@@ -286,13 +252,7 @@ def build_target(
     *,
     scenario_dir: Path | None,
 ) -> Speaker:
-    """The target: a chat model, the attacker's base weights where both are the same, or a model.
-
-    Parameters
-    ----------
-    attacker_model : TokenModel or None
-        None where nothing is to be shared.
-    """
+    """The target: a chat model, the attacker's base weights if both are the same, or a model."""
     if parameters.chat_model is not None:
         model = open_chat_model(
             parameters.chat_model, settings, scenario_dir=scenario_dir, label="target"
@@ -321,18 +281,10 @@ def load_target(
     device: torch.device,
     scenario_dir: Path | None,
 ) -> TokenModel:
-    """Load the target, or share the attacker's base weights where both are the same model."""
+    """Load the target, or share the attacker's base weights if both are the same model."""
     shared = attacker_model.base_for(target.language_model) if attacker_model is not None else None
     if shared is not None:
         return shared
     return load_language_model(
         target.language_model, device=device, scenario_dir=scenario_dir, trainable=False
-    )
-
-
-def _build_format(parameters: ConversationAgentParameters, tokenizer: Any) -> ConversationFormat:
-    if parameters.format == "plain":
-        return PlainFormat(tokenizer, separator=parameters.turn_separator)
-    return ChatFormat(
-        tokenizer, system_prompt=parameters.system_prompt, preamble=parameters.preamble
     )

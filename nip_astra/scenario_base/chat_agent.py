@@ -1,38 +1,39 @@
-"""A chat model as an agent, without access to tokens or weights."""
+"""Chat models as agents and attackers, without access to tokens or weights."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pydantic import Field
+
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Counted, TokenCount
 from nip_astra.language_models.services.chat import (
+    CHAT_MODELS,
     ChatAnswer,
     ChatMessage,
+    ChatModel,
     ChatRequest,
+    complete_all,
     estimate_tokens,
 )
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.run_sync import complete_all
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
 NOT_ASKED = "ended"
 """Failure of responses after the first one that failed."""
 
 
 class ChatReply(NamedTuple):
-    """A chat model's reply, or the reason why there is none.
-
-    Attributes
-    ----------
-    failure : str or None
-        A `FailureReason`, or `NOT_ASKED`; None for a reply.
-    is_refused : bool
-        Whether the service marks the reply as a refusal, or withholds it.
-    """
+    """A chat model's reply, or the reason why there is none."""
 
     text: str
     failure: str | None = None
+    """A `FailureReason`, or `NOT_ASKED`; None for a reply."""
     is_refused: bool = False
+    """Whether the service marks the reply as a refusal, or withholds it."""
 
 
 class ChatWork(Counted):
@@ -51,17 +52,10 @@ class ChatWork(Counted):
 
 
 class ChatAgent:
-    """A chat model in a role.
-
-    Attributes
-    ----------
-    role : str
-        "target", which opens conversations, or "attacker".
-    num_truncated_contexts : int
-        Always 0: the service rejects contexts that exceed the model's window.
-    """
+    """A chat model as target, which opens conversations, or as attacker."""
 
     num_truncated_contexts = 0
+    """Always 0: the service rejects contexts that exceed the model's window."""
 
     def __init__(
         self,
@@ -87,13 +81,7 @@ class ChatAgent:
             self._head.append({"role": "user", "content": preamble})
 
     def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
-        """Request for the next turn.
-
-        Parameters
-        ----------
-        turns : Sequence[str]
-            The conversation; target and attacker alternate, and the target opens.
-        """
+        """Request for the next turn of a conversation, in which target and attacker alternate."""
         is_target = self.role == "target"
         messages: list[ChatMessage] = [
             {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
@@ -110,13 +98,7 @@ class ChatAgent:
     def reply(
         self, conversations: Sequence[Sequence[str]], seeds: Sequence[int]
     ) -> list[ChatReply]:
-        """The next turn of all conversations, requested concurrently.
-
-        Raises
-        ------
-        ConfigurationError, BudgetExhaustedError
-            As `ChatModel.answer`.
-        """
+        """The next turn of all conversations, requested concurrently."""
         pairs = zip(conversations, seeds, strict=True)
         outcomes = complete_all(
             self.chat_model, [self.request(turns, seed) for turns, seed in pairs]
@@ -139,3 +121,75 @@ class ChatAgent:
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Do nothing: a service's window is unknown, and its refusals are recorded."""
+
+
+class TextConversation(NamedTuple):
+    """A conversation as seen by a text attacker."""
+
+    episode: int
+    """Index of its episode in the evaluation."""
+    texts: Sequence[str]
+    """Messages so far, the target's opening first."""
+
+
+class TextAttacker(ABC):
+    """An attacker without access to tokens or probabilities.
+
+    The likelihood of its probes is measured under the reference, as for other attackers.
+    """
+
+    role = "attacker"
+    num_truncated_contexts = 0
+    language_model: ChatWork
+
+    @abstractmethod
+    def probe(
+        self, conversations: Sequence[TextConversation], seeds: Sequence[int]
+    ) -> list[ChatReply]:
+        """Next probe of each conversation, or the reason why there is none."""
+
+
+class FixedProbes(TextAttacker):
+    """Predefined probes: one per episode, in order, repeating."""
+
+    def __init__(self, probes: Sequence[str]) -> None:
+        self.probes = probes
+        self.language_model = ChatWork("fixed probes")
+
+    def probe(
+        self, conversations: Sequence[TextConversation], seeds: Sequence[int]
+    ) -> list[ChatReply]:
+        if any(len(conversation.texts) > 1 for conversation in conversations):
+            raise ConfigurationError(
+                "fixed probes support one turn only. Set the number of turns to 1."
+            )
+        return [
+            ChatReply(self.probes[conversation.episode % len(self.probes)])
+            for conversation in conversations
+        ]
+
+
+class ChatAttackerParameters(SubParameters):
+    """A chat model prompted to attack."""
+
+    chat_model: polymorphic(CHAT_MODELS.get, ChatModel.Parameters)  # type: ignore[valid-type]
+    """Model that generates the probes."""
+    system_prompt: PlainText
+    """System prompt of the attacker."""
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Maximum length of a probe, in the chat model's tokens."""
+    temperature: float | None = Field(default=1.0, ge=0)
+    """Sampling temperature; null uses the service's default."""
+
+
+class ChatAttacker(TextAttacker):
+    """A chat model prompted to attack; the target's messages are the user's."""
+
+    def __init__(self, agent: ChatAgent) -> None:
+        self.agent = agent
+        self.language_model = agent.language_model
+
+    def probe(
+        self, conversations: Sequence[TextConversation], seeds: Sequence[int]
+    ) -> list[ChatReply]:
+        return self.agent.reply([conversation.texts for conversation in conversations], seeds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -170,9 +171,9 @@ class AstChatScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ConversationInstance:
-        device = resolve_device(settings.device)
+        device, seed = resolve_device(settings.device), hyper_params.seed
         datasets = _read_datasets(parameters.prompts, scenario_dir)
-        with adapters_drawn_from(derive_seed(hyper_params.seed, "adapter")):
+        with adapters_drawn_from(derive_seed(seed, "adapter")):
             attacker_model = load_language_model(
                 parameters.attacker.language_model,
                 device=device,
@@ -237,7 +238,7 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
     if named is None or _is_same_model(str(named), str(used), scenario_dir):
         return parameters
     planted, evaluation = parameters.planted_failures, parameters.evaluation
-    if [one.name for one in planted] == [one["name"] for one in own.get("planted_failures") or ()]:
+    if [p.name for p in planted] == [p["name"] for p in own.get("planted_failures") or ()]:
         planted = []
     labelled = (own.get("evaluation") or {}).get("labelled_responses")
     if evaluation.labelled_responses == labelled:
@@ -249,23 +250,20 @@ def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
     """Whether two references are one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
-    places = [resolve_reference(one, scenario_dir) for one in (first, second)]
-    return len({place.resolve() if isinstance(place, Path) else place for place in places}) == 1
+    paths = [resolve_reference(reference, scenario_dir) for reference in (first, second)]
+    return len({path.resolve() if isinstance(path, Path) else path for path in paths}) == 1
 
 
 def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[Prompt]]:
     splits = {
-        "train": read_prompts(prompts.train, scenario_dir, prompts.column),
-        "dev": read_prompts(prompts.dev, scenario_dir, prompts.column),
-        "test": read_prompts(prompts.test, scenario_dir, prompts.column),
+        split: read_prompts(getattr(prompts, split), scenario_dir, prompts.column)
+        for split in ("train", "dev", "test")
     }
-    names = list(splits)
-    for index, first in enumerate(names):
-        for second in names[index + 1 :]:
-            shared = set(splits[first]) & set(splits[second])
-            if shared:
-                raise DataError(
-                    f"the {first} and {second} prompts share {len(shared)}, for instance "
-                    f"{sorted(shared)[0]!r}. Remove them from one file."
-                )
+    for first, second in combinations(splits, 2):
+        shared = set(splits[first]) & set(splits[second])
+        if shared:
+            raise DataError(
+                f"the {first} and {second} prompts share {len(shared)}, for instance "
+                f"{min(shared)!r}. Remove them from one file."
+            )
     return splits

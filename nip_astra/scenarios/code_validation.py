@@ -1,4 +1,4 @@
-"""Is this program right? Provers and a verifier talk about solutions of programming problems."""
+"""Code validation: is a solution of a programming problem correct?"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
 PROBLEMS = "problems.jsonl"
-"""The problems, in the scenario's folder, unless the parameters say otherwise."""
+"""Default file of problems, in the scenario's folder."""
 
 
 @register_scenario(ScenarioType.CODE_VALIDATION)
 class CodeValidationScenario(PureTextScenario):
-    """A problem and a candidate solution, which is right (1) or subtly wrong (0).
+    """A problem and a candidate solution, which is correct (1) or subtly wrong (0).
 
-    Columns of the data: `question`, `solution`, `name` of the problem, its `level` from 1, and for
-    a wrong solution what was changed, `mutation`, which nobody should be told. A solution is right
-    where it passes every test of its problem; that was found out when the data was made.
+    Columns of the data: `question`, `solution`, `name` of the problem, its `level` from 1, and
+    `mutation`, the change of a wrong solution. A correct solution passed every test of its problem
+    when the data were made.
     """
 
     kind: ClassVar[str] = str(ScenarioType.CODE_VALIDATION)
@@ -34,19 +34,18 @@ class CodeValidationScenario(PureTextScenario):
     hidden_columns: ClassVar[tuple[str, ...]] = ("mutation", "name", "level")
 
     class Parameters(PureTextScenario.Parameters):
-        """Which problems, and which of their solutions."""
+        """Problems and solutions."""
 
         problems: str = PROBLEMS
-        """File of problems, in the scenario's folder or an absolute path: JSON lines with `name`,
-        `level`, `question` and `solutions`, of which each has `code`, `is_correct` and
-        `mutation`."""
+        """File of problems, an absolute path or relative to the scenario's folder: JSON lines with
+        `name`, `level`, `question` and `solutions`, each with `code`, `is_correct`, `mutation`."""
         levels: list[int] = []
-        """Levels of the problems that are used; with none, all of them."""
+        """Levels of the problems; none for all."""
         num_wrong_solutions: int = Field(default=1, ge=1)
-        """Wrong solutions of a problem at most; the right one comes as often, so that a guess is
-        right half of the time."""
+        """Maximum number of wrong solutions per problem; the correct one is as frequent, so that
+        guessing is correct half of the time."""
         test_share: float = Field(default=0.25, gt=0, lt=1)
-        """Share of the problems that are kept for the test data, with all of their solutions."""
+        """Fraction of the problems, with all of their solutions, in the test data."""
 
     @classmethod
     def build_datasets(
@@ -61,8 +60,8 @@ class CodeValidationScenario(PureTextScenario):
         num_test = max(round(parameters.test_share * len(problems)), 1)
         if len(problems) <= num_test:
             raise DataError(
-                f"{path} has only {len(problems)} problems of levels={parameters.levels}, too few "
-                "to train and test. Give other levels, or none for all."
+                f"{path} has only {len(problems)} problems of levels={parameters.levels}. Give "
+                "other levels, or none for all."
             )
         random.Random(derive_seed(seed, "code_validation", "split")).shuffle(problems)
         num_wrong = parameters.num_wrong_solutions
@@ -73,13 +72,7 @@ class CodeValidationScenario(PureTextScenario):
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
-    """Problems with their solutions.
-
-    Raises
-    ------
-    DataError
-        When the file cannot be read, or a problem lacks what it should have.
-    """
+    """Problems with their solutions."""
     problems: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -92,21 +85,21 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
         try:
             problem = json.loads(line)
             kinds = {bool(one["is_correct"]) for one in problem["solutions"] if str(one["code"])}
-            wanted = {"name": str, "question": str, "level": int}
-            wrong = [key for key, kind in wanted.items() if not isinstance(problem[key], kind)]
+            types = {"name": str, "question": str, "level": int}
+            wrong = [key for key, kind in types.items() if not isinstance(problem[key], kind)]
             if kinds != {True, False} or wrong:
-                raise DataError(f"{wrong or 'solutions'} is not as it should be")
+                raise DataError(f"{wrong or 'solutions'} is invalid")
         except (ValueError, KeyError, TypeError, DataError) as error:
             raise DataError(
-                f"line {number} of {path} was to hold a problem, but: {error!r}. Give it a name, a "
-                "level, a question, and right and wrong solutions."
+                f"line {number} of {path} is not a problem: {error!r}. Give a name, a level, a "
+                "question, and correct and wrong solutions."
             ) from error
         problems.append(problem)
     return problems
 
 
 def _datapoints(problems: list[dict[str, Any]], num_wrong: int, seed: int) -> NestedArrayDict:
-    """Right and wrong solutions of each problem, as many of both."""
+    """Equally many correct and wrong solutions of each problem."""
     rows = []
     for problem in problems:
         generator = random.Random(derive_seed(seed, "code_validation", problem["name"]))

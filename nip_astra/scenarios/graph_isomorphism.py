@@ -1,4 +1,4 @@
-"""Graph isomorphism: provers and verifiers send nodes of two graphs that may be the same."""
+"""Graph isomorphism: are two graphs the same? A message is a node of one of them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.scenario_base.protocol.message_space import AgentShape
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
     Observation,
     SoloAgentHead,
 )
-from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.bodies import GraphBody
-from nip_astra.scenarios.graphs.drawing import GraphsView
-from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
-from nip_astra.scenarios.graphs.heads import (
+from nip_astra.scenarios.graphs.agents import (
+    GRAPHS,
+    GraphBody,
+    GraphIsomorphismAgentParameters,
     GraphPolicyHead,
-    GraphSoloHead,
-    GraphValueHead,
     impossible_symbols,
 )
-from nip_astra.scenarios.graphs.native.network import computed_by
-from nip_astra.scenarios.graphs.pairs_file import as_dataset, load_pairs
+from nip_astra.scenarios.graphs.drawing import GraphsView
+from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
+from nip_astra.scenarios.graphs.native_layers import computed_by
+from nip_astra.scenarios.graphs.pair_files import as_dataset, load_pairs
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, MAX_WL_ROUNDS
+from nip_astra.scenarios.heads import SummarySoloHead, SummaryValueHead
 from nip_astra.scenarios.registry import register_scenario
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 
@@ -48,12 +48,12 @@ class GraphIsomorphismScenario(TensorDictScenario):
     datapoint_view = GraphsView
 
     class Parameters(TensorDictScenario.Parameters):
-        """Who plays, and about which pairs of graphs."""
+        """Agents and pairs of graphs."""
 
         agents: Mapping[str, GraphIsomorphismAgentParameters] = Field(
             default={"default": GraphIsomorphismAgentParameters()}
         )
-        """Agents by name; what stands under `default` holds for all that do not say otherwise."""
+        """Agents by name; those of `default` apply to all others."""
         dataset: GraphPairParameters = GraphPairParameters()
         """Pairs of graphs."""
 
@@ -91,13 +91,13 @@ class GraphIsomorphismScenario(TensorDictScenario):
     def build_value_head(
         cls, parameters: Parameters, agent: GraphIsomorphismAgentParameters, shape: AgentShape
     ) -> AgentValueHead:
-        return GraphValueHead(agent, shape)
+        return SummaryValueHead(agent, shape, GRAPHS, 2 * shape.d_representation)
 
     @classmethod
     def build_solo_head(
         cls, parameters: Parameters, agent: GraphIsomorphismAgentParameters, shape: AgentShape
     ) -> SoloAgentHead:
-        return GraphSoloHead(agent, shape)
+        return SummarySoloHead(agent, GRAPHS, 2 * shape.d_representation)
 
     @classmethod
     def layers_on(cls, device: torch.device) -> str:
@@ -109,7 +109,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Parameters, row: TensorDictBase) -> dict[str, Any]:
-        """Both graphs by their edges, and how hard they are to tell apart."""
+        """Edges of both graphs, and the round of refinement that distinguishes them."""
         graphs = [
             {"num_nodes": int(mask_n.sum()), "edges": adjacency_nn.triu(1).nonzero().tolist()}
             for adjacency_nn, mask_n in zip(row["adjacency"], row["node_mask"], strict=True)
@@ -130,7 +130,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
 
 @lru_cache(maxsize=4)
 def _generated(parameters: str) -> Datasets:
-    """Make both sets; the same ones are not made twice in a process."""
+    """Generate both sets, once per process."""
     pairs = GraphPairParameters.model_validate_json(parameters)
     train, test = (as_dataset(generate_pairs(pairs, split)).lock_() for split in SPLITS)
     return Datasets(train, test)

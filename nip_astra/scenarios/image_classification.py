@@ -1,4 +1,4 @@
-"""Provers and verifiers point at parts of an image, and the verifier says which label it has."""
+"""Image classification: agents point at parts of an image, and the verifier decides its label."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from tensordict import TensorDict, TensorDictBase
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.scenario_base.protocol.message_space import AgentShape
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
     SoloAgentHead,
 )
-from nip_astra.scenarios.images.bodies import ImageBody, ImageGrid
-from nip_astra.scenarios.images.data import build_image_datasets
-from nip_astra.scenarios.images.drawing import ImageView
-from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
-from nip_astra.scenarios.images.parameters import (
+from nip_astra.scenarios.heads import SummarySoloHead, SummaryValueHead
+from nip_astra.scenarios.images.agents import (
+    IMAGE,
+    ImageBody,
     ImageClassificationAgentParameters,
-    ImageDatasetParameters,
+    ImageGrid,
+    ImagePolicyHead,
 )
-from nip_astra.scenarios.images.pretrained.embeddings import embed_all, embedding_key
+from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
+from nip_astra.scenarios.images.drawing import ImageView
+from nip_astra.scenarios.images.pretrained.base import embed_all, embedding_key
 from nip_astra.scenarios.registry import register_scenario
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 
 
 @register_scenario(ScenarioType.IMAGE_CLASSIFICATION)
 class ImageClassificationScenario(TensorDictScenario):
-    """Agents talk about an image by pointing at its parts; the verifier says its label.
+    """Agents point at parts of an image, and the verifier decides its label.
 
-    The image is halved `num_block_groups` times to a grid of latent pixels, and a symbol of a
-    message is one of these.
+    The image is halved `num_block_groups` times to a grid of latent pixels, the symbols of
+    messages.
     """
 
     kind: ClassVar[str] = str(ScenarioType.IMAGE_CLASSIFICATION)
@@ -45,12 +47,12 @@ class ImageClassificationScenario(TensorDictScenario):
     datapoint_view = ImageView
 
     class Parameters(TensorDictScenario.Parameters):
-        """The images, what is said about them, and by whom."""
+        """Images and agents."""
 
         agents: Mapping[str, ImageClassificationAgentParameters] = {
             DEFAULT_AGENT: ImageClassificationAgentParameters()
         }
-        """Agents by name; what stands under `default` holds for all that do not say otherwise."""
+        """Agents by name; those of `default` apply to all others."""
         dataset: ImageDatasetParameters = ImageDatasetParameters()
         """The images and their labels."""
         num_block_groups: int = Field(default=1, ge=1, le=1000)
@@ -61,7 +63,8 @@ class ImageClassificationScenario(TensorDictScenario):
 
     @classmethod
     def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
-        train, test = build_image_datasets(parameters.dataset, scenario_dir=scenario_dir)
+        datasets = build_image_datasets(parameters.dataset, scenario_dir=scenario_dir)
+        train, test = datasets
         _check_size(parameters, train)
         models = {
             embedding_key(agent.pretrained_embeddings_model): agent.pretrained_embeddings_model
@@ -72,7 +75,7 @@ class ImageClassificationScenario(TensorDictScenario):
             train[key], test[key] = embed_all(
                 model, train["image"], test["image"], scenario_dir=scenario_dir
             )
-        return Datasets(train, test)
+        return datasets
 
     @classmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
@@ -98,15 +101,15 @@ class ImageClassificationScenario(TensorDictScenario):
 
     @classmethod
     def build_value_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentValueHead:
-        return ImageValueHead(agent, shape)
+        return SummaryValueHead(agent, shape, IMAGE, shape.d_representation)
 
     @classmethod
     def build_solo_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> SoloAgentHead:
-        return ImageSoloHead(agent, shape)
+        return SummarySoloHead(agent, IMAGE, shape.d_representation)
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """The image's pixels from 0 to 255, and how many latent pixels high and wide it is."""
+        """The image's pixels from 0 to 255, and its height and width in latent pixels."""
         grid = ImageGrid.of(row["image"].shape, parameters.num_block_groups)
         pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
         pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nip_astra.errors import UnknownNameError
+from nip_astra.errors import ConfigurationError, UnknownNameError, nearest_names
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
 from nip_astra.scenario_instance import ScenarioInstance
@@ -39,20 +41,13 @@ class Scenario(ABC):
 
     @classmethod
     def check_trainer_type(cls, trainer_type: str) -> None:
-        """Refuse an unsupported `trainer_type`.
-
-        Raises
-        ------
-        UnknownNameError
-            Lists the supported ones.
-        """
+        """Refuse an unsupported `trainer_type`."""
         if trainer_type not in cls.trainer_types:
             raise UnknownNameError(
                 "trainer type",
                 trainer_type,
                 cls.trainer_types,
-                "It is the trainer's class attribute trainer_type; a custom scenario kind lists "
-                "the supported ones in trainer_types.",
+                "A scenario kind lists the supported trainer types in trainer_types.",
             )
 
     @classmethod
@@ -75,6 +70,33 @@ class Scenario(ABC):
         trainer_type : str
             See `Trainer.trainer_type`.
         """
+
+
+def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str, Any]:
+    """The parameters of each agent of a protocol, by name or from `default`.
+
+    Raises
+    ------
+    ConfigurationError
+        If the parameters name an unknown agent, or an agent has none.
+    """
+    given, names = parameters.agents, protocol.agent_names
+    for name in sorted(set(given) - {*names, DEFAULT_AGENT}):
+        near = nearest_names(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigurationError(
+            f"unknown agent {name!r} in the parameters; the protocol has {', '.join(names)}.{hint} "
+            f"Parameters of all agents belong in agents.{DEFAULT_AGENT}."
+        )
+    own = {name: given.get(name, given.get(DEFAULT_AGENT)) for name in names}
+    for name, value in own.items():
+        if value is None:
+            raise ConfigurationError(
+                f"no parameters for the agent {name!r}, only for "
+                f"{', '.join(sorted(given)) or 'none'}. Add agents.{name}, or "
+                f"agents.{DEFAULT_AGENT} for all agents."
+            )
+    return own
 
 
 SCENARIOS: Registry[type[Scenario]] = Registry(

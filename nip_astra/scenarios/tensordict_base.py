@@ -1,10 +1,10 @@
-"""The base of scenarios whose agents are networks that play an interaction protocol."""
+"""The base of scenarios whose agents are networks that follow an interaction protocol."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, DataError, nearest_names
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters, RandomAgentParameters
 from nip_astra.parameters.conditions import where
@@ -22,38 +22,34 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, explicit_values
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
-from nip_astra.scenario_base.protocol.central_critic import (
-    CENTRAL_CRITIC,
-    LabelledValueHead,
-    seeing_all,
-)
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.head_shapes import check_agents
-from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace, shape_of_agent
 from nip_astra.scenario_base.protocol.tensordict_agents import (
+    CENTRAL_CRITIC,
     Agent,
     AgentBody,
     AgentPolicyHead,
+    AgentShape,
     AgentValueHead,
+    LabelledValueHead,
+    MessageSpace,
     Observation,
     RandomPolicyHead,
     SoloAgentHead,
     initialise_orthogonally,
+    shape_of_agent,
 )
 from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.scenarios.registry import Scenario
+from nip_astra.scenarios.registry import Scenario, parameters_of_agents
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
 
 class Datasets(NamedTuple):
-    """Datapoints to train and to test on.
+    """Training and test datapoints.
 
-    Attributes
-    ----------
-    train, test : TensorDict
-        Batch size [N], with `y` [N, 1] long, 0 or 1, and what agents see of a datapoint.
+    Batch size [N], with `y` [N, 1] long, 0 or 1, and the agents' observations.
     """
 
     train: TensorDict
@@ -61,9 +57,9 @@ class Datasets(NamedTuple):
 
 
 class TensorDictScenario(Scenario):
-    """Agents with networks play a protocol about a datapoint with a label.
+    """Agents with networks follow a protocol about a datapoint with a label.
 
-    A kind gives the datasets, the symbols that messages consist of, and the parts of agents.
+    A kind provides the datasets, the symbols of messages, and the parts of agents.
     """
 
     uses_protocol: ClassVar[bool] = True
@@ -77,23 +73,23 @@ class TensorDictScenario(Scenario):
         "rl.pretrain_agents",
     )
     kind: ClassVar[str]
-    """The name under which the kind is registered; a kind sets it."""
+    """The registered name of the kind."""
 
     class Parameters(SubParameters):
-        """What agents say and how wide their representations are; a kind adds its own."""
+        """Agents, messages and representations; a kind adds its own."""
 
         agents: Mapping[str, AgentParameters] = {}
-        """Agents by name; what stands under `default` holds for all that do not say otherwise."""
+        """Agents by name; those of `default` apply to all others."""
         message_size: int = Field(default=1, ge=1, le=1_000_000)
-        """Symbols that an agent sends in a channel at once."""
+        """Number of symbols of a message."""
         include_linear_message_space: bool = False
-        """Whether a symbol without a meaning in the scenario is sent beside each other symbol."""
+        """Whether each symbol is accompanied by one without a meaning in the scenario."""
         d_linear_message_space: Annotated[int, where("include_linear_message_space", True)] = Field(
             default=2, ge=2, le=1_000_000
         )
-        """Number of such symbols. Larger lets agents agree on more."""
+        """Number of such symbols. Larger carries more information."""
         d_representation: int = Field(default=16, ge=1, le=1_000_000)
-        """Width of what a body gives to its heads."""
+        """Width of the input of heads."""
 
         @model_validator(mode="before")
         @classmethod
@@ -116,66 +112,60 @@ class TensorDictScenario(Scenario):
     @classmethod
     @abstractmethod
     def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
-        """Make or read the datapoints."""
+        """Generate or read the datapoints."""
 
     @classmethod
     @abstractmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
-        """S, the number of symbols that a message chooses from."""
+        """S, the number of symbols."""
 
     @classmethod
     @abstractmethod
     def build_body(
         cls, parameters: Any, agent: Any, shape: AgentShape, dataset: TensorDict
     ) -> AgentBody:
-        """Make a body.
+        """Build a body from the kind's and the agent's parameters.
 
         Parameters
         ----------
-        parameters : TensorDictScenario.Parameters
-            Those of the kind.
-        agent : AgentParameters
-            Those of the agent.
         dataset : TensorDict
-            The training set, for the shapes of what agents see.
+            The training set, for the shapes of observations.
         """
 
     @classmethod
     @abstractmethod
     def build_policy_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentPolicyHead:
-        """Make a policy head; `impossible_symbols` is to be given to it."""
+        """Build a policy head, which needs `impossible_symbols`."""
 
     @classmethod
     @abstractmethod
     def build_value_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentValueHead:
-        """Make a value head."""
+        """Build a value head."""
 
     @classmethod
     @abstractmethod
     def build_solo_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> SoloAgentHead:
-        """Make a head that says the label without a conversation."""
+        """Build a head that predicts the label without a conversation."""
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """What a report shows of a datapoint, as plain values for a JSON file.
+        """A datapoint in reports, as plain values for a JSON file.
 
         Parameters
         ----------
-        parameters : TensorDictScenario.Parameters
-            Those of the kind.
         row : TensorDictBase
-            Batch size []: one row of a dataset, with its number in it as `datapoint_id`.
+            Batch size []: one row of a dataset, and its index, `datapoint_id`.
         """
         return {"id": int(row["datapoint_id"])}
 
     @classmethod
     def layers_on(cls, device: torch.device) -> str:
-        """Say by what layers are computed on a device, where that is not torch alone."""
+        """The implementation of layers on a device."""
         return "torch"
 
     @classmethod
     def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor | None:
-        """The symbols that an agent cannot send, True, broadcasting to [B, V, P, S]."""
+        """Symbols that an agent cannot send, bool, broadcasting to [B, V, P, S]."""
         return None
 
     @classmethod
@@ -201,7 +191,7 @@ class TensorDictScenario(Scenario):
             parameters.d_linear_message_space if parameters.include_linear_message_space else 0,
         )
         agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
-        # In play; a trainer changes that for as long as agents learn.
+        # A trainer changes the mode for training.
         combined = CombinedAgents(agents, protocol, space).to(device).eval()
         steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
         num_environments = 1
@@ -246,73 +236,54 @@ class TensorDictScenario(Scenario):
         datasets: Datasets,
         trainer_type: str,
     ) -> dict[str, Agent]:
-        """Make all agents of the protocol with the parts that the trainer needs."""
-        cls._check_names(parameters, protocol)
-        needs_solo_head = trainer_type == "solo_agent" or hyper_params.rl.pretrain_agents
+        """All agents of the protocol with the parts that the trainer needs."""
         agents = {}
-        for name in protocol.agent_names:
-            agent_parameters = cls.parameters_of(parameters, name)
+        for name, own in parameters_of_agents(parameters, protocol).items():
             shape = shape_of_agent(name, protocol, space, parameters.d_representation)
-            with _seeded(derive_seed(hyper_params.seed, "agent", name)):
+            with torch.random.fork_rng():
+                torch.manual_seed(derive_seed(hyper_params.seed, "agent", name))
                 agents[name] = cls._build_agent(
-                    parameters,
-                    agent_parameters,
-                    shape,
-                    datasets.train,
-                    has_rl_heads=trainer_type != "solo_agent",
-                    has_solo_head=needs_solo_head,
-                    has_central_critic=trainer_type == CENTRAL_CRITIC,
-                    shares_body=hyper_params.rl.use_shared_body,
+                    hyper_params, parameters, own, shape, datasets.train, trainer_type
                 )
         return agents
 
     @classmethod
-    def parameters_of(cls, parameters: Any, name: str) -> AgentParameters:
-        """The parameters of an agent by its name."""
-        agents = parameters.agents
-        own = agents.get(name, agents.get(DEFAULT_AGENT))
-        if own is None:
-            raise ConfigurationError(
-                f"no parameters for the agent {name!r}, only for "
-                f"{', '.join(sorted(agents)) or 'none'}. Add agents.{name}, or "
-                f"agents.{DEFAULT_AGENT} for all agents."
-            )
-        return own  # type: ignore[no-any-return]  # by the kind's own type
-
-    @classmethod
     def _build_agent(
         cls,
+        hyper_params: HyperParameters,
         parameters: Any,
         agent: AgentParameters,
         shape: AgentShape,
         dataset: TensorDict,
-        *,
-        has_rl_heads: bool,
-        has_solo_head: bool,
-        has_central_critic: bool,
-        shares_body: bool,
+        trainer_type: str,
     ) -> Agent:
         if agent.is_random:
             head = RandomPolicyHead(shape, cls.impossible_symbols)
             return Agent(shape.name, agent, shape, policy_head=head)
+        is_solo, has_central_critic = trainer_type == "solo_agent", trainer_type == CENTRAL_CRITIC
         body = cls.build_body(parameters, agent, shape, dataset)
         value_body = value_head = None
-        if has_rl_heads:
-            seen = seeing_all(shape) if has_central_critic else shape
-            value_body = body if shares_body else cls.build_body(parameters, agent, seen, dataset)
+        if not is_solo:
+            seen = shape
+            if has_central_critic:
+                seen = replace(shape, visible_channels=tuple(range(shape.num_channels)))
+            value_body = body
+            if not hyper_params.rl.use_shared_body:
+                value_body = cls.build_body(parameters, agent, seen, dataset)
             build_value_head = partial(cls.build_value_head, parameters, agent, seen)
             value_head = (
                 LabelledValueHead(build_value_head) if has_central_critic else build_value_head()
             )
+        needs_solo_head = is_solo or hyper_params.rl.pretrain_agents
         built = Agent(
             shape.name,
             agent,
             shape,
             policy_body=body,
             value_body=value_body,
-            policy_head=cls.build_policy_head(parameters, agent, shape) if has_rl_heads else None,
+            policy_head=None if is_solo else cls.build_policy_head(parameters, agent, shape),
             value_head=value_head,
-            solo_head=cls.build_solo_head(parameters, agent, shape) if has_solo_head else None,
+            solo_head=cls.build_solo_head(parameters, agent, shape) if needs_solo_head else None,
         )
         if agent.use_orthogonal_initialisation:
             initialise_orthogonally(built, agent.orthogonal_initialisation_gain)
@@ -320,26 +291,13 @@ class TensorDictScenario(Scenario):
             body.after_initialisation()
         return built
 
-    @classmethod
-    def _check_names(cls, parameters: Any, protocol: ProtocolHandler) -> None:
-        unknown = sorted(set(parameters.agents) - {*protocol.agent_names, DEFAULT_AGENT})
-        if unknown:
-            near = nearest_names(unknown[0], protocol.agent_names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigurationError(
-                f"parameters were given for the agent {unknown[0]!r}, but the protocol has the "
-                f"agents {', '.join(protocol.agent_names)}.{hint} Name one of them, or put what "
-                f"holds for all under agents.{DEFAULT_AGENT}."
-            )
-
 
 def _check_is_whole(kind: type[TensorDictScenario]) -> None:
-    """Refuse a class with missing hooks; it is never instantiated, so Python does not check."""
+    """Refuse a class with missing hooks: it is never instantiated, so Python does not check."""
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
     if missing:
         raise ConfigurationError(
-            f"the scenario class {kind.__name__} lacks {', '.join(missing)}. Define each; see "
-            "TensorDictScenario."
+            f"the scenario class {kind.__name__} lacks {', '.join(missing)}. Define them."
         )
 
 
@@ -359,9 +317,9 @@ def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 def _num_environments(frames_per_batch: int, steps: int) -> int:
     if frames_per_batch % steps:
         raise ConfigurationError(
-            f"rl.frames_per_batch is {frames_per_batch}, but each environment plays {steps} rounds "
-            "an iteration, and frames_per_batch must be a multiple of that. Choose "
-            f"{max(frames_per_batch // steps, 1) * steps}, or set rl.steps_per_env_per_iteration."
+            f"rl.frames_per_batch={frames_per_batch} is not a multiple of the {steps} rounds of an "
+            f"environment per iteration. Set it to {max(frames_per_batch // steps, 1) * steps}, or "
+            "set rl.steps_per_env_per_iteration."
         )
     return frames_per_batch // steps
 
@@ -373,13 +331,5 @@ def _check_dataset(dataset: TensorDict, split: str) -> None:
     if labels.shape != (len(dataset), 1) or not bool(((labels == 0) | (labels == 1)).all()):
         raise DataError(
             f"the labels `y` of the {split} dataset must be 0 or 1, of shape [{len(dataset)}, 1]; "
-            f"they have shape {list(labels.shape)}. Make the classes two."
+            f"got shape {list(labels.shape)}. Give two classes."
         )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Have torch's global generator start from a seed within the block, and leave it as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -25,7 +25,12 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
+from nip_astra.parameters.parameters_base import (
+    ComponentRegistry,
+    PolymorphicParameters,
+    SubParameters,
+    polymorphic,
+)
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
@@ -56,9 +61,8 @@ class TimeLimitExceeded(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """End the block with `TimeLimitExceeded` after some seconds.
 
-    The timer interrupts waiting (for a network, a lock, another process) and Python code; native
-    code is interrupted when it returns to Python. It works in the main thread only: in another
-    thread, or if a timer is already running, the block has no limit.
+    Native code is interrupted when it returns to Python. In another thread than the main one, or if
+    a timer is already running, there is no limit.
     """
     can_set = threading.current_thread() is threading.main_thread()
     if not can_set or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
@@ -85,24 +89,16 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A text to rate, with its context in the conversation.
-
-    Attributes
-    ----------
-    text : str
-        The text to rate.
-    history : tuple[Message, ...]
-        Messages before it, oldest first.
-    role : str
-        Author of the text: "assistant" is the target, "user" the attacker.
-    columns : Columns
-        Further columns of the conversation's row in the prompt dataset.
-    """
+    """A text to rate, with its context in the conversation."""
 
     text: str
+    """The text to rate."""
     history: tuple[Message, ...] = ()
+    """Messages before it, oldest first."""
     role: Role = "assistant"
+    """Author of the text: "assistant" is the target, "user" the attacker."""
     columns: Columns = ()
+    """Further columns of the conversation's row in the prompt dataset."""
 
     @property
     def conversation(self) -> tuple[Message, ...]:
@@ -111,19 +107,13 @@ class Exchange(NamedTuple):
 
 
 class Ratings(NamedTuple):
-    """Scores of several texts.
-
-    Attributes
-    ----------
-    scores_N : Tensor
-        float32 on the CPU, from 0 to 1; NaN where there is no verdict.
-    is_error_N : Tensor
-        bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
-        means that the scorer gave no verdict.
-    """
+    """Scores of several texts."""
 
     scores_N: Tensor
+    """float32 on the CPU, from 0 to 1; NaN where there is no verdict."""
     is_error_N: Tensor
+    """bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
+    means that the scorer gave no verdict."""
 
 
 class Scorer:
@@ -193,11 +183,8 @@ class Scorer:
     def rate(self, exchanges: Sequence[Exchange]) -> Ratings:
         """Rate exchanges.
 
-        Raises
-        ------
-        ScorerError
-            With `on_failure` "stop", if the scorer fails, returns the wrong number of scores, or a
-            score outside [0, 1]. A failed score never counts as 0.
+        Raises `ScorerError` with `on_failure` "stop", if the scorer fails, returns the wrong number
+        of scores, or a score outside [0, 1]. A failed score never counts as 0.
         """
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
@@ -291,7 +278,12 @@ class Scorer:
             verdicts = [faults.get(number, verdict) for number, verdict in enumerate(verdicts)]
         if len(exchanges) > 1:
             for number in retried:
-                verdicts[number] = self._verdict_alone(exchanges[number])
+                exchange = exchanges[number]
+                try:
+                    (verdict,) = self._call_hook([exchange])
+                    verdicts[number] = self._fault(exchange, verdict) or verdict
+                except ScorerError as error:
+                    verdicts[number] = error
         errors = [verdict for verdict in verdicts if isinstance(verdict, ScorerError)]
         if errors:
             logger.warning(
@@ -302,13 +294,6 @@ class Scorer:
                 errors[0],
             )
         return verdicts
-
-    def _verdict_alone(self, exchange: Exchange) -> Verdict:
-        try:
-            (verdict,) = self._call_hook([exchange])
-        except ScorerError as error:
-            return error
-        return self._fault(exchange, verdict) or verdict
 
     def _call_hook(self, exchanges: list[Exchange]) -> list[Verdict]:
         """One verdict per exchange from the hook."""
@@ -373,7 +358,10 @@ def open_services(
 
 
 SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
-    "scorer", package="nip_astra.scorers", members=ScorerType
+    "scorer",
+    package="nip_astra.scorers",
+    members=ScorerType,
+    modules={ScorerType.WEIGHTED: "base"},
 )
 
 
@@ -385,3 +373,72 @@ def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
 def build_scorer(parameters: Any, *, device: torch.device, scenario_dir: Path | None) -> Scorer:
     """The scorer that the parameters describe."""
     return SCORERS.get(parameters.type_name)(parameters, device=device, scenario_dir=scenario_dir)
+
+
+def _kind(name: str) -> type[Scorer]:
+    return SCORERS.get(name)
+
+
+# Not the registry's own method, which would put every kind into the JSON Schema of a part: this one
+# is among them, and its schema would have no end.
+PartParameters = polymorphic(_kind, Scorer.Parameters)
+
+
+class WeightedPart(SubParameters):
+    """A scorer and its weight."""
+
+    scorer: PartParameters  # type: ignore[valid-type]
+    """The scorer."""
+    weight: float = Field(default=1.0, gt=0)
+    """Weight in the mean."""
+
+
+@register_scorer(ScorerType.WEIGHTED)
+class WeightedScorer(Scorer):
+    """The weighted mean of scorers, `sum(w_k * s_k) / sum(w_k)`, in [0, 1].
+
+    If one part gives no verdict, there is none, because a mean over the others would be a different
+    measure. If one part fails, the whole fails, and its `on_failure` applies.
+    """
+
+    class Parameters(Scorer.Parameters):
+        """Scorers and their weights."""
+
+        parts: dict[str, WeightedPart] = Field(min_length=1)
+        """Scorers by name; messages use these names."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        self._parts = {
+            name: build_scorer(part.scorer, device=device, scenario_dir=scenario_dir)
+            for name, part in parameters.parts.items()
+        }
+        self.reads_history = any(part.reads_history for part in self._parts.values())
+
+    @property
+    def nested_scorers(self) -> Sequence[Scorer]:
+        return tuple(self._parts.values())
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
+        weights = {name: part.weight for name, part in self.parameters.parts.items()}
+        ratings = {name: part.rate(exchanges) for name, part in self._parts.items()}
+        scores = {name: rating.scores_N.tolist() for name, rating in ratings.items()}
+        is_error = {name: rating.is_error_N.tolist() for name, rating in ratings.items()}
+        verdicts: list[Verdict] = []
+        for number, exchange in enumerate(exchanges):
+            failed = [name for name in weights if is_error[name][number]]
+            if failed:
+                verdicts.append(
+                    ScorerError(
+                        f"part {failed[0]!r} of the scorer 'weighted' failed on the text "
+                        f"{exchange.text[:60]!r}. Fix that part, or set on_failure to skip."
+                    )
+                )
+                continue
+            total = sum(weight * scores[name][number] for name, weight in weights.items())
+            mean = total / sum(weights.values())
+            # NaN here is a part without a verdict.
+            verdicts.append(None if math.isnan(mean) else mean)
+        return verdicts

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.errors import MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import register_scorer
-from nip_astra.scorers.model_base import ModelScorer, find_label, reason_of
+from nip_astra.scorers.classifier import ModelScorer, find_label
 
 CANONICAL = {
     "toxic": "toxicity",
@@ -26,6 +26,12 @@ ADVICE = (
     "Give a published Detoxify checkpoint with 'config' and 'state_dict', and as config_path a "
     "folder with config.json and the tokenizer of its architecture."
 )
+
+
+class _Checkpoint(NamedTuple):
+    architecture: dict[str, Any]
+    categories: list[str]
+    weights: dict[str, torch.Tensor]
 
 
 @register_scorer(ScorerType.DETOXIFY)
@@ -58,7 +64,12 @@ class DetoxifyScorer(ModelScorer):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        _require_detoxify()
+        try:
+            import detoxify  # noqa: F401 - imported where it is used
+        except ImportError as error:
+            raise MissingDependencyError.of(
+                "the scorer 'detoxify'", "detoxify", "detoxify"
+            ) from error
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(
             resolve_reference(parameters.config_path, scenario_dir)
@@ -131,37 +142,7 @@ class DetoxifyScorer(ModelScorer):
         )
 
     def _score(self, texts: Sequence[str]) -> list[float]:
-        # Not Detoxify.predict: of a single text it gives a number in place of a list.
+        # Not Detoxify.predict, which returns a number instead of a list for a single text.
         return self._in_batches(
-            texts, lambda part: self._probabilities(part)[:, self._category], len
+            texts, lambda part: self._logits(part).sigmoid()[:, self._category], len
         )
-
-    def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
-        """Each category's probability for each text, float32 `[text, category]`."""
-        inputs = self._tokenizer(
-            list(texts),
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self.device)
-        probabilities: torch.Tensor = self._model(**inputs).logits.float().sigmoid()
-        return probabilities
-
-
-class _Checkpoint(NamedTuple):
-    """Content of a Detoxify checkpoint."""
-
-    architecture: dict[str, Any]
-    categories: list[str]
-    weights: dict[str, torch.Tensor]
-
-
-def _require_detoxify() -> None:
-    try:
-        import detoxify  # noqa: F401 - imported where it is used
-    except ImportError as error:
-        raise MissingDependencyError(
-            "the scorer 'detoxify' needs the package detoxify. Run: pip install "
-            "'nip_astra[detoxify]'"
-        ) from error

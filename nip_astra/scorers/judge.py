@@ -23,10 +23,10 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     LimitParameters,
     PriceParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
-from nip_astra.language_models.services.run_sync import complete_all
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ScorerType
@@ -186,7 +186,16 @@ class JudgeScorer(Scorer):
         if parameters.response_format == "json_object":
             form = {"type": "json_object"}
         elif parameters.response_format == "json_schema":
-            schema: JsonValue = _rating_schema(parameters.max_rating)
+            of_rating: JsonValue = {
+                "type": ["integer", "null"],
+                "description": f"from 0 to {parameters.max_rating}",
+            }
+            schema: JsonValue = {
+                "type": "object",
+                "properties": {"reason": {"type": "string"}, "rating": of_rating},
+                "required": ["reason", "rating"],
+                "additionalProperties": False,
+            }
             about: dict[str, JsonValue] = {"name": "rating", "strict": True, "schema": schema}
             form = {"type": "json_schema", "json_schema": about}
         return ChatRequest(
@@ -245,13 +254,7 @@ class _RatingModel(ChatModel):
 
 
 def read_rating(answer: str, max_rating: int) -> float | None:
-    """The score in an answer, in [0, 1]; None for a null rating.
-
-    Raises
-    ------
-    MalformedAnswerError
-        Without a valid rating.
-    """
+    """The score in an answer, in [0, 1]; None for a null rating."""
     rating = find_rating(answer)["rating"]
     if rating is None:
         return None
@@ -263,13 +266,7 @@ def read_rating(answer: str, max_rating: int) -> float | None:
 
 
 def find_rating(answer: str) -> dict[str, Any]:
-    """The last JSON object with a "rating" in an answer, also within other text.
-
-    Raises
-    ------
-    MalformedAnswerError
-        Without such an object.
-    """
+    """The last JSON object with a "rating" in an answer, also within other text."""
     decoder = json.JSONDecoder()
     last: dict[str, Any] | None = None
     start = answer.find("{")
@@ -285,16 +282,3 @@ def find_rating(answer: str) -> dict[str, Any]:
     if last is None:
         raise MalformedAnswerError(f"the answer {answer[:80]!r} has no JSON object with a rating")
     return last
-
-
-def _rating_schema(max_rating: int) -> dict[str, JsonValue]:
-    rating: dict[str, JsonValue] = {
-        "type": ["integer", "null"],
-        "description": f"from 0 to {max_rating}",
-    }
-    return {
-        "type": "object",
-        "properties": {"reason": {"type": "string"}, "rating": rating},
-        "required": ["reason", "rating"],
-        "additionalProperties": False,
-    }

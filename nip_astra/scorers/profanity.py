@@ -27,9 +27,8 @@ class ProfanityScorer(Scorer):
         try:
             from profanity_check import predict_prob
         except ImportError as error:
-            raise MissingDependencyError(
-                "the scorer 'profanity' needs the package alt-profanity-check. Run: pip install "
-                "'nip_astra[profanity]'"
+            raise MissingDependencyError.of(
+                "the scorer 'profanity'", "alt-profanity-check", "profanity"
             ) from error
         self._predict = predict_prob
 

@@ -7,25 +7,18 @@ import importlib.util
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.errors import MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import register_scorer
-from nip_astra.scorers.model_base import ModelScorer, reason_of
+from nip_astra.scorers.classifier import ModelScorer
 
-CATEGORIES = (
-    "toxicity",
-    "severe_toxicity",
-    "obscene",
-    "threat",
-    "insult",
-    "identity_attack",
-)
+Category = Literal["toxicity", "severe_toxicity", "obscene", "threat", "insult", "identity_attack"]
 """Categories of the model's outputs, in order, by Detoxify's names."""
 NUM_WORDS = 20_000
 MAX_WORDS = 100
@@ -50,16 +43,14 @@ class ToxBlockScorer(ModelScorer):
     class Parameters(ModelScorer.Parameters):
         """Category of toxicity."""
 
-        category: Literal[
-            "toxicity", "severe_toxicity", "obscene", "threat", "insult", "identity_attack"
-        ] = "toxicity"
+        category: Category = "toxicity"
         """Category whose probability is the score."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._category = CATEGORIES.index(parameters.category)
+        self._category = get_args(Category).index(parameters.category)
         folder = _find_folder()
         try:
             (weights,) = folder.glob("lstm_model_*.h5")

@@ -29,15 +29,23 @@ from nip_astra.language_models.services.fine_tuning import (
     LrSchedule,
     Method,
 )
-from nip_astra.serve.api_errors import ApiError, not_found, overloaded, wrong
-from nip_astra.serve.bodies import MAX_LISTED, Body, read_body
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_texts
-from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.job_store import Job, JobStore
+from nip_astra.serve.requests import (
+    MAX_LISTED,
+    ApiError,
+    Body,
+    not_found,
+    overloaded,
+    read_body,
+    wrong,
+)
 from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
 KEY = "idempotency_key"
-"""Entry of a job's metadata: a second job with the same text there is the first one."""
+"""Entry of a job's metadata; a second job with the same value is the first one."""
 _CHUNK = 1 << 20
 _UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PAUSED)
 Auto = Literal["auto"]
@@ -63,19 +71,19 @@ class DpoOptions(SupervisedOptions):
 
 
 class Supervised(Body):
-    """The method that imitates."""
+    """Supervised training."""
 
     hyperparameters: SupervisedOptions = SupervisedOptions()
 
 
 class Dpo(Body):
-    """The method that prefers."""
+    """Training on preferences."""
 
     hyperparameters: DpoOptions = DpoOptions()
 
 
 class MethodBody(Body):
-    """How a job trains."""
+    """The method of a job."""
 
     type: Method
     supervised: Supervised = Supervised()
@@ -118,9 +126,8 @@ class JobBody(Body):
 def job_object(job: Job) -> dict[str, Any]:
     """A job in OpenAI's form."""
     request = job.request
-    options = request["options"]
+    options, method = request["options"], request["method"]
     shared = {name: value for name, value in options.items() if name not in DPO_OPTIONS}
-    method = request["method"]
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -215,25 +222,21 @@ class _FileRoutes:
             form = await request.form(max_files=1, max_fields=8)
         except HTTPException as error:
             raise wrong(
-                f"the upload could not be read: {error.detail}. Send a multipart form with file "
-                "and purpose.",
+                f"invalid upload: {error.detail}. Send a multipart form with file and purpose.",
                 code="invalid_form",
             ) from error
         try:
             upload = _checked_upload(form)
-            return JSONResponse(file_object(await self._keep(upload)))
+            name = _checked_name(upload.filename)
+            identity, part = self.store.new_file()
+            try:
+                # In a thread, so that other requests are answered meanwhile.
+                await asyncio.to_thread(_write, upload.file, part)
+                return JSONResponse(file_object(self.store.add_file(identity, part, name)))
+            finally:
+                part.unlink(missing_ok=True)
         finally:
             await form.close()
-
-    async def _keep(self, upload: UploadFile) -> dict[str, Any]:
-        name = _checked_name(upload.filename)
-        identity, part = self.store.new_file()
-        try:
-            # In a thread: answers are told from this one meanwhile.
-            await asyncio.to_thread(_write, upload.file, part)
-            return self.store.add_file(identity, part, name)
-        finally:
-            part.unlink(missing_ok=True)
 
     async def list_all(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose", "fine-tune")
@@ -253,7 +256,7 @@ class _FileRoutes:
 
     async def content(self, request: Request, identity: str) -> Response:
         found = self._find(identity)
-        # A wrong range would be refused in plain text; a file is small enough to be sent whole.
+        # An invalid range would be refused in plain text; files are sent whole.
         request.scope["headers"] = [one for one in request.headers.raw if one[0] != b"range"]
         return FileResponse(
             self.store.file_path(found["id"]), media_type="application/octet-stream"
@@ -276,34 +279,27 @@ def _checked_upload(form: FormData) -> UploadFile:
     unknown = sorted(set(form) - {"file", "purpose"})
     if unknown:
         raise wrong(
-            f"the option {unknown[0][:100]!r} is not supported by this service. Leave it out: what "
-            "is not supported is refused, never ignored.",
+            f"the option {unknown[0][:100]!r} is not supported. Leave it out.",
             unknown[0][:100],
             "unsupported_parameter",
         )
     upload, purpose = form.get("file"), form.get("purpose")
     if purpose != "fine-tune":
         raise wrong(
-            f"a file was sent for the purpose {ascii(purpose)[:80]}, but this service keeps files "
-            "to train on alone. Give purpose='fine-tune'.",
+            f"unknown purpose {ascii(purpose)[:80]} of a file. Give purpose='fine-tune'.",
             "purpose",
             "invalid_value",
         )
     if not isinstance(upload, UploadFile):
-        raise wrong(
-            "the form has no file. Send one as its part 'file'.",
-            "file",
-            "missing_required_parameter",
-        )
+        raise wrong("the form has no part 'file'. Give it.", "file", "missing_required_parameter")
     return upload
 
 
 def _checked_name(name: str | None) -> str:
-    is_right = name and len(name) <= 255 and name.isprintable() and name not in (".", "..")
-    if not name or not is_right or "/" in name or "\\" in name:
+    is_valid = name and len(name) <= 255 and name.isprintable() and name not in (".", "..")
+    if not name or not is_valid or "/" in name or "\\" in name:
         raise wrong(
-            f"a file was sent under the name {ascii(name)[:80]}, but a name is printable text "
-            "without slashes. Give the name alone, no path.",
+            f"invalid file name {ascii(name)[:80]}. Give printable text without slashes.",
             "file",
             "invalid_value",
         )
@@ -318,12 +314,8 @@ class _JobRoutes:
         models: ServedModels,
         settings: ServiceSettings,
     ) -> None:
-        self.store, self.runner, self.models, self.settings = (
-            store,
-            runner,
-            models,
-            settings,
-        )
+        self.store, self.runner = store, runner
+        self.models, self.settings = models, settings
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, JobBody)
@@ -335,14 +327,13 @@ class _JobRoutes:
         served = self.models.get(body.model)
         if sum(job.status in _UNFINISHED for job in self.store.jobs()) >= self.settings.max_jobs:
             raise overloaded(
-                f"{self.settings.max_jobs} jobs wait or run, the most that this service takes. "
-                "Come again when one is over.",
+                f"{self.settings.max_jobs} jobs wait or run, the limit of this service. Retry when "
+                "one has ended.",
                 "too_many_jobs",
             )
         if body.method is not None and body.hyperparameters is not None:
             raise wrong(
-                "hyperparameters were given beside a method, which has its own. Give them within "
-                "the method.",
+                "give hyperparameters within the method, not beside it.",
                 "hyperparameters",
                 "invalid_value",
             )
@@ -400,7 +391,7 @@ class _JobRoutes:
     def _take_file(
         self, identity: str, place: Path, options: FineTuningOptions, param: str
     ) -> None:
-        """Put a file under a name of the job's own, so that the file may be deleted."""
+        """Link a file into the job's folder, so that the file may be deleted."""
         if not self.store.files(identity):
             raise not_found("file", identity, param)
         source = self.store.file_path(identity)
@@ -466,9 +457,8 @@ class _JobRoutes:
         if not self.store.change_job(job.id, only=only, status=status):
             raise ApiError(
                 409,
-                f"the job {identity!r} was to be {status.value}, but it is "
-                f"{self._find(identity).status.value}. That can be done while it is "
-                f"{' or '.join(only)}.",
+                f"the job {identity!r} cannot become {status.value}: it is "
+                f"{self._find(identity).status.value}, not {' or '.join(only)}.",
                 code="wrong_status",
             )
         self.store.add_event(job.id, message)
@@ -477,25 +467,25 @@ class _JobRoutes:
 
 
 def _page(request: Request, objects: Sequence[dict[str, Any]], limit: int) -> Response:
-    """A part of a list, by OpenAI's cursors."""
+    """A page of a list, by OpenAI's cursors."""
     given = request.query_params.get("limit")
     if given is not None:
-        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_LISTED):
+        # Python reads no number of thousands of digits.
+        is_count = given.isascii() and given.isdigit() and len(given) < 10
+        if not (is_count and 1 <= int(given) <= MAX_LISTED):
             raise wrong(
-                f"the limit {given[:40]!r} was given, but it is a number from 1 to "
-                f"{MAX_LISTED}. Give one.",
+                f"invalid limit {given[:40]!r}. Give a number from 1 to {MAX_LISTED}.",
                 "limit",
                 "invalid_value",
             )
-        limit = int(given[:9])
+        limit = int(given)
     after = request.query_params.get("after")
     first = 0
     if after is not None:
         places = [place for place, one in enumerate(objects) if one["id"] == after]
         if not places:
             raise wrong(
-                f"what comes after {after[:80]!r} was asked for, but the list has no such entry. "
-                "Give the id of one.",
+                f"after is {after[:80]!r}, but the list has no such entry. Give the id of one.",
                 "after",
                 "invalid_value",
             )

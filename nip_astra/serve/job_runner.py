@@ -1,8 +1,7 @@
 """Run fine-tuning jobs one after the other, each in its own process, and serve their models.
 
-`python -m nip_astra.serve.job_runner STATE_DIR JOB` is the process that trains one job. Everything
-that it has done is on disk before it is reported: a state that is renamed into place, then the
-event of its step, which is stored once.
+`python -m nip_astra.serve.job_runner STATE_DIR JOB` is the process of one job. It writes each step
+to disk before it reports it: the state, which is renamed into place, then the event of the step.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from nip_astra.language_models.fine_tuning import (
     StepReport,
     TrainingText,
 )
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import Method
-from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import Body, check_body, parse_json
-from nip_astra.serve.generation_bodies import Message
-from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.job_store import Job, JobStore
+from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
 from nip_astra.serve.served_models import ServedModels
+from nip_astra.serve.text_routes import Message
 from nip_astra.utils.children import AdoptedChild, Child, process_start
 
 PERIOD = 0.1
-"""Seconds between looks at the process that trains."""
+"""Seconds between checks of the process."""
 SECONDS_TO_STOP = 20.0
 """How long a process may finish its step after SIGTERM."""
 MAX_CRASHES = 3
-"""Crashes of a job's processes after which the job fails."""
+"""Crashes after which a job fails."""
 STOPPED = 75
-"""Exit code of a process that was stopped before the job was done."""
+"""Exit code of a process that was stopped before its job was complete."""
 NUM_CHECKPOINTS = 3
 """Newest epochs whose models are kept."""
 MODEL, TRAINING, VALIDATION = "model", "train.jsonl", "valid.jsonl"
@@ -54,19 +53,19 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedLine(Body):
-    """A conversation whose last message is to be imitated."""
+    """A conversation whose last message is the target."""
 
     messages: Annotated[list[Message], Field(min_length=2)]
 
 
 class PreferenceInput(Body):
-    """What both answers of a pair reply to."""
+    """The messages before both answers of a pair."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
 
 
 class PreferenceLine(Body):
-    """A conversation with an answer that is preferred to another one."""
+    """A conversation with a preferred and a rejected answer."""
 
     input: PreferenceInput
     preferred_output: Annotated[list[Message], Field(min_length=1, max_length=1)]
@@ -74,19 +73,13 @@ class PreferenceLine(Body):
 
 
 def read_texts(path: Path, method: Method) -> list[TrainingText]:
-    """Read a file of examples, JSON Lines in OpenAI's form.
-
-    Raises
-    ------
-    ApiError
-        400, with the number of the wrong line.
-    """
+    """Read a file of examples, JSON Lines in OpenAI's form; `ApiError` names an invalid line."""
     with path.open("rb") as file:
         texts = [
             _read_line(line, number, method) for number, line in enumerate(file, 1) if line.strip()
         ]
     if not texts:
-        raise _wrong_file("the file has no examples. Give one JSON object a line.")
+        raise _wrong_file("the file has no examples. Give one JSON object per line.")
     return texts
 
 
@@ -116,13 +109,7 @@ def _wrong_file(message: str) -> ApiError:
 
 
 class JobRunner:
-    """The thread that works on the queue of jobs.
-
-    Parameters
-    ----------
-    models : ServedModels
-        Where trained models are served.
-    """
+    """The thread that runs queued jobs, and serves their models among `models`."""
 
     def __init__(self, store: JobStore, models: ServedModels) -> None:
         self.store, self.models = store, models
@@ -134,21 +121,20 @@ class JobRunner:
         self._thread = threading.Thread(target=self._run, name="job runner", daemon=True)
 
     def start(self) -> None:
-        """Serve the models of earlier jobs, and begin to work on the queue."""
+        """Serve the models of earlier jobs, and start the thread."""
         for job in self.store.jobs():
             if job.status is Status.SUCCEEDED:
                 self._serve(job)
             elif job.status is Status.RUNNING:
-                # One after the other: at most one was running.
+                # At most one was running.
                 self._watch(job.id, AdoptedChild(job.id, job.pid, job.pid_started))
         self._thread.start()
 
     def notify(self) -> None:
-        """Look at the queue now."""
         self._changed.set()
 
     def close(self) -> None:
-        """Stop the process that trains; its job continues at the next start."""
+        """Stop the current process; its job continues at the next start."""
         self._is_closed = True
         self._changed.set()
         if self._thread.is_alive():
@@ -163,8 +149,8 @@ class JobRunner:
             try:
                 self._look()
             except Exception:
-                # A full disk, for instance; the next look may succeed.
-                logger.exception("the queue of jobs could not be worked on")
+                # A full disk, for instance; the next attempt may succeed.
+                logger.exception("the queue of jobs failed")
             self._changed.wait(PERIOD if self._process is not None else 1.0)
             self._changed.clear()
 
@@ -209,26 +195,27 @@ class JobRunner:
 
     def _settle(self, process: Child) -> None:
         """Decide about the job of a process that has ended."""
-        job, was_stopped = self.store.job(self._job), self._stopped_at is not None
-        self._settle_job(job, process, was_stopped=was_stopped)
+        job = self.store.job(self._job)
+        if job.status is Status.RUNNING:
+            if job.is_trained:
+                if self._serve(job):
+                    self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
+                    self.store.add_event(job.id, "The job has successfully completed.")
+                    self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
+            elif process.code == STOPPED or self._stopped_at is not None:
+                self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
+            else:
+                self._count_crash(job, process)
         self._process = None
 
-    def _settle_job(self, job: Job, process: Child, *, was_stopped: bool) -> None:
-        if job.status is not Status.RUNNING:
-            return
-        if job.is_trained:
-            if self._serve(job):
-                self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
-                self.store.add_event(job.id, "The job has successfully completed.")
-                self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
-            return
-        if process.code == STOPPED or was_stopped:
-            self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
-            return
+    def _count_crash(self, job: Job, process: Child) -> None:
         crashes = job.crashes + 1
-        reason = f"The process that trained {process.ending}"
+        reason = f"The training process {process.ending}"
         if crashes >= MAX_CRASHES:
-            text = f"{reason}, for the {crashes}rd time; its last output: {self._last_output(job)}"
+            log = self.store.job_folder(job.id) / "log.txt"
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            output = lines[-1][:500] if lines else "none."
+            text = f"{reason}, for the {crashes}rd time; its last output: {output}"
             fault = {"code": "training_failed", "message": text, "param": None}
             self.store.add_event(job.id, text, level="error")
             self.store.change_job(
@@ -238,13 +225,8 @@ class JobRunner:
         self.store.add_event(job.id, f"{reason}; the job continues in another.", level="warn")
         self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED, crashes=crashes)
 
-    def _last_output(self, job: Job) -> str:
-        log = self.store.job_folder(job.id) / "log.txt"
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else "none."
-
     def _serve(self, job: Job) -> bool:
-        """Serve the models of a job, and return whether that was possible."""
+        """Serve the models of a job, and return whether that succeeded."""
         wanted = {job.name: self.store.job_folder(job.id) / MODEL}
         for row in self.store.checkpoints(job.id):
             wanted[row["name"]] = self.store.folder / row["folder"]
@@ -264,8 +246,8 @@ class JobRunner:
             source = self.models.get(job.root).source
             if source != job.plan["source"]:
                 raise NipAstraError(
-                    f"it was trained on {job.plan['source']}, but {job.root!r} is now {source}. "
-                    "Serve the former under that name."
+                    f"its base is {job.plan['source']}, but {job.root!r} is now {source}. Serve "
+                    "the former under that name."
                 )
             self.models.add_adapter(name, job.root, folder)
         else:
@@ -276,7 +258,7 @@ class JobRunner:
 
 
 def main(state_dir: str, identity: str) -> int:
-    """Train a job until it is done, or until SIGTERM; returns the exit code."""
+    """Train a job until it is complete or SIGTERM arrives; returns the exit code."""
     store = JobStore(Path(state_dir))
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
@@ -293,13 +275,7 @@ def main(state_dir: str, identity: str) -> int:
 
 
 class JobTraining:
-    """The training of one stored job.
-
-    Parameters
-    ----------
-    must_stop : callable
-        Whether to stop after this step.
-    """
+    """The training of one stored job; it stops after a step when `must_stop` says so."""
 
     def __init__(self, store: JobStore, job: Job, must_stop: Callable[[], bool]) -> None:
         self.store, self.job, self.must_stop = store, job, must_stop
@@ -319,7 +295,7 @@ class JobTraining:
             self.store.add_event(self.job.id, f"The job continues after step {saved.step}.")
         for report in self.tuning.run():
             is_last = report.step == self.tuning.num_steps
-            # The service that would stop a cancelled job may be gone.
+            # The service that would stop a cancelled job may have ended.
             is_wanted = self.store.job(self.job.id).status is Status.RUNNING
             must_stop = self.must_stop() or not is_wanted
             is_needed = is_last or must_stop or report.ends_epoch is not None

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -40,39 +41,9 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 """
 
 
-class Status(StrEnum):
-    """Status of a job, in OpenAI's terms."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the status is final."""
-        return self in (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
-
-
 @dataclass(frozen=True)
 class Job:
-    """A row of the jobs.
-
-    Attributes
-    ----------
-    model, root : str
-        Name of the trained model, and of the served model whose weights it shares.
-    name : str
-        Name under which the result is served.
-    plan, request : dict
-        Input of the process that trains, and the client's request.
-    crashes : int
-        How often the process that trains died.
-    is_trained : bool
-        Whether the result is complete on disk.
-    """
+    """A job that trains `model`; its result `name` shares weights of the served `root`."""
 
     number: int
     id: str
@@ -97,13 +68,7 @@ _COLUMNS = ", ".join(field.name for field in fields(Job))
 
 
 class JobStore:
-    """The state of a service.
-
-    Parameters
-    ----------
-    folder : Path
-        Created if it is missing.
-    """
+    """The state of a service."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +80,6 @@ class JobStore:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection that waits for others."""
         connection = sqlite3.connect(self.folder / "service.db", timeout=60, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:
@@ -146,7 +110,6 @@ class JobStore:
         return identity, self.folder / "files" / f"{identity}.part"
 
     def file_path(self, identity: str) -> Path:
-        """Path of a file's content."""
         return self.folder / "files" / identity
 
     def add_file(self, identity: str, part: Path, filename: str) -> dict[str, Any]:
@@ -181,7 +144,6 @@ class JobStore:
     # ---- jobs
 
     def job_folder(self, identity: str) -> Path:
-        """Folder of a job's data and results."""
         return self.folder / "jobs" / identity
 
     def add_job(self, job: Mapping[str, Any], key: str | None) -> Job:
@@ -197,7 +159,6 @@ class JobStore:
         return found or self.job(str(job["id"]))
 
     def job_of_key(self, key: str) -> Job | None:
-        """The job of a key."""
         found = self._jobs("WHERE key = ?", (key,))
         return found[0] if found else None
 
@@ -209,7 +170,6 @@ class JobStore:
         return found[0]
 
     def jobs(self) -> list[Job]:
-        """All jobs, the oldest first."""
         return self._jobs("ORDER BY number")
 
     def _jobs(self, rest: str, values: Sequence[Any] = ()) -> list[Job]:
@@ -220,13 +180,7 @@ class JobStore:
         return [Job(**row) for row in found]
 
     def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
-        """Change a job, and return whether it was changed.
-
-        Parameters
-        ----------
-        only : Sequence[Status]
-            Statuses in which it is changed; empty for any.
-        """
+        """Change a job, unless `only` excludes its status; returns whether it was changed."""
         if "error" in values:
             values["error"] = json.dumps(values["error"])
         if "status" in values and Status(values["status"]).is_over:
@@ -269,7 +223,6 @@ class JobStore:
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
     ) -> None:
-        """Tell of a model that a job left on its way."""
         with self._transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO checkpoints "

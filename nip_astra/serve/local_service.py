@@ -1,15 +1,24 @@
-"""Start a text service in a process of its own, and stop it."""
+"""Start a text service in its own process, and stop it; run as a module, it is that process."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from nip_astra.errors import NipAstraError
 from nip_astra.language_models.services.service_process import SECONDS_TO_START, ServiceProcess
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 
 class LocalService(ServiceProcess):
-    """A text service in a process of its own; also a context manager that stops it.
+    """A text service in its own process; also a context manager that stops it.
 
     The process ends with the one that started it, however that ends.
 
@@ -18,13 +27,13 @@ class LocalService(ServiceProcess):
     models : Mapping[str, str]
         Folder, hub id or `.gguf` file by name.
     settings : ServiceSettings, optional
-        Where it listens, if not on a free port of this machine, and its limits. Without a
-        `state_dir` its files, jobs and trained models are gone when it is stopped.
+        Address, by default a free port of this machine, and limits. Without a `state_dir` its
+        files, jobs and trained models are deleted when it stops.
     num_threads : int, optional
-        CPU cores that it computes with.
+        CPU threads.
     protocols : Sequence[TrainingProtocol]
-        By which clients train the models, "http" and "tinker"; without one, the models answer
-        texts.
+        Protocols by which clients train the models, "http" and "tinker"; without one, the models
+        generate text.
     """
 
     def __init__(
@@ -66,3 +75,55 @@ def start_service(
         When it cannot be started.
     """
     return LocalService(models, settings, num_threads=num_threads, protocols=protocols)
+
+
+# ---- the process
+
+_starter_ended = threading.Event()
+
+
+def main(order: str) -> int:
+    """Serve the JSON `order` of `ServiceProcess` until a signal, or until the starter ends."""
+    given = json.loads(order)
+    logging.basicConfig(level=logging.WARNING)
+    threading.Thread(target=_end_with_starter, name="starter watch", daemon=True).start()
+    import torch
+    import transformers
+
+    from nip_astra.serve.server import serve
+
+    transformers.utils.logging.disable_progress_bar()
+    if given["num_threads"] is not None:
+        torch.set_num_threads(given["num_threads"])
+    protocols = given["protocols"]
+    address_file = Path(given["address_file"])
+
+    def report(settings: ServiceSettings) -> None:
+        url = settings.root_url if protocols else settings.base_url
+        written = address_file.with_suffix(".new")
+        written.write_text(json.dumps({"base_url": url, "pid": os.getpid()}))
+        written.replace(address_file)
+
+    try:
+        settings = ServiceSettings(**given["settings"])
+        serve(given["models"], settings, on_start=report, protocols=protocols)
+    except NipAstraError as error:
+        sys.stderr.write(f"{str(error).replace(os.linesep, ' ')}\n")
+        return 2
+    finally:
+        if _starter_ended.is_set():
+            # The starter can no longer remove its folder.
+            shutil.rmtree(address_file.parent, ignore_errors=True)
+    return 0
+
+
+def _end_with_starter() -> None:
+    """Wait for the end of the pipe that the starter holds open."""
+    while os.read(0, 1024):
+        pass
+    _starter_ended.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

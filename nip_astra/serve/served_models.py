@@ -1,45 +1,160 @@
-"""The models that a service offers, by name."""
+"""The models that a service offers, by name, each set of weights with its engine."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError, ModelLoadError
-from nip_astra.language_models.batch_engine import EngineLimits
-from nip_astra.language_models.pretrained import find_tokenizer, load_model
-from nip_astra.language_models.sources import computing_dtype, round_weights
+from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
+from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, failed_progress
+from nip_astra.language_models.sampling import find_banned_ids, find_end_ids
+from nip_astra.language_models.sequences import GenerationRequest, Listener, Progress
+from nip_astra.language_models.sources import (
+    computing_dtype,
+    find_tokenizer,
+    load_model,
+    round_weights,
+)
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.serve.api_errors import not_found
-from nip_astra.serve.engine import Engine
+from nip_astra.serve.requests import not_found
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
+_CLOSED = "the service is shutting down"
+
+
+class Engine:
+    """A `BatchEngine` in its own thread, over the frozen weights of a model of transformers."""
+
+    def __init__(
+        self, module: Any, tokenizer: Any, dtype: torch.dtype, limits: EngineLimits
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = int(module.config.vocab_size)
+        self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
+        self.dtype, self.num_parameters = dtype, int(module.num_parameters())
+        self.end_ids = find_end_ids(module.generation_config, tokenizer)
+        decoder = Decoder(module)
+        self._batch = BatchEngine(
+            decoder,
+            frozen_weights(module, dtype, use_adapter=False, release=True),
+            # A tokenizer may be used by one thread at a time.
+            copy.deepcopy(tokenizer),
+            end_ids=self.end_ids,
+            banned_ids=find_banned_ids(tokenizer, self.end_ids, self.vocab_size),
+            limits=limits,
+        )
+        self._new: deque[GenerationRequest] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="text engine", daemon=True)
+        self._thread.start()
+
+    # ---- called from any thread
+
+    def submit(self, request: GenerationRequest) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._new.append(request)
+                self._changed.notify()
+                return
+        self._report(
+            [failed_progress(request, index, _CLOSED) for index in range(request.num_samples)]
+        )
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """Free what a request holds, at the next step; nothing more is reported of it."""
+        with self._changed:
+            request.is_cancelled = True
+            self._changed.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return len(self._new) + len(self._batch.waiting)
+
+    @property
+    def num_rows(self) -> int:
+        """Answers that are being generated."""
+        return len(self._batch.rows)
+
+    def answer(self, **options: Any) -> list[Progress]:
+        """Answer one request and wait for it: the last progress of each of its answers."""
+        finished: dict[int, Progress] = {}
+        done: Future[None] = Future()
+        count = options.get("num_samples", 1)
+
+        def listen(progress: Sequence[Progress]) -> None:
+            finished.update({one.index: one for one in progress if one.finish_reason})
+            if len(finished) == count:
+                done.set_result(None)
+
+        self.submit(GenerationRequest(listener=listen, **options))
+        done.result()
+        return [finished[index] for index in range(count)]
+
+    def close(self) -> None:
+        """End the thread; unfinished answers fail."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while not (self._new or self._batch.is_busy or self._is_closed):
+                        self._changed.wait()
+                    self._batch.waiting.extend(self._new)
+                    self._new.clear()
+                    if self._is_closed:
+                        break
+                try:
+                    for progress in self._batch.step():
+                        self._report(progress)
+                except Exception as error:
+                    # Only the requests of this batch fail, whatever the error.
+                    is_known = isinstance(error, NipAstraError)
+                    level = logging.WARNING if is_known else logging.ERROR
+                    logger.log(level, "the batch failed: %s", error, exc_info=not is_known)
+                    self._report(self._batch.fail(str(error) or type(error).__name__))
+            self._report(self._batch.fail(_CLOSED, also_waiting=True))
+
+    @staticmethod
+    def _report(progress: Sequence[Progress]) -> None:
+        groups: dict[Listener, list[Progress]] = {}
+        for one in progress:
+            if one.request.listener is not None and not one.request.is_cancelled:
+                groups.setdefault(one.request.listener, []).append(one)
+        for listener, those in groups.items():
+            try:
+                listener(those)
+            except RuntimeError:
+                logger.debug("the listener's event loop is closed", exc_info=True)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model under its name.
-
-    Attributes
-    ----------
-    source : str
-        Folder, file or hub id of the weights that the engine holds.
-    base : str or None
-        Name of the model that this one was made from by a job.
-    folder : Path or None
-        Of the adapter.
-    """
+    """A model under its name; one that a job trained has a `base`, and an adapter in `folder`."""
 
     name: str
     engine: Engine
@@ -51,14 +166,12 @@ class ServedModel:
 
     @property
     def card(self) -> dict[str, Any]:
-        """What /v1/models says of it."""
-        owner = "nip_astra" if self.base is None else "user"
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
-            "owned_by": owner,
-            # As vLLM tells it, so that clients refuse prompts that do not fit.
+            "owned_by": "nip_astra" if self.base is None else "user",
+            # As in vLLM, so that clients refuse prompts that do not fit.
             "max_model_len": self.engine.context_window,
         }
 
@@ -75,26 +188,16 @@ class ServedModels:
         self._lock = threading.Lock()
 
     def add_all(self, models: Mapping[str, str]) -> None:
-        """Load models by name.
-
-        Raises
-        ------
-        ConfigurationError
-            When a name is none.
-        ModelLoadError
-            When a model cannot be loaded.
-        """
+        """Load models by name; raises `ConfigurationError` for an invalid name."""
         for name, path in models.items():
             if not NAME.fullmatch(name):
                 raise ConfigurationError(
-                    f"a model was to be served under the name {name!r}, but a name consists of up "
-                    "to 100 letters, digits, dots, dashes and underscores. Give one of these: "
-                    "--model NAME=PATH."
+                    f"invalid name {name!r} of a model. Use at most 100 letters, digits, dots, "
+                    "dashes and underscores: --model NAME=PATH."
                 )
             self.add(name, path)
 
     def add(self, name: str, path: str, *, base: str | None = None) -> ServedModel:
-        """Serve a model of its own weights."""
         path = find_model(path)
         with self._lock:
             if path not in self._engines:
@@ -108,32 +211,22 @@ class ServedModels:
     def add_adapter(self, name: str, base: str, folder: Path) -> ServedModel:
         """Serve an adapter on the weights of another model."""
         under = self.get(base)
-        dtype = under.engine.dtype
-        adapter = read_adapter(folder, dtype, self.device)
+        adapter = read_adapter(folder, under.engine.dtype, self.device)
         with self._lock:
             served = ServedModel(name, under.engine, under.source, adapter, base, folder)
             self._models[name] = served
             return served
 
     def get(self, name: str) -> ServedModel:
-        """A model by its name.
-
-        Raises
-        ------
-        ApiError
-            404 where there is none.
-        """
         served = self._models.get(name)
         if served is None:
             raise not_found("model", name, "model")
         return served
 
     def all(self) -> list[ServedModel]:
-        """Every model."""
         return list(self._models.values())
 
     def close(self) -> None:
-        """End all engines."""
         with self._lock:
             engines, self._engines, self._models = list(self._engines.values()), {}, {}
         for engine in engines:
@@ -143,50 +236,20 @@ class ServedModels:
 def load_engine(
     path: str, *, device: torch.device, dtype: str = "float32", limits: EngineLimits
 ) -> Engine:
-    """Load a model and start to serve it.
-
-    Parameters
-    ----------
-    path : str
-        Folder, hub id or `.gguf` file.
-
-    Raises
-    ------
-    ModelLoadError
-        When it cannot be loaded, or is not of the family that the engine computes.
-    """
+    """Load a model and start its engine; `ModelLoadError` for an unsupported architecture."""
     module = load_model(path, None, None).to(device)
     reason = why_unsupported(module)
     if reason is not None:
         raise ModelLoadError(
-            f"the model {path!r} was to be served, but {reason}. The service computes "
-            f"{', '.join(FAMILY)}; serve a model of these."
+            f"cannot serve the model {path!r}: {reason}. Serve one of: {', '.join(FAMILY)}."
         )
-    tokenizer = find_tokenizer(path, None, None)
     precision = computing_dtype(module, dtype, device, trainable=False)
     round_weights(module, precision)
-    decoder, num_parameters = Decoder(module), int(module.num_parameters())
-    return Engine(
-        decoder,
-        frozen_weights(module, precision, use_adapter=False, release=True),
-        tokenizer,
-        module.generation_config,
-        vocab_size=int(module.config.vocab_size),
-        context_window=int(getattr(module.config, "max_position_embeddings", 1 << 20)),
-        num_parameters=num_parameters,
-        limits=limits,
-    )
+    return Engine(module, find_tokenizer(path, None, None), precision, limits)
 
 
 def find_model(path: str) -> str:
-    """The absolute path of a model, or its hub id.
-
-    Parameters
-    ----------
-    path : str
-        Folder, hub id or `.gguf` file, as in parameters of the Hugging Face backend, or
-        `scenario://name/folder` for a model that a scenario ships.
-    """
+    """The absolute path of a folder, `.gguf` file or `scenario://name/folder`, or a hub id."""
     found = resolve_reference(path)
     if isinstance(found, Path) and (found.exists() or found.is_absolute()):
         return str(found.resolve())

@@ -1,4 +1,4 @@
-"""How much a service takes on, and from whom."""
+"""Address, state and limits of a service."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.trust import read_variable
 
 TrainingProtocol = Literal["http", "tinker"]
-"""By which clients train models: ours, and Tinker's."""
+"""Protocol by which clients train models: ours or Tinker's."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class ServiceSettings(SubParameters):
     """Address, state and limits of a text service."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any but a loopback address demands a token."""
+    """Address to listen on. All but loopback addresses need a token."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     token_variable: str | None = None
-    """Name of the environment variable with the bearer token that requests must bring; null asks
-    for none, which is refused beyond loopback."""
+    """Environment variable with the bearer token that requests must send; null for no token, which
+    only a loopback address allows."""
     state_dir: str | None = None
-    """Folder of files, jobs and trained models; null takes one below the user's state folder."""
+    """Folder of files, jobs and trained models; null for one in the user's state folder."""
     device: str = "cpu"
-    """Where models are held: cpu, cuda, cuda:1 or auto."""
+    """Device of the models: cpu, cuda, cuda:1 or auto."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What models compute in."""
+    """Precision of the models."""
     max_body_bytes: int = Field(default=4 << 20, ge=1)
     """Largest body of a request, but for uploaded files."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
     """Largest file to train on."""
     max_waiting: int = Field(default=1024, ge=1)
-    """Requests that may wait for a place in the batch; further ones are told to come again."""
+    """Requests that may wait for a place in the batch; further ones must retry."""
     max_streams: int = Field(default=256, ge=1)
     """Streams that may be open at once."""
     max_answer_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of one answer, and what a request gets that names no max_tokens."""
+    """Most tokens of one answer, also for a request without max_tokens."""
     max_answers: int = Field(default=128, ge=1)
     """Most answers of one request: prompts times n."""
     max_rows: int = Field(default=256, ge=1)
@@ -56,66 +64,52 @@ class ServiceSettings(SubParameters):
     lora_alpha: float = Field(default=32.0, gt=0)
     """Scale of adapters: their update is multiplied by alpha / rank."""
     max_full_parameters: int = Field(default=0, ge=0)
-    """Models of at most so many weights are trained in full, and served from weights of their own;
-    of larger ones an adapter is trained."""
+    """Models of at most this many weights are trained in full and served from their own weights;
+    larger models get an adapter."""
 
     max_training_models: int = Field(default=8, ge=1)
-    """Models that may be in training at once by the training routes; each takes the memory of its
-    adapter, or of all its weights, three to four times."""
+    """Models that clients may train at once; each takes three to four times the memory of its
+    adapter or, without one, of its weights."""
     training_idle_seconds: float = Field(default=3600.0, gt=0)
-    """A model in training that nobody has asked for this long makes room where it is needed. One
-    whose client reports regularly does so once that has been silent for two minutes."""
+    """A model in training that was idle for this long is closed when room is needed; with a client
+    that reports regularly, after two minutes of silence."""
     max_message_bytes: int = Field(default=1 << 30, ge=1)
     """Largest request to the training routes; a saved state is one."""
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def root_url(self) -> str:
-        """The address that clients of the training routes are given."""
+        """Address for clients of the training routes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def base_url(self) -> str:
-        """The address that a client of OpenAI's is given."""
+        """Address for OpenAI's clients."""
         return f"{self.root_url}/v1"
 
     def token(self) -> str | None:
-        """The bearer token, or None where none is needed.
-
-        Raises
-        ------
-        ConfigurationError
-            When one is needed and there is none.
-        """
+        """The bearer token; None if none is needed."""
         if self.token_variable is None:
             if self.is_loopback:
                 return None
             raise ConfigurationError(
-                f"the service was to listen on {self.host}, where other machines reach it, without "
-                "a token. Put a secret into an environment variable and name that as "
-                "--token-variable, or listen on 127.0.0.1."
+                f"host {self.host} is open to other machines and needs a token. Put a secret into "
+                "an environment variable and name it by --token-variable, or use 127.0.0.1."
             )
         token = read_variable(self.token_variable) or ""
         if not token:
             raise ConfigurationError(
-                f"requests were to bring the token in the environment variable "
-                f"{self.token_variable}, which is not set or empty. Set it to a secret of your "
-                "choice."
+                f"token_variable names {self.token_variable}, which is not set or empty. Set it to "
+                "a secret."
             )
         return token
 
     def state_folder(self) -> Path:
-        """The folder of files and jobs."""
         if self.state_dir is not None:
             return Path(self.state_dir).resolve()
         root = read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -1,37 +1,419 @@
-"""The routes that answer: chat completions, completions, tokens, and the list of models."""
+"""The routes that generate text: chat completions, completions, tokens, and the list of models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.services.chat import render_chat
-from nip_astra.serve.api_errors import ApiError, error_body, wrong
-from nip_astra.serve.bodies import read_body
 from nip_astra.serve.completions import CompletionStore
-from nip_astra.serve.engine_client import Answer, EngineClient
-from nip_astra.serve.generation_bodies import (
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    SamplingBody,
-)
-from nip_astra.serve.replies import Reply, tokens_reply, usage_of
-from nip_astra.serve.served_models import ServedModel, ServedModels
+from nip_astra.serve.requests import Body, check_body, failed, overloaded, read_body, wrong
+from nip_astra.serve.served_models import Engine, ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
-"""Characters from which turning a text into tokens is left to a thread."""
+"""Characters from which a text is tokenised in a thread."""
+MAX_STOPS = 4
 _CLIENT_LEFT = 499
-Chunk = Callable[[int, Progress], list[dict[str, Any]]]
+
+# ---- requests
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Part = TypeVar("Part")
+AtLeastOne = Annotated[list[Part], Field(min_length=1)]
+Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
+
+
+class DrawBody(Body):
+    """How tokens are drawn."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(DrawBody):
+    """Options of both routes for text."""
+
+    model: Name
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream: true")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | AtLeastOne[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(SamplingBody):
+    """A request of /v1/chat/completions."""
+
+    messages: AtLeastOne[Message]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are one option; give one")
+        return self
+
+
+class CompletionBody(SamplingBody):
+    """A request of /v1/completions."""
+
+    prompt: str | AtLeastOne[str] | Ids | AtLeastOne[Ids]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class TokenSamplingBody(DrawBody):
+    """The `sampling_params` of /inference/v1/generate; the last two have no effect here."""
+
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    skip_special_tokens: bool = True
+    routed_experts_prompt_start: int | None = None
+
+
+class GenerateBody(Body):
+    """A request of /inference/v1/generate."""
+
+    model: Name
+    token_ids: Ids
+    sampling_params: dict[str, Any] = {}
+
+
+# ---- responses
+
+Reply = dict[str, Any]
+
+
+class TextReply:
+    """The response to a request for chat completions (`kind` chatcmpl) or completions (cmpl)."""
+
+    def __init__(self, kind: str, model: str, tokenizer: Any) -> None:
+        self.is_chat = kind == "chatcmpl"
+        self.tokenizer = tokenizer
+        self._head = {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
+
+    def whole(self, answers: Sequence[Progress], usage: Reply) -> Reply:
+        if not self.is_chat:
+            choices = [self._completion(place, one, 0) for place, one in enumerate(answers)]
+            return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
+        choices = [
+            {
+                "index": place,
+                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "logprobs": self._chat_logprobs(one),
+                "finish_reason": one.finish_reason,
+            }
+            for place, one in enumerate(answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def chunk(self, *choices: Reply, **fields: Any) -> Reply:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": list(choices), **fields}
+
+    def choice(self, place: int, progress: Progress, offset: int) -> Reply:
+        """What one step of a stream added to an answer of `offset` characters."""
+        if not self.is_chat:
+            return self._completion(place, progress, offset)
+        return {
+            "index": place,
+            "delta": {"content": progress.text} if progress.text or progress.tokens else {},
+            "logprobs": self._chat_logprobs(progress),
+            "finish_reason": progress.finish_reason,
+        }
+
+    def _chat_logprobs(self, progress: Progress) -> Reply | None:
+        if progress.request.num_top is None:
+            return None
+        return {"content": _logprobs_of(progress, self._token), "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> Reply:
+        text = self._text_of(token)
+        is_whole = "\ufffd" not in text
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()) if is_whole else None,
+        }
+
+    def _text_of(self, token: int) -> str:
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    def _completion(self, place: int, progress: Progress, offset: int) -> Reply:
+        logprobs = None
+        if progress.request.num_top is not None:
+            records = progress.tokens
+            texts = [self._text_of(record.token) for record in records]
+            logprobs = {
+                "tokens": texts,
+                "token_logprobs": [record.logprob for record in records],
+                "top_logprobs": [
+                    {self._text_of(token): logprob for token, logprob in record.top}
+                    for record in records
+                ],
+                "text_offset": [
+                    offset + sum(map(len, texts[:place])) for place in range(len(texts))
+                ],
+            }
+        return {
+            "index": place,
+            "text": progress.text,
+            "logprobs": logprobs,
+            "finish_reason": progress.finish_reason,
+        }
+
+
+def _logprobs_of(progress: Progress, shown: Callable[[int, float], Reply]) -> list[Reply]:
+    return [
+        {
+            **shown(record.token, record.logprob),
+            "top_logprobs": [shown(token, logprob) for token, logprob in record.top],
+        }
+        for record in progress.tokens
+    ]
+
+
+def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
+    """A response of /inference/v1/generate, in vLLM's form."""
+
+    def shown(token: int, logprob: float) -> Reply:
+        # A token is named by its number: not every token is a text.
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+
+    choices = [
+        {
+            "index": place,
+            "token_ids": [record.token for record in one.tokens],
+            "logprobs": None
+            if one.request.num_top is None
+            else {"content": _logprobs_of(one, shown)},
+            "finish_reason": one.finish_reason,
+        }
+        for place, one in enumerate(answers)
+    ]
+    return {
+        "request_id": f"generate-{secrets.token_hex(12)}",
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def _usage_of(requests: Sequence[GenerationRequest], completion_tokens: int) -> Reply:
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+# ---- engines
+
+
+class EngineClient:
+    """Submits requests to engines from an event loop; a client that leaves cancels its requests."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.settings = settings
+        self.num_streams = 0
+        self._inboxes: dict[int, asyncio.Queue[Progress]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _listen(self, items: Sequence[Progress]) -> None:
+        def dispatch() -> None:
+            for progress in items:
+                inbox = self._inboxes.get(progress.request.number)
+                if inbox is not None:
+                    inbox.put_nowait(progress)
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(dispatch)
+
+    def plan(
+        self,
+        served: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        body: DrawBody,
+        *,
+        num_top: int | None,
+        max_tokens: int | None,
+        **options: Any,
+    ) -> list[GenerationRequest]:
+        """The requests of a body, one per prompt; raises `ApiError` beyond a limit."""
+        if len(prompts) * body.n > self.settings.max_answers:
+            raise wrong(
+                f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
+                f"service allows {self.settings.max_answers} per request.",
+                "n",
+                "invalid_value",
+            )
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        return [
+            GenerationRequest(
+                prompt=tuple(prompt),
+                max_tokens=self._room(served.engine, len(prompt), max_tokens),
+                # Prompts of one request have independent draws.
+                seed=seed + place,
+                listener=self._listen,
+                num_samples=body.n,
+                temperature=body.temperature,
+                # A nucleus holds at least one token.
+                top_p=max(body.top_p, 1e-9),
+                num_top=num_top,
+                adapter=served.adapter,
+                **options,
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+
+    def _room(self, engine: Engine, num_tokens: int, max_tokens: int | None) -> int:
+        window, most = engine.context_window, self.settings.max_answer_tokens
+        if max_tokens is not None and max_tokens > most:
+            raise wrong(
+                f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start "
+                "the service with a higher --max-answer-tokens.",
+                "max_tokens",
+                "invalid_value",
+            )
+        if num_tokens == 0:
+            raise wrong("the prompt has no tokens.", "prompt", "invalid_value")
+        if num_tokens >= window:
+            raise wrong(
+                f"the prompt has {num_tokens} tokens, but prompt and answer share a window of "
+                f"{window}. Shorten the prompt.",
+                "messages",
+                "context_length_exceeded",
+            )
+        # An answer that fills the window ends there, with finish reason "length".
+        return min(max_tokens or most, window - num_tokens)
+
+    @contextmanager
+    def _submitted(
+        self, engine: Engine, requests: Sequence[GenerationRequest]
+    ) -> Iterator[asyncio.Queue[Progress]]:
+        """A queue with the progress of requests, which end with the block."""
+        if engine.num_waiting + len(requests) > self.settings.max_waiting:
+            raise overloaded(
+                f"{engine.num_waiting} requests are waiting, and this service allows "
+                f"{self.settings.max_waiting}. Retry later.",
+                "queue_full",
+            )
+        self._loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Progress] = asyncio.Queue()
+        self._inboxes.update({request.number: inbox for request in requests})
+        try:
+            for request in requests:
+                engine.submit(request)
+            yield inbox
+        finally:
+            for request in requests:
+                engine.cancel(request)
+                del self._inboxes[request.number]
+
+    async def progress(
+        self, engine: Engine, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Progress], None]:
+        """Progress as it arrives, each with the index of its answer among all."""
+        places = {request.number: place for place, request in enumerate(requests)}
+        count = requests[0].num_samples
+        num_open = count * len(requests)
+        with self._submitted(engine, requests) as inbox:
+            while num_open:
+                one = await inbox.get()
+                num_open -= one.finish_reason is not None
+                yield places[one.request.number] * count + one.index, one
+
+    async def answer(self, engine: Engine, requests: Sequence[GenerationRequest]) -> list[Progress]:
+        answers: dict[int, Progress] = {}
+        progress = self.progress(engine, requests)
+        try:
+            async for place, one in progress:
+                if one.finish_reason == "error":
+                    raise failed(f"the answer failed: {one.error}")
+                answers[place] = one
+        finally:
+            await progress.aclose()
+        return [answers[place] for place in sorted(answers)]
+
+    async def stream(
+        self, engine: Engine, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Progress], None]:
+        """As `progress`, within the limit of open streams."""
+        if self.num_streams >= self.settings.max_streams:
+            raise overloaded(
+                f"{self.num_streams} streams are open, the limit of this service. Retry later.",
+                "too_many_streams",
+            )
+        self.num_streams += 1
+        progress = self.progress(engine, requests)
+        try:
+            async for one in progress:
+                yield one
+        finally:
+            self.num_streams -= 1
+            await progress.aclose()
+
+
+# ---- routes
 
 
 def text_routes(
@@ -53,7 +435,7 @@ class _TextRoutes:
         self, models: ServedModels, settings: ServiceSettings, completions: CompletionStore
     ) -> None:
         self._models, self._store = models, completions
-        self.engine_client = EngineClient(settings)
+        self._client = EngineClient(settings)
 
     async def models(self) -> Response:
         cards = [served.card for served in self._models.all()]
@@ -64,88 +446,66 @@ class _TextRoutes:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        served = self._models.get(body.model)
+        engine = self._models.get(body.model).engine
         messages = [message.plain() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
-        prompt = await _maybe_in_thread(
-            size, lambda: chat_prompt(served.engine.tokenizer, messages)
-        )
-        requests = self.engine_client.plan(
-            served,
-            [prompt],
-            body,
-            num_top=body.num_top,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-        )
-        reply = Reply("chatcmpl", body.model, served.engine.tokenizer)
-        if not body.stream:
-            return await self._store.once(
-                request, body.model, lambda: self._whole(request, served, requests, reply.chat)
-            )
-
-        def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:
-            delta = {"content": progress.text} if progress.text or progress.tokens else {}
-            return [reply.chat_chunk(place, delta, progress)]
-
-        first = [
-            reply.chat_chunk(place, {"role": "assistant", "content": "", "refusal": None})
-            for place in range(body.n)
-        ]
-        return await self._stream(served, requests, body, reply, (first, chunks))
+        prompt = await _maybe_in_thread(size, lambda: chat_prompt(engine.tokenizer, messages))
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        return await self._answer_text("chatcmpl", request, body, [prompt], num_top, max_tokens)
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
-        served = self._models.get(body.model)
-        size = len(str(body.prompt))
+        engine = self._models.get(body.model).engine
         prompts = await _maybe_in_thread(
-            size,
-            lambda: completion_prompts(
-                served.engine.tokenizer, body.prompt, served.engine.vocab_size
-            ),
+            len(str(body.prompt)), lambda: completion_prompts(engine, body.prompt)
         )
-        requests = self.engine_client.plan(
-            served, prompts, body, num_top=body.logprobs, max_tokens=body.max_tokens
+        return await self._answer_text(
+            "cmpl", request, body, prompts, body.logprobs, body.max_tokens
         )
-        reply = Reply("cmpl", body.model, served.engine.tokenizer)
-        if not body.stream:
-            return await self._store.once(
-                request,
-                body.model,
-                lambda: self._whole(request, served, requests, reply.completion),
-            )
-        offsets: dict[int, int] = {}
 
-        def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:
-            offset = offsets.get(place, 0)
-            offsets[place] = offset + len(progress.text)
-            return [reply.completion_chunk(place, progress, offset)]
-
-        return await self._stream(served, requests, body, reply, ([], chunks))
-
-    async def generate(self, request: Request) -> Response:
-        """Tokens for tokens: what is learnt from must not go through text."""
-        body = await read_body(request, GenerateBody)
-        sampling = body.sampling()
+    async def _answer_text(
+        self,
+        kind: str,
+        request: Request,
+        body: SamplingBody,
+        prompts: Sequence[Sequence[int]],
+        num_top: int | None,
+        max_tokens: int | None,
+    ) -> Response:
         served = self._models.get(body.model)
-        prompts = completion_prompts(
-            served.engine.tokenizer, body.token_ids, served.engine.vocab_size
-        )
-        requests = self.engine_client.plan(
+        requests = self._client.plan(
             served,
             prompts,
-            SamplingBody(
-                model=body.model,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                n=sampling.n,
-                seed=sampling.seed,
-            ),
+            body,
+            num_top=num_top,
+            max_tokens=max_tokens,
+            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+            is_streamed=body.stream,
+        )
+        reply = TextReply(kind, body.model, served.engine.tokenizer)
+        if body.stream:
+            return await self._stream(served.engine, requests, body, reply)
+        return await self._store.once(
+            request, body.model, lambda: self._whole(request, served, requests, reply.whole)
+        )
+
+    async def generate(self, request: Request) -> Response:
+        """Tokens for tokens: training data must not go through text."""
+        body = await read_body(request, GenerateBody)
+        sampling = check_body(body.sampling_params, TokenSamplingBody)
+        served = self._models.get(body.model)
+        requests = self._client.plan(
+            served,
+            completion_prompts(served.engine, body.token_ids),
+            sampling,
             num_top=sampling.logprobs,
             max_tokens=sampling.max_tokens,
-            end_ids=sampling.stop_token_ids,
+            end_ids=tuple(sampling.stop_token_ids),
+            returns_token_ids=True,
         )
         return await self._store.once(
-            request, body.model, lambda: self._whole(request, served, requests, tokens_reply)
+            request, body.model, lambda: self._whole(request, served, requests, _tokens_reply)
         )
 
     async def _whole(
@@ -153,10 +513,10 @@ class _TextRoutes:
         request: Request,
         served: ServedModel,
         requests: Sequence[GenerationRequest],
-        to_reply: Callable[[Sequence[Answer], dict[str, Any]], dict[str, Any]],
+        to_reply: Callable[[Sequence[Progress], Reply], Reply],
     ) -> Response:
-        """Answer at once, or free the places where the client does not wait any more."""
-        answering = asyncio.ensure_future(self.engine_client.answer(served.engine, requests))
+        """All answers at once; none when the client leaves before."""
+        answering = asyncio.ensure_future(self._client.answer(served.engine, requests))
         leaving = asyncio.ensure_future(_until_left(request))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,45 +526,43 @@ class _TextRoutes:
         finally:
             leaving.cancel()
             answering.cancel()
-        said = sum(answer.progress.num_tokens for answer in answers)
-        usage = usage_of(sum(len(one.prompt) for one in requests), said)
+        usage = _usage_of(requests, sum(one.num_tokens for one in answers))
         return JSONResponse(to_reply(answers, usage))
 
     async def _stream(
         self,
-        served: ServedModel,
+        engine: Engine,
         requests: Sequence[GenerationRequest],
         body: SamplingBody,
-        reply: Reply,
-        parts: tuple[list[dict[str, Any]], Chunk],
+        reply: TextReply,
     ) -> Response:
-        first, chunks = parts
-        progress = self.engine_client.stream(served.engine, requests)
-        # What refuses the stream does so before its status is sent.
+        progress = self._client.stream(engine, requests)
+        # A refusal of the stream must come before its status is sent.
         begin = await anext(progress)
         fields = {"usage": None} if body.includes_usage else {}
-        kind = first[0]["object"] if first else "text_completion"
 
         async def events() -> AsyncIterator[bytes]:
-            said: dict[int, int] = {}
+            lengths: dict[int, int] = {}
+            num_tokens: dict[int, int] = {}
             try:
-                for chunk in first:
-                    yield _event({**chunk, **fields})
+                for place in range(body.n if reply.is_chat else 0):
+                    delta = {"role": "assistant", "content": "", "refusal": None}
+                    first = {"index": place, "delta": delta, "logprobs": None}
+                    yield _event(reply.chunk({**first, "finish_reason": None}, **fields))
                 one: tuple[int, Progress] | None = begin
                 while one is not None:
-                    place, told = one
-                    if told.finish_reason == "error":
-                        text = f"the answer could not be given: {told.error}"
-                        yield _event(error_body(text, "server_error"))
+                    place, step = one
+                    if step.finish_reason == "error":
+                        yield _event(failed(f"the answer failed: {step.error}").body)
                         return
-                    said[place] = told.num_tokens
-                    for chunk in chunks(place, told):
-                        yield _event({**chunk, **fields})
+                    num_tokens[place] = step.num_tokens
+                    offset = lengths.get(place, 0)
+                    lengths[place] = offset + len(step.text)
+                    yield _event(reply.chunk(reply.choice(place, step, offset), **fields))
                     one = await anext(progress, None)
                 if body.includes_usage:
-                    tokens = sum(len(request.prompt) for request in requests)
-                    usage = usage_of(tokens, sum(said.values()))
-                    yield _event({**reply.head(kind), "choices": [], "usage": usage})
+                    usage = _usage_of(requests, sum(num_tokens.values()))
+                    yield _event(reply.chunk(usage=usage))
                 yield b"data: [DONE]\n\n"
             finally:
                 await progress.aclose()
@@ -213,7 +571,7 @@ class _TextRoutes:
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _event(content: Reply) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
 
@@ -226,19 +584,8 @@ async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
 
-def to_response(error: ApiError) -> JSONResponse:
-    """A refusal as it is sent."""
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens before the next message of the assistant, by the tokenizer's template.
-
-    Raises
-    ------
-    ApiError
-        When there is no template, or it refuses the messages.
-    """
+    """The tokens before the assistant's next message, by the tokenizer's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise wrong(
             "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
@@ -253,25 +600,18 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[i
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def completion_prompts(
-    tokenizer: Any, prompt: str | Sequence[Any], vocab_size: int
-) -> list[list[int]]:
-    """The tokens of each prompt of /v1/completions.
-
-    Raises
-    ------
-    ApiError
-        When a token is none of the model's.
-    """
+def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:
+    """The tokens of each prompt: texts, or tokens of the model."""
     given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(given[0], int):
         given = [given]
-    found = [list(tokenizer.encode(one)) if isinstance(one, str) else list(one) for one in given]
+    encode = engine.tokenizer.encode
+    found = [list(encode(one)) if isinstance(one, str) else list(one) for one in given]
     worst = max((max(ids, default=0) for ids in found), default=0)
-    if worst >= vocab_size:
+    if worst >= engine.vocab_size:
         raise wrong(
-            f"the prompt holds the token {worst}, but the model has {vocab_size}. Give tokens of "
-            "this model, or text.",
+            f"the prompt holds the token {worst}, but the model has {engine.vocab_size}. Give "
+            "tokens of this model, or text.",
             "prompt",
             "invalid_value",
         )

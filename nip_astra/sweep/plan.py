@@ -1,71 +1,138 @@
-"""What a sweep runs: every combination of trainers, scenarios and values, with every seed."""
+"""The plan of a sweep, every combination of trainers, scenarios and values with every seed, and
+the files of its folder.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
+from nip_astra.errors import (
+    ConfigurationError,
+    ParameterError,
+    RunDirectoryError,
+    UnknownNameError,
+    UntrustedRunError,
+)
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.parameters.content import with_absolute_paths
 from nip_astra.parameters.files import parse_overrides, read_yaml_mapping
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.sweep.search_space import Choice, Range, SearchParameters, whole_number
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RunDirectory
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.trust import is_signed
 
+PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
+SIGNATURE_FILE = "sweep.signature"
+"""Says whose sweep it is; see `nip_astra.trust`."""
 MAX_RUNS = 10_000
-"""More combinations are taken for a slip of the pen."""
+"""More combinations are taken for a mistake."""
 DEV = "dev/"
-"""How the names of dev evaluations' figures begin."""
+"""First part of the names of figures of dev evaluations."""
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
+_MAX_DIGITS = 19
+
+
+class Range(SubParameters):
+    """Numbers from `low` to `high`, both included; whole ones if both ends are."""
+
+    low: int | float
+    """Lowest number."""
+    high: int | float
+    """Highest number."""
+    is_log: bool = False
+    """Whether numbers are drawn evenly by their logarithm, as suits learning rates."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"must have a low, {self.low}, below its high, {self.high}")
+        if self.is_log and self.low <= 0:
+            raise ValueError(f"has logarithms only above 0, but its low is {self.low}")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only whole numbers are tried."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+Choice = Range | list[Any]
+
+
+class SearchParameters(SubParameters):
+    """A search for the values of parameters that optimise a figure.
+
+    A path that begins with the name of one of the sweep's trainers applies only to its trials.
+    """
+
+    space: Mapping[str, Choice] = {}
+    """A range or list of values per parameter. Trainers and scenarios of the sweep, and lists of
+    its grid, are tried as well."""
+    num_trials: int = Field(default=20, ge=1)
+    """Trials in all, including those that were pruned or failed."""
+    sampler: CheckedName = "tpe"
+    """Proposes values: tpe near the best trials so far, random without looking at them, or one that
+    a plug-in registers."""
+    pruner: CheckedName = "median"
+    """Stops trials early by their dev evaluations: median those worse than the median of the others
+    at the same iteration, halving all but the best by successive halving, none no trial, or one
+    that a plug-in registers."""
+    num_startup_trials: int = Field(default=5, ge=0)
+    """Random trials before tpe proposes, and complete ones before median prunes."""
+    objective: str | None = None
+    """Figure to optimise: a name in metrics.jsonl such as dev/failure_rate, of which the best of a
+    run counts; null for dev/ and the trainer's dev_metric. A name without dev/ is taken from
+    results.json, after training, and is not used for pruning."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """Whether more of it is better, or less."""
+    seed: int = Field(default=0, le=MAX_WHOLE)
+    """Root of the proposals; not the seed of the runs."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What the runs of one arm have in common; they differ in their seeds.
-
-    Attributes
-    ----------
-    values : Mapping[str, str]
-        Parameters that the sweep varies, as text for `--set`.
-    fixed : Mapping[str, str]
-        Parameters that it sets to the same for all arms.
-    """
+    """Runs that differ only in their seeds."""
 
     trainer: str
     scenario: str | None
-    values: Mapping[str, str]
-    fixed: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str]  # parameters that the sweep varies, as text for `--set`
+    fixed: Mapping[str, str] = field(default_factory=dict)  # those with one value in all arms
+
+    @property
+    def _varied(self) -> list[str]:
+        return [f"{path.rpartition('.')[2]}={_short(text)}" for path, text in self.values.items()]
 
     @property
     def tags(self) -> list[str]:
-        """What tells its runs from others on W&B, which takes 64 letters at most."""
-        varied = [f"{path.rpartition('.')[2]}={_short(one)}" for path, one in self.values.items()]
-        return [tag[:64] for tag in (self.trainer, *varied)]
+        """Its runs' tags on W&B, which takes at most 64 characters each."""
+        return [tag[:64] for tag in (self.trainer, *self._varied)]
 
     @property
     def name(self) -> str:
-        """What the arm is called in tables."""
-        parts = [self.trainer, *([self.scenario] if self.scenario else [])]
-        parts += [f"{path.rpartition('.')[2]}={_short(one)}" for path, one in self.values.items()]
-        return " ".join(parts)
+        """Its name in tables."""
+        return " ".join([self.trainer, *([self.scenario] if self.scenario else []), *self._varied])
 
     def run_id(self, seed: int) -> str:
-        """The name of a run, equal in every sweep with this arm."""
+        """The id of a run, equal in every sweep with this arm."""
         values = {**self.fixed, **self.values}
         if self.scenario is None and not values:
             return f"{self.trainer}-s{seed}"
-        said = json.dumps([self.scenario, sorted(values.items())])
-        return f"{self.trainer}-{hashlib.sha256(said.encode()).hexdigest()[:8]}-s{seed}"
+        text = json.dumps([self.scenario, sorted(values.items())])
+        return f"{self.trainer}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-s{seed}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +144,58 @@ class PlannedRun:
 
     @property
     def run_id(self) -> str:
-        """Its name, and that of its folder in the sweep's."""
+        """Its id, and the name of its folder."""
         return self.arm.run_id(self.seed)
 
 
+class RunStatus(StrEnum):
+    """State of a run of a sweep."""
+
+    NEW = "new"
+    STOPPED = "stopped"
+    """Started and not ended: it is resumed from its latest checkpoint."""
+    ENDED = "ended"
+    PRUNED = "pruned"
+    """Stopped for good because other trials did better."""
+    FAILED = "failed"
+    """Its process ended with an error in this call of the sweep."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The outcome of a run, with the last line of a failed run's log."""
+
+    run: PlannedRun
+    status: RunStatus
+    seconds: float
+    message: str = ""
+
+
+class RunQueue:
+    """Runs that are known from the start."""
+
+    def __init__(self, runs: Iterable[PlannedRun]) -> None:
+        self._runs = list(runs)
+
+    def take(self) -> PlannedRun | None:
+        """The next run to start; None if there is none now."""
+        return self._runs.pop(0) if self._runs else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run follows once those that were taken have ended."""
+        return not self._runs
+
+    def goes_on(self, run: PlannedRun) -> bool:
+        """Whether a run in progress should continue."""
+        return True
+
+    def note(self, finished: FinishedRun) -> None:
+        """Record the outcome of a run."""
+
+
 class SweepPlan(SubParameters):
-    """What a sweep runs, as a file says it."""
+    """The runs of a sweep, as a file describes them."""
 
     trainers: list[str] = Field(min_length=1)
     """Trainers that are compared."""
@@ -97,7 +210,7 @@ class SweepPlan(SubParameters):
     parameters: str | None = None
     """Parameter file that all runs start from, in place of the trainers' presets."""
     plugins: list[str] = []
-    """Files or modules with code of one's own."""
+    """Files or modules of plug-ins."""
     search: SearchParameters | None = None
     """Search for the best values in place of running all combinations; null runs all."""
 
@@ -144,44 +257,48 @@ class SweepPlan(SubParameters):
     @property
     def arms(self) -> list[Arm]:
         """Every combination, without seeds; those of a search are known when it has ended."""
-        varied = {path: given for path, given in self.grid.items() if len(given) > 1}
-        values = [[(path, as_text(one)) for one in given] for path, given in varied.items()]
+        varied = [
+            [(path, as_text(value)) for value in values]
+            for path, values in self.grid.items()
+            if len(values) > 1
+        ]
         return [
             Arm(trainer, scenario, dict(chosen), self.fixed)
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
-            for chosen in product(*values)
+            for chosen in product(*varied)
         ]
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """Every run: the first seed of all arms first, so that a sweep says something early."""
+        """Every run: the first seed of all arms first, so that a sweep has results early."""
         return [PlannedRun(arm, seed) for seed in self.seeds for arm in self.arms]
 
     @property
     def first_arms(self) -> list[Arm]:
-        """One arm of each trainer and scenario, with the first value of all that is tried."""
+        """One arm per trainer and scenario, with the first value of each varied parameter."""
         return [
-            Arm(trainer, scenario, self._first_values(trainer), self.fixed)
+            Arm(
+                trainer,
+                scenario,
+                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()},
+                self.fixed,
+            )
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
         ]
 
-    def _first_values(self, trainer: str) -> dict[str, str]:
-        tried = self.choices_of(trainer)
-        return {path: as_text(_ends_of(one)[0]) for path, one in tried.items()}
-
     @property
     def choices(self) -> dict[str, Choice]:
-        """What a search tries for each parameter; a grid's single values are not searched."""
+        """The values that a search tries, by parameter; single values of the grid are left out."""
         listed: dict[str, Choice] = {
             path: values for path, values in self.grid.items() if len(values) > 1
         }
         return listed | dict(self.search.space if self.search else {})
 
     def choices_of(self, trainer: str) -> dict[str, Choice]:
-        """What a search tries with a trainer: no parameters of the other trainers' own."""
-        others = {other for other in self.trainers if other != trainer}
+        """The `choices` of a trainer's trials, without parameters of the other trainers."""
+        others = {*self.trainers} - {trainer}
         return {
             path: choice
             for path, choice in self.choices.items()
@@ -194,22 +311,16 @@ class SweepPlan(SubParameters):
         return {path: as_text(values[0]) for path, values in self.grid.items() if len(values) == 1}
 
     def check(self) -> None:
-        """Resolve the parameters of every arm, before anything runs; of a search, its ends.
-
-        Raises
-        ------
-        ConfigurationError
-            When a combination is wrong, there are too many, or there is nothing to search by.
-        """
+        """Resolve the parameters of every arm; of a search, of the ends of its ranges."""
         if self.search is not None:
-            for arm in self._ends():
+            for arm in self._trials_at_the_ends():
                 self._check_objective(self.resolve(arm))
             return
         num_runs = len(self.seeds) * len(self.arms)
         if num_runs > MAX_RUNS:
             raise ConfigurationError(
-                f"a sweep of {num_runs:,} runs was asked for, and {MAX_RUNS:,} are the most. Give "
-                "fewer values, or parts of it by --shard."
+                f"a sweep has at most {MAX_RUNS:,} runs, but this has {num_runs:,}. Give fewer "
+                "values."
             )
         known: dict[str, Arm] = {}
         for arm in self.arms:
@@ -218,8 +329,8 @@ class SweepPlan(SubParameters):
             other = known.setdefault(json.dumps(values, sort_keys=True), arm)
             if other is not arm:
                 raise ConfigurationError(
-                    f"the arms {other.name!r} and {arm.name!r} are one experiment, and would "
-                    "count as two. Leave out one of them."
+                    f"the arms {other.name!r} and {arm.name!r} are the same experiment. Leave out "
+                    "one of them."
                 )
 
     def resolve(self, arm: Arm) -> ResolvedExperiment:
@@ -233,12 +344,11 @@ class SweepPlan(SubParameters):
             plugins=self.plugins,
         )
 
-    def _ends(self) -> Iterator[Arm]:
-        """Trials with the ends of each range and each listed value, one after the other."""
+    def _trials_at_the_ends(self) -> Iterator[Arm]:
         for arm in self.first_arms:
             yield arm
             for path, choice in self.choices_of(arm.trainer).items():
-                for end in _ends_of(choice)[1:]:
+                for end in _ends(choice)[1:]:
                     yield replace(arm, values={**arm.values, path: as_text(end)})
 
     def _check_objective(self, resolved: ResolvedExperiment) -> None:
@@ -246,17 +356,15 @@ class SweepPlan(SubParameters):
         period = getattr(resolved.hyper_params.training, "eval_period", 0)
         if objective.startswith(DEV) and not period:
             raise ConfigurationError(
-                f"a search by {objective} was asked for, but {resolved.hyper_params.trainer} makes "
-                "no dev evaluations: training.eval_period is 0. Add --set training.eval_period=2, "
-                "or search by a figure after training, for instance --objective failure_rate, "
-                "which looks at what the runs are tested on."
+                f"{resolved.hyper_params.trainer} has no {objective} to search by: "
+                "training.eval_period is 0. Add --set training.eval_period=2, or use a figure "
+                "after training such as --objective failure_rate, measured on the test data."
             )
 
     def objective_of(self, resolved: ResolvedExperiment) -> str:
         """The figure that trials of a search are judged by."""
-        told = self.search.objective if self.search else None
         metric = getattr(resolved.hyper_params.training, "dev_metric", "mean_reward")
-        return told or f"{DEV}{metric}"
+        return (self.search and self.search.objective) or f"{DEV}{metric}"
 
     def overrides_of(self, arm: Arm) -> list[str]:
         """Assignments of an arm's runs."""
@@ -265,20 +373,19 @@ class SweepPlan(SubParameters):
 
 
 def _refuse_own_parameter(path: str) -> None:
-    """Refuse to vary as a parameter what a sweep varies by fields of its own."""
     option = {"seed": "--seeds", "trainer": "--trainer", "scenario": "--scenario"}.get(path.strip())
     if option is not None:
         raise ValueError(f"gives {path.strip()}, which a sweep varies by {option}; use that")
 
 
 def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
-    """Refuse two values that are one, as 1e-4 and 0.0001 are."""
+    """Refuse two spellings of one value, such as 1e-4 and 0.0001."""
     known: list[Any] = []
     for value in values:
         try:
             (read,) = parse_overrides([f"value={as_text(value)}"]).values.values()
         except ParameterError:
-            # Whoever resolves the run says what is wrong with it.
+            # Resolving the run reports the error.
             continue
         read = isinstance(read, bool), read
         if read in known:
@@ -287,52 +394,36 @@ def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
 
 
 class RequestedFigures:
-    """Figures that a sweep shows or searches by, checked against those that its trainers report.
-
-    Parameters
-    ----------
-    metrics : Sequence[str]
-        Figures after training that are shown.
-
-    Raises
-    ------
-    UnknownNameError
-        When no trainer of the sweep reports one of them.
-    """
+    """Figures that a sweep shows or searches by, checked against those that its trainers report."""
 
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
         self._undeclared: dict[str, set[str]] = {}
-        trainers = {}
+        declared: dict[str, tuple[str, ...] | None] = {}
         requested = dict.fromkeys(metrics)
         for arm in plan.first_arms:
             resolved = plan.resolve(arm)
-            trainers[arm.trainer] = resolved.trainer_class
+            declared[arm.trainer] = _declared_figures(arm.trainer, resolved.trainer_class)
             if plan.search is not None:
                 requested[plan.objective_of(resolved)] = None
-        declared = {name: _declared_figures(name, one) for name, one in trainers.items()}
+        silent = {trainer for trainer, figures in declared.items() if figures is None}
+        known = [pattern for figures in declared.values() for pattern in figures or ()]
         for name in requested:
-            silent = {trainer for trainer, figures in declared.items() if figures is None}
-            known = [pattern for figures in declared.values() for pattern in figures or ()]
             if any(fnmatchcase(name, pattern) for pattern in known):
                 continue
             if not silent:
                 raise _unknown_figure(name, known)
-            self._undeclared[name] = silent
+            self._undeclared[name] = set(silent)
 
     def note(self, run: PlannedRun, folder: Path) -> None:
-        """Check the names that trainers had not declared against a run that has ended.
-
-        Raises
-        ------
-        UnknownNameError
-            When it was the last trainer that might have reported one of them.
+        """Check names that trainers had not declared against a run that has ended; refuse a name
+        once no trainer is left that might report it.
         """
         for name, trainers in list(self._undeclared.items()):
             if run.arm.trainer not in trainers:
                 continue
-            found = read_results(folder)
-            reported = {*(found.results.get("after") or {}), *(one.name for one in found.figures)}
-            reported |= {one for row in found.metrics for one in row if one.startswith(DEV)}
+            stored = read_results(folder)
+            reported = {*(stored.results.get("after") or {}), *(one.name for one in stored.figures)}
+            reported |= {one for row in stored.metrics for one in row if one.startswith(DEV)}
             if name in reported:
                 del self._undeclared[name]
                 continue
@@ -342,7 +433,7 @@ class RequestedFigures:
 
 
 def _declared_figures(name: str, trainer: type[Trainer]) -> tuple[str, ...] | None:
-    """What a trainer declares; a plug-in's may report more than the base that it inherits from."""
+    """The figures that a trainer declares; None for a plug-in that only inherits them."""
     owner = next(one for one in trainer.__mro__ if "figures" in vars(one))
     is_inherited = owner.__module__.startswith("nip_astra.") and not TRAINERS.is_built_in(name)
     return None if is_inherited else trainer.figures
@@ -353,78 +444,165 @@ def _unknown_figure(name: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError("figure", name, sorted(set(known)), advice)
 
 
-def read_plan(path: str | Path) -> SweepPlan:
-    """The plan that a YAML file holds.
+def read_plan(
+    source: str | Path | None,
+    *,
+    trainers: str | None = None,
+    scenarios: str | None = None,
+    seeds: str | None = None,
+    grid: Sequence[str] = (),
+    parameters: str | None = None,
+    plugins: Sequence[str] = (),
+    ranges: Sequence[str] = (),
+    search: Mapping[str, Any] = {},
+    is_trusted: bool = False,
+) -> SweepPlan:
+    """The plan of a YAML file or a sweep's folder, with values of the command line in its place."""
+    values: dict[str, Any] = {}
+    if source is not None and Path(source).is_dir():
+        values = read_stored_plan(Path(source)).to_dict()
+        if not is_trusted and not is_own_sweep(Path(source)):
+            raise UntrustedRunError(
+                f"the sweep {source} is not known to be yours; running it would run the code and "
+                f"parameters that its {PLAN_FILE} names. Read that file, then add --trust."
+            )
+    elif source is not None:
+        values = SweepPlan.from_dict(read_yaml_mapping(Path(source))).to_dict()
+    if trainers is not None:
+        values["trainers"] = _names(trainers)
+    if scenarios is not None:
+        values["scenarios"] = _names(scenarios)
+    if seeds is not None:
+        values["seeds"] = seeds_of(seeds)
+    if parameters is not None:
+        values["parameters"] = parameters
+    values["grid"] = {**values.get("grid", {}), **grid_of(grid)}
+    values["plugins"] = [*values.get("plugins", []), *plugins]
+    searched = {name: value for name, value in search.items() if value is not None}
+    if searched or ranges:
+        stored = values.get("search") or {}
+        space = {**stored.get("space", {}), **space_of(ranges)}
+        values["search"] = {**stored, **searched, "space": space}
+    if source is None and not values.get("trainers"):
+        raise ConfigurationError(
+            "a sweep needs trainers. Name some, for instance --trainer ast_dpo,ast_ipo, or give a "
+            "file with `trainers:`."
+        )
+    return SweepPlan.from_dict(values)
 
-    Raises
-    ------
-    ConfigurationError
-        When there is no such file or it holds no plan.
-    """
-    return SweepPlan.from_dict(read_yaml_mapping(Path(path)))
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def read_stored_plan(directory: Path) -> SweepPlan:
+    """The plan of a sweep's folder."""
+    try:
+        stored = json.loads((directory / PLAN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds {type(stored).__name__} and no object")
+        return SweepPlan.from_dict(stored)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunDirectoryError(
+            f"the {PLAN_FILE} of {directory} is missing or broken: {error}. Give the folder of a "
+            "sweep."
+        ) from error
+
+
+def is_own_sweep(directory: Path) -> bool:
+    """Whether this user made the plan of a sweep's folder on this machine."""
+    try:
+        plan = (directory / PLAN_FILE).read_bytes()
+        signature = (directory / SIGNATURE_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return is_signed(plan, signature)
+
+
+def status_of(folder: Path) -> RunStatus:
+    """State of the run in a folder, from its files."""
+    if RunDirectory(folder).has_ended and (folder / REPORT).is_file():
+        return RunStatus.ENDED
+    return RunStatus.STOPPED if (folder / HYPER_PARAMETERS).is_file() else RunStatus.NEW
+
+
+def read_failures(directory: Path) -> dict[str, str]:
+    """The last log lines of a sweep's failed runs, by run id."""
+    try:
+        stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
+        return {run_id: str(message) for run_id, message in stored.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Ranges by parameter of `a.b=1..8`, `a.b=log 1e-5..1e-3`."""
+    space: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        path, _, text = (part.strip() for part in assignment.partition("="))
+        match = _RANGE.fullmatch(text)
+        if not path or match is None or path in space:
+            raise ConfigurationError(
+                f"--search {assignment!r} "
+                f"{'names a parameter again' if path in space else 'is no range'}. Write --search "
+                "'training.lr=log 1e-5..1e-3' or --search training.num_epochs=1..4; a list of "
+                "values is --set a.b=x,y."
+            )
+        space[path] = {"low": _number(match[2]), "high": _number(match[3])}
+        space[path]["is_log"] = match[1] is not None
+    return space
+
+
+def _number(text: str) -> int | float:
+    whole = _whole_number(text.lstrip("+-"))
+    return float(text) if whole is None else -whole if text.startswith("-") else whole
+
+
+def _whole_number(text: str) -> int | None:
+    digits = text.strip()
+    return int(digits) if digits.isdecimal() and len(digits) < _MAX_DIGITS else None
 
 
 def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
-    """Values by parameter of `a.b=1,2,3`; commas within brackets or quotes divide nothing.
-
-    Raises
-    ------
-    ConfigurationError
-        When one is no assignment or a parameter is given twice.
-    """
+    """Values by parameter of `a.b=1,2,3`; commas within brackets or quotes divide nothing."""
     grid: dict[str, list[str]] = {}
     for assignment in assignments:
         path, equals, values = assignment.partition("=")
-        if not equals or not path.strip() or path.strip() in grid:
+        path = path.strip()
+        if not equals or not path or path in grid:
             raise ConfigurationError(
-                f"--set {assignment!r} was to give values of one parameter each, but it "
-                f"{'names a parameter again' if path.strip() in grid else 'is no assignment'}. "
-                "Write --set training.lr=1e-5,1e-4."
+                f"--set {assignment!r} "
+                f"{'names a parameter again' if path in grid else 'is no assignment'}. Write --set "
+                "training.lr=1e-5,1e-4."
             )
-        grid[path.strip()] = with_absolute_paths(list(_divided(values)))
+        grid[path] = with_absolute_paths(list(_divided(values)))
     return grid
 
 
 def seeds_of(text: str) -> list[int]:
-    """Seeds of `0..4` (both ends are seeds) or `0,3,7`.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is neither.
-    """
+    """Seeds of `0..4` (both ends are seeds) or `0,3,7`."""
     seeds: list[int] = []
     for part in text.split(","):
-        low, _, high = part.partition("..")
-        first, last = whole_number(low), whole_number(high)
-        if first is not None and last is not None and first <= last < first + MAX_RUNS:
-            seeds += range(first, last + 1)
-        elif (seed := whole_number(part)) is not None:
-            seeds.append(seed)
-        else:
+        low, dots, high = part.partition("..")
+        first, last = _whole_number(low), _whole_number(high if dots else low)
+        if first is None or last is None or not first <= last < first + MAX_RUNS:
             raise ConfigurationError(
-                f"--seeds {text!r} was to name seeds, but {part!r} is neither a number nor a "
-                f"range, from low to high, of at most {MAX_RUNS:,}. Write --seeds 0..4 or "
-                "--seeds 0,3,7."
+                f"--seeds {text!r}: {part!r} is neither a number nor a range of at most "
+                f"{MAX_RUNS:,}. Write --seeds 0..4 or --seeds 0,3,7."
             )
+        seeds += range(first, last + 1)
     return seeds
 
 
 def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
-    """The runs of a shard `2/4`: the second of four parts that differ by one run at most.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is no such shard.
-    """
+    """The runs of a shard `2/4`: the second of four parts that differ by one run at most."""
     if shard is None:
         return list(runs)
-    number, count = map(whole_number, shard.partition("/")[::2])
+    number, count = map(_whole_number, shard.partition("/")[::2])
     if number is None or count is None or not 1 <= number <= count:
         raise ConfigurationError(
-            f"--shard {shard!r} was to name a part of the runs. Write --shard 2/4 for the second "
-            "of four."
+            f"--shard {shard!r} names no part of the runs. Write --shard 2/4 for the second of "
+            "four."
         )
     return list(runs)[number - 1 :: count]
 
@@ -446,12 +624,12 @@ def _divided(values: str) -> Iterator[str]:
     yield values[start:].strip()
 
 
-def _ends_of(choice: Choice) -> list[Any]:
+def _ends(choice: Choice) -> list[Any]:
     return [choice.low, choice.high] if isinstance(choice, Range) else choice
 
 
 def _short(value: str) -> str:
-    """A value in a name; numbers that were drawn have more digits than one reads."""
+    """A value in a name, with at most four digits of a drawn number."""
     try:
         return value if len(value) <= 8 else f"{float(value):.4g}"
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the runs of a sweep say together: figures by arm, with intervals over seeds.
+"""Results of a sweep: figures by arm with intervals over seeds, as rows, tables and a page.
 
 Shape suffix: `S` seed.
 """
@@ -7,38 +7,68 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scipy import stats
-
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.evaluation.run_results import import_pandas, read_results
-from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan
-from nip_astra.sweep.runner import PLAN_FILE
+from nip_astra.report.charts import (
+    Line,
+    RunGroup,
+    charts_of,
+    letter,
+    line_chart,
+    parameter_differences,
+    whisker,
+)
+from nip_astra.report.page import render_sections
+from nip_astra.report.records import read_run
+from nip_astra.report.sections import Context, Spec
+from nip_astra.sweep.plan import (
+    DEV,
+    Arm,
+    PlannedRun,
+    RunStatus,
+    SweepPlan,
+    read_failures,
+    read_stored_plan,
+    status_of,
+)
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
-from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.utils.formatting import is_share
+from nip_astra.tracking.run_directory import REPORT, RunDirectory, write_atomically
+from nip_astra.utils.formatting import (
+    NOTHING,
+    decimal,
+    format_value,
+    interval,
+    is_share,
+    value_text,
+)
 from nip_astra.utils.intervals import PairedDifference, paired_difference
 from nip_astra.utils.statistics import holm
 
 if TYPE_CHECKING:
     import pandas as pd
 
+TABLE, SUMMARY, PARQUET = "table.csv", "summary.csv", "table.parquet"
 LEVEL = 0.95
 HEADLINES = ("failure_rate", "mean_accuracy", "accuracy", "pass_at_1", "mean_reward")
-"""Figures that a table shows unless it is told which; the first of them that there is."""
-
-
+"""Figures that tables show by default; the first that a sweep has is its headline."""
 FEW_SEEDS = 5
-"""With fewer, the interval of a mean covers it far less often than it says where some seeds do not
+"""With fewer, the interval of a mean covers it far less often than stated if some seeds do not
 learn."""
+MAX_DRAWN = 7
+"""Arms whose curves are drawn; the style sheet has as many colours."""
+MAX_COMPARED = 12
+"""Arms of which each is tested against each other; of more, each against the first."""
+MAX_SHOWN = 4
+"""Figures with a table of arms on the page."""
 
 
 class SeedMean(NamedTuple):
@@ -52,7 +82,7 @@ class SeedMean(NamedTuple):
         Over the seeds that have ended.
     low, high : float or None
         Ends of Student's interval of the mean, within the values that the figure can have; None for
-        one seed, and where all seeds gave the same, of which no spread can be told.
+        one seed, and if all seeds gave the same value.
     """
 
     values: dict[int, float]
@@ -62,12 +92,12 @@ class SeedMean(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """An arm beside another, seed by seed.
+    """An arm compared with another, paired by seed.
 
     Attributes
     ----------
     mean : float
-        This arm's figure less the other's, over the seeds that both have.
+        This arm's figure minus the other's, over the seeds that both have.
     low, high : float or None
         As in `SeedMean`.
     p : float or None
@@ -83,6 +113,15 @@ class Difference(NamedTuple):
     num_seeds: int
 
 
+class ComparedArm(NamedTuple):
+    """A figure of an arm, and its difference from the first arm."""
+
+    arm: Arm
+    before: SeedMean | None
+    after: SeedMean | None
+    less_first: Difference | None
+
+
 @dataclass(frozen=True)
 class SweepResults:
     """Figures of all runs that have ended.
@@ -90,10 +129,10 @@ class SweepResults:
     Attributes
     ----------
     rows : list of dict
-        One a run and figure: `arm`, `trainer`, `scenario`, the varied parameters, `seed`, `run_id`,
-        `when`, `name`, `value`, `low`, `high`.
+        One per run and figure: `arm`, `trainer`, `scenario`, the varied parameters, `seed`,
+        `run_id`, `when`, `name`, `value`, `low`, `high`.
     trials : list[TrialRecord]
-        Of a search, in the order in which they were proposed.
+        Of a search, in the order of their proposal.
     """
 
     plan: SweepPlan
@@ -103,7 +142,7 @@ class SweepResults:
 
     @property
     def arms(self) -> list[Arm]:
-        """What is compared; of a search, its trials without those of equal values, best first."""
+        """The arms compared; of a search, its trials without repeated values, best first."""
         if self.plan.search is None:
             return self.plan.arms
         ranked = best_first(self.trials, self.plan.search.direction)
@@ -111,19 +150,15 @@ class SweepResults:
 
     @property
     def selected_by(self) -> str | None:
-        """The figure after training by which a search chose; None where it chose by none.
-
-        What is best by it was chosen on the data that it is measured on, so that its figure is too
-        good.
-        """
+        """The figure on the test data by which a search selected, so that it is too good."""
         objective = self.plan.search.objective if self.plan.search else None
         return None if objective is None or objective.startswith(DEV) else objective
 
     def cautions(self, names: Sequence[str]) -> list[str]:
-        """What a reader of these figures must know, one sentence each."""
-        found = []
+        """Warnings to show beside these figures, one or two sentences each."""
+        cautions = []
         if self.selected_by is not None:
-            found.append(
+            cautions.append(
                 f"The search selected by {self.selected_by} on the test data, so the figures of "
                 "the best trials are too good. Search by a dev figure, or measure the selected one "
                 "on other data."
@@ -131,12 +166,12 @@ class SweepResults:
         means = [self.over_seeds(arm, name) for name in names for arm in self.arms]
         num_seeds = min((len(one.values) for one in means if one is not None), default=FEW_SEEDS)
         if num_seeds < FEW_SEEDS:
-            found.append(
+            cautions.append(
                 f"Intervals over {num_seeds} {'seeds' if num_seeds > 1 else 'seed'} are unreliable "
                 f"where some seeds do not learn. Compare the seeds' values, or run at least "
                 f"{FEW_SEEDS} seeds."
             )
-        return found
+        return cautions
 
     @property
     def num_ended(self) -> int:
@@ -157,23 +192,20 @@ class SweepResults:
         return sorted({row["name"] for row in self.rows if row["when"] == "after"})
 
     def headline(self) -> str:
-        """The figure that a table shows unless it is told which.
-
-        Raises
-        ------
-        ConfigurationError
-            When no run has ended.
-        """
-        names = self.figure_names
-        if not names:
+        """The figure that a table shows by default."""
+        if not self.figure_names:
             raise ConfigurationError(
-                f"the figures of the sweep {self.directory} were asked for, but none of its runs "
-                "has ended. Let it run, or look into its logs."
+                f"no run of the sweep {self.directory} has ended. Let it run, or read its logs."
             )
-        return next((name for name in HEADLINES if name in names), names[0])
+        return self.headlines()[0]
+
+    def headlines(self) -> list[str]:
+        """The figures with a table on the page: up to four of `HEADLINES`, or the first."""
+        names = self.figure_names
+        return [name for name in HEADLINES if name in names][:MAX_SHOWN] or names[:1]
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
-        """A figure of an arm; None where no run of it has ended that has the figure."""
+        """A figure of an arm; None if no run of it that has ended has the figure."""
         seeds = {arm.run_id(seed): seed for seed in self.plan.seeds}
         values = {
             seeds[row["run_id"]]: row["value"]
@@ -182,60 +214,73 @@ class SweepResults:
         }
         if not values:
             return None
-        found = _student(list(values.values()))
+        mean = _student(list(values.values()))
         low, high = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
-        return SeedMean(values, found.estimate.value, *_ends(found, low, high))
+        return SeedMean(values, mean.estimate.value, *_ends(mean, low, high))
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
-        """How much more an arm has of a figure than another; None without a common seed."""
+        """A figure of an arm minus that of another; None without a common seed."""
         one, two = self.over_seeds(arm, name), self.over_seeds(other, name)
         seeds = sorted(one.values.keys() & two.values.keys()) if one and two else []
         if one is None or two is None or not seeds:
             return None
         pairs_S = [(one.values[seed], two.values[seed]) for seed in seeds]
-        found = _student([a - b for a, b in pairs_S], scale=max(map(abs, chain(*pairs_S))))
-        mean, bound = found.estimate.value, 1.0 if is_share(name) else math.inf
-        low, high = _ends(found, -bound, bound)
+        paired = _student([a - b for a, b in pairs_S], scale=max(map(abs, chain(*pairs_S))))
+        mean, bound = paired.estimate.value, 1.0 if is_share(name) else math.inf
+        low, high = _ends(paired, -bound, bound)
         p = None
         if low is not None:
-            p = float(2 * stats.t.sf(abs(mean) / found.standard_error, len(seeds) - 1))
+            from scipy import stats
+
+            p = float(2 * stats.t.sf(abs(mean) / paired.standard_error, len(seeds) - 1))
         return Difference(mean, low, high, p, len(seeds))
 
-    def summary(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Figures after training, one row an arm and figure, with intervals over seeds.
+    def compared(self, name: str) -> Iterator[ComparedArm]:
+        """Each arm's figure before and after training, and its difference from the first arm."""
+        arms = self.arms
+        for arm in arms:
+            yield ComparedArm(
+                arm,
+                self.over_seeds(arm, name, "before"),
+                self.over_seeds(arm, name),
+                self.difference(arm, arms[0], name) if arm != arms[0] else None,
+            )
 
-        Each arm stands beside the first, seed by seed. P-values of a figure are adjusted by Holm's
-        method over the arms (`p_holm`).
+    def summary(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Figures after training, one row per arm and figure, with intervals over seeds.
+
+        Each arm is compared with the first, seed by seed. P-values of a figure are adjusted by
+        Holm's method over the arms (`p_holm`).
 
         Parameters
         ----------
         names : Sequence[str]
             Figures; none for all.
         """
-        rows: list[dict[str, Any]] = []
-        for name in names or self.figure_names:
-            rows += self._summary_of(name)
-        return rows
+        return [row for name in names or self.figure_names for row in self._summary_of(name)]
 
     def _summary_of(self, name: str) -> list[dict[str, Any]]:
-        arms = self.arms
         rows: list[dict[str, Any]] = []
-        for arm in arms:
-            mean = self.over_seeds(arm, name)
+        for arm, before, mean, beside in self.compared(name):
             if mean is None:
                 continue
-            before = self.over_seeds(arm, name, "before")
-            beside = self.difference(arm, arms[0], name) if arm != arms[0] else None
             rows.append(
-                {**_about(arm), "name": name, "num_seeds": len(mean.values)}
-                | {"before": before.mean if before else None}
-                | {"mean": mean.mean, "low": mean.low, "high": mean.high}
-                | {"values": " ".join(f"{one:.6g}" for one in mean.values.values())}
-                | {"less_first": beside.mean if beside else None}
-                | {"less_first_low": beside.low if beside else None}
-                | {"less_first_high": beside.high if beside else None}
-                | {"p": beside.p if beside else None, "p_holm": None}
-                | _selection(self.selected_by)
+                {
+                    **_about(arm),
+                    "name": name,
+                    "num_seeds": len(mean.values),
+                    "before": before.mean if before else None,
+                    "mean": mean.mean,
+                    "low": mean.low,
+                    "high": mean.high,
+                    "values": " ".join(f"{value:.6g}" for value in mean.values.values()),
+                    "less_first": beside.mean if beside else None,
+                    "less_first_low": beside.low if beside else None,
+                    "less_first_high": beside.high if beside else None,
+                    "p": beside.p if beside else None,
+                    "p_holm": None,
+                    **_selection(self.selected_by),
+                }
             )
         tested = [row for row in rows if row["p"] is not None]
         for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
@@ -247,50 +292,40 @@ class SweepResults:
         return as_csv(self.rows)
 
     def frame(self) -> pd.DataFrame:
-        """The rows as a pandas frame.
-
-        Raises
-        ------
-        MissingDependencyError
-            When pandas is not installed.
-        """
-        frame: pd.DataFrame = import_pandas().DataFrame(self.rows)
-        return frame
+        """The rows as a pandas frame."""
+        return import_pandas().DataFrame(self.rows)  # type: ignore[no-any-return]
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
-        """`summary` as a pandas frame.
-
-        Raises
-        ------
-        MissingDependencyError
-            When pandas is not installed.
-        """
-        frame: pd.DataFrame = import_pandas().DataFrame(self.summary(names))
-        return frame
+        """`summary` as a pandas frame."""
+        return import_pandas().DataFrame(self.summary(names))  # type: ignore[no-any-return]
 
     def write_parquet(self, path: str | Path) -> None:
-        """Write the rows as a Parquet file.
-
-        Raises
-        ------
-        MissingDependencyError
-            When PyArrow is not installed.
-        """
+        """Write the rows as a Parquet file."""
         try:
             import pyarrow
             from pyarrow import parquet
         except ImportError as error:
             raise MissingDependencyError(
-                f"a Parquet file was asked for, but the package pyarrow cannot be imported: "
-                f"{error}. Install it with: pip install 'nip_astra[sweep]'"
+                f"a Parquet file needs the package pyarrow: {error}. Install it with: "
+                "pip install 'nip_astra[sweep]'"
             ) from error
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         columns = {name: [row.get(name) for row in self.rows] for name in names}
         parquet.write_table(pyarrow.table(columns), Path(path))
 
+    def write(self) -> None:
+        """Write the tables and the page into the sweep's folder."""
+        if self.rows:
+            write_atomically(self.directory / TABLE, self.to_csv())
+            write_atomically(self.directory / SUMMARY, as_csv(self.summary()))
+            # The Parquet library is optional.
+            with suppress(MissingDependencyError):
+                self.write_parquet(self.directory / PARQUET)
+        write_atomically(self.directory / REPORT, _page(self))
+
 
 def read_sweep(directory: str | Path) -> SweepResults:
-    """What the runs of a sweep have found so far.
+    """Results of a sweep's runs so far.
 
     Raises
     ------
@@ -309,14 +344,14 @@ def read_sweep(directory: str | Path) -> SweepResults:
             continue
         about = {**_about(run.arm), "seed": run.seed, "run_id": run.run_id}
         rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]
-    found = SweepResults(plan, directory, rows, trials)
+    results = SweepResults(plan, directory, rows, trials)
     for row in rows:
-        row |= _selection(found.selected_by)
-    return found
+        row |= _selection(results.selected_by)
+    return results
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as comma-separated values; what a row has not is empty."""
+    """Rows as comma-separated values; a column that a row lacks is empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names)
@@ -325,28 +360,8 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def read_stored_plan(directory: Path) -> SweepPlan:
-    """The plan of a sweep's folder.
-
-    Raises
-    ------
-    RunDirectoryError
-        When the folder holds none.
-    """
-    try:
-        stored = json.loads((directory / PLAN_FILE).read_text(encoding="utf-8"))
-        if not isinstance(stored, dict):
-            raise ValueError(f"it holds {type(stored).__name__} and no object")
-        return SweepPlan.from_dict(stored)
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"the sweep {directory} was to be read, but its {PLAN_FILE} is missing or broken: "
-            f"{error}. Give the folder of a sweep."
-        ) from error
-
-
 def _selection(selected_by: str | None) -> dict[str, str]:
-    """The column that says by which test figure a search selected."""
+    """A column with the test figure by which a search selected."""
     return {} if selected_by is None else {"selected_by": selected_by}
 
 
@@ -361,17 +376,211 @@ def _about(arm: Arm) -> dict[str, Any]:
 
 
 def _student(values_S: Sequence[float], *, scale: float = 0.0) -> PairedDifference:
-    """Student's interval of a mean over seeds."""
     return paired_difference(
         values_S, range(len(values_S)), is_bounded=False, scale=scale, level=LEVEL
     )
 
 
 def _ends(
-    found: PairedDifference, lowest: float, highest: float
+    paired: PairedDifference, lowest: float, highest: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """Both ends within the values that are possible; None where no spread is known."""
-    low, high = found.estimate.low, found.estimate.high
+    """Both ends within the values that are possible; None if no spread is known."""
+    low, high = paired.estimate.low, paired.estimate.high
     if math.isnan(low) or math.isnan(high):
         return None, None
     return max(low, lowest), min(high, highest)
+
+
+def _page(results: SweepResults) -> str:
+    groups = _groups(results)
+    specs = [
+        Spec("arms", "Arms", lambda: _arms(results)),
+        Spec("pairs", "Paired tests", lambda: _pairs(results)),
+        Spec("trials", "Trials", lambda: _trials(results)),
+        Spec("curves", "Learning curves", lambda: _curves(groups)),
+        Spec("differences", "What differs", lambda: _differences(groups)),
+        Spec("runs", "Runs", lambda: _runs(results)),
+    ]
+    facts = [
+        ("runs ended", str(results.num_ended)),
+        ("arms", str(len(results.arms))),
+        ("seeds", ", ".join(map(str, results.plan.seeds))),
+    ]
+    if results.selected_by is not None:
+        facts.append(("selected by", f"{results.selected_by} on the test data"))
+    return render_sections(f"Sweep {results.directory.absolute().name}", facts, specs)
+
+
+def _arms(results: SweepResults) -> Context | None:
+    if not results.rows:
+        return None
+    names = results.headlines()
+    tables = [_table_of(results, name) for name in names]
+    return {"tables": tables, "cautions": results.cautions(names)}
+
+
+def _table_of(results: SweepResults, name: str) -> Context:
+    rows = []
+    compared = list(results.compared(name))
+    means = [one.after for one in compared if one.after]
+    values = [value for mean in means for value in mean.values.values()]
+    # A line from 0 has no place for negative values.
+    limit = max([*values, *(mean.high or mean.mean for mean in means)], default=1.0)
+    limit = 0.0 if any(value < 0 for value in values) else limit
+    for place, (arm, before, mean, _) in enumerate(compared):
+        if mean is None:
+            continue
+        low = None if mean.low is None else max(mean.low, 0.0)
+        rows.append(
+            {
+                "arm": arm.name,
+                "letter": letter(place),
+                "color": _color(place),
+                "num_seeds": len(mean.values),
+                "before": format_value(name, before.mean) if before else NOTHING,
+                "after": format_value(name, mean.mean),
+                "interval": interval(mean.low, mean.high, name),
+                "whisker": whisker(mean.mean, low, mean.high, limit=limit, color=_color(place)),
+                "seeds": ", ".join(
+                    format_value(name, mean.values[seed]) for seed in sorted(mean.values)
+                ),
+            }
+        )
+    return {"name": name, "rows": rows}
+
+
+def _pairs(results: SweepResults) -> Context | None:
+    placed = list(enumerate(results.arms))
+    pairs = list(combinations(placed, 2))
+    if len(placed) > MAX_COMPARED:
+        pairs = pairs[: len(placed) - 1]
+    tables: list[Context] = [
+        {"name": name, "rows": _tested(results, name, pairs)} for name in results.headlines()
+    ]
+    tables = [table for table in tables if table["rows"]]
+    return {"tables": tables} if tables else None
+
+
+def _tested(
+    results: SweepResults, name: str, pairs: Sequence[tuple[tuple[int, Arm], tuple[int, Arm]]]
+) -> list[dict[str, str]]:
+    """A row per pair of arms that have at least two common seeds."""
+    known: list[tuple[str, Difference]] = []
+    for (place, arm), (other_place, other) in pairs:
+        beside = results.difference(other, arm, name)
+        if beside is not None and beside.num_seeds > 1:
+            known.append((f"{letter(other_place)} less {letter(place)}", beside))
+    adjusted = iter(holm([beside.p for _, beside in known if beside.p is not None]))
+    return [
+        {
+            "arms": arms,
+            "difference": _signed(beside.mean),
+            "interval": NOTHING
+            if beside.low is None or beside.high is None
+            else f"[{_signed(beside.low)}, {_signed(beside.high)}]",
+            "p": NOTHING if beside.p is None else f"{beside.p:.2g}",
+            "p_holm": NOTHING if beside.p is None else f"{next(adjusted):.2g}",
+            "num_seeds": str(beside.num_seeds),
+        }
+        for arms, beside in known
+    ]
+
+
+def _trials(results: SweepResults) -> Context | None:
+    if not results.trials or results.plan.search is None:
+        return None
+    is_more = results.plan.search.direction == "maximize"
+    paths = list(dict.fromkeys(path for one in results.trials for path in one.arm.values))
+    places = {arm.run_id(0): place for place, arm in enumerate(results.arms)}
+    rows = [
+        {
+            "number": one.number,
+            "state": one.state,
+            "value": decimal(one.value),
+            "trainer": one.arm.trainer,
+            "values": [value_text(one.arm.values.get(path, "")) for path in paths],
+        }
+        for one in sorted(results.trials, key=lambda one: (places[one.arm.run_id(0)], one.number))
+    ]
+    values = [(float(one.number), one.value) for one in results.trials if one.state == "complete"]
+    best, points = None, []
+    for number, value in values:
+        if value is not None:
+            best = value if best is None else (max if is_more else min)(best, value)
+            points.append((number, best))
+    lines = [
+        Line("trial", values, 2, is_thin=True),
+        Line("best so far", points, 1, has_steps=True),
+    ]
+    chart = line_chart("Objective", lines, note="thick: best so far", x_label="trial")
+    return {"paths": paths, "rows": rows, "charts": [chart] if chart else []}
+
+
+def _groups(results: SweepResults) -> list[RunGroup]:
+    """The runs of the first arms that have started."""
+    groups: list[RunGroup] = []
+    for place, arm in enumerate(results.arms[:MAX_DRAWN]):
+        runs = []
+        for seed in results.plan.seeds:
+            # A run that has started may have written nothing yet.
+            with suppress(RunDirectoryError):
+                runs.append(read_run(results.directory / arm.run_id(seed)))
+        if runs:
+            groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
+    return groups
+
+
+def _curves(groups: Sequence[RunGroup]) -> Context | None:
+    if not groups:
+        return None
+    return {
+        "legend": [
+            {
+                "label": f"{group.name}: {group.label}"
+                + (f"; mean of {len(group.runs)} seeds" if len(group.runs) > 1 else ""),
+                "color": group.color,
+            }
+            for group in groups
+        ],
+        "is_compared": True,
+        "charts": charts_of(groups, means_only=True),
+        "metrics": [],
+    }
+
+
+def _differences(groups: Sequence[RunGroup]) -> Context | None:
+    if len(groups) < 2:
+        return None
+    rows = parameter_differences([group.runs[0] for group in groups])
+    names = [f"{group.name}: {group.label}" for group in groups]
+    return {"names": names, "rows": [row for row in rows if row[0] != "seed"]}
+
+
+def _runs(results: SweepResults) -> Context:
+    failures = read_failures(results.directory)
+    rows = []
+    for arm in results.arms:
+        for seed in results.plan.seeds:
+            run_id = arm.run_id(seed)
+            status = status_of(results.directory / run_id)
+            is_failed = run_id in failures and status is not RunStatus.ENDED
+            rows.append(
+                {
+                    "run_id": run_id,
+                    "arm": arm.name,
+                    "seed": seed,
+                    "status": RunStatus.FAILED.value if is_failed else status.value,
+                    "link": f"{run_id}/{REPORT}" if status is RunStatus.ENDED else "",
+                    "message": failures.get(run_id, "") if is_failed else "",
+                }
+            )
+    return {"rows": rows, "num_failed": sum(bool(row["message"]) for row in rows)}
+
+
+def _color(place: int) -> int:
+    return 1 + place % MAX_DRAWN
+
+
+def _signed(value: float) -> str:
+    written = decimal(value)
+    return written if value < 0 else f"+{written}"

@@ -1,76 +1,331 @@
-"""Executes the runs of a sweep, several at once, each in its own process and never twice."""
+"""Sweeps: launchers start the runs, several at once and never twice; `run_sweep` does all of it."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nip_astra.errors import RunDirectoryError, StopRequested
-from nip_astra.sweep.launchers import (
-    POLL_SECONDS,
+from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.plugins import load_plugin
+from nip_astra.progress import open_progress, read_progress
+from nip_astra.registry import Registry
+from nip_astra.sweep.plan import (
+    FAILURES_FILE,
+    LOGS_DIR,
+    PLAN_FILE,
+    SIGNATURE_FILE,
     FinishedRun,
-    Job,
-    Launcher,
-    LocalProcesses,
-    RunSpec,
+    PlannedRun,
+    RequestedFigures,
+    RunQueue,
     RunStatus,
+    SweepPlan,
+    is_own_sweep,
+    read_failures,
+    shard_of,
     status_of,
 )
-from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
+from nip_astra.sweep.results import SweepResults, read_sweep
+from nip_astra.sweep.search import PRUNERS, SWEEP_SAMPLERS, StudyQueue
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
-from nip_astra.trust import is_signed, refuse_links_outside, sign
+from nip_astra.trust import refuse_links_outside, sign
+from nip_astra.utils.children import Child, end_with_parent, start_program
 from nip_astra.utils.processor import num_cores
+from nip_astra.utils.ray_cluster import open_ray
 
-PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
-SIGNATURE_FILE = "sweep.signature"
-"""Whose sweep it is; see `nip_astra.trust`."""
+POLL_SECONDS = 0.2
+MAX_LINE_BYTES = 4096
+"""Bytes at the end of a log that are searched for its last line."""
+MAX_RETRIES = 3
+"""How often Ray restarts a run whose worker died; each continues from the latest checkpoint."""
+FIRST_GUESS = 10
+"""Iterations assumed of a run before the first has reported its own."""
 
-OnEnd = Callable[[FinishedRun], object]
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """How a sweep is executed; none of it changes the results.
+
+    Attributes
+    ----------
+    settings : Mapping[str, Any]
+        Settings of all runs.
+    num_processes : int or None
+        Runs at once; None for one, or on Ray for as many as the cluster has resources for.
+    shard : str or None
+        The part of the runs to execute, as `2/4`; None for all.
+    place : str
+        A registered launcher: "processes" of this machine, or "ray" for tasks of a Ray cluster.
+    num_cpus, num_gpus : float
+        Resources of a run on Ray.
+    is_trusted : bool
+        Whether code that the runs name is loaded.
+    metrics : Sequence[str]
+        Figures to show; one that no trainer reports is refused.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_processes: int | None = None
+    shard: str | None = None
+    place: str = "processes"
+    num_cpus: float = 1
+    num_gpus: float = 0
+    is_trusted: bool = False
+    metrics: Sequence[str] = ()
 
 
-class RunQueue(Protocol):
-    """Where the runs of a sweep come from."""
+@dataclass(frozen=True)
+class RunSpec:
+    """How a run is started or resumed; only text, so that another machine can do it."""
 
-    def take(self) -> PlannedRun | None:
-        """The next run to start; None if there is none now."""
+    folder: str  # the run's directory
+    log: str  # file for its output
+    stop: str  # file whose existence makes the run save its work and stop
+    working_directory: str  # base of relative paths in parameters
+    begin: tuple[str, ...]  # command-line arguments
+    resume: tuple[str, ...]
+
+    def start(self) -> Child:
+        """Start its process, or resume the run."""
+        is_begun = status_of(Path(self.folder)) is RunStatus.STOPPED
+        return start_program(
+            f"run {self.folder}",
+            ["-m", "nip_astra", *(self.resume if is_begun else self.begin)],
+            log=Path(self.log),
+            stdin=subprocess.DEVNULL,
+            cwd=self.working_directory,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
+
+    def last_line(self) -> str:
+        """The last line of its log."""
+        with suppress(OSError), Path(self.log).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+            return log.read().decode("utf-8", errors="replace").strip().rpartition("\n")[2]
+        return ""
+
+
+def execute(spec: RunSpec) -> int:
+    """Run to the end or until the stop file exists, and return the exit code.
+
+    A run that an earlier process has started is resumed once that process has released it.
+    """
+    folder = Path(spec.folder)
+    while not is_abandoned(folder):
+        time.sleep(POLL_SECONDS)
+    if status_of(folder) is RunStatus.ENDED:
+        return 0
+    process = spec.start()
+    is_stopping = False
+    while not process.wait(POLL_SECONDS):
+        if not is_stopping and Path(spec.stop).exists():
+            is_stopping = True
+            process.request_stop()
+    assert process.code is not None
+    return process.code
+
+
+class Job(ABC):
+    """A run in progress."""
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether it has ended, successfully or not."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask it to save its work and end."""
+
+    def fault(self) -> str:
+        """Why it could not be executed at all; empty if its own log says so."""
+        return ""
+
+
+class Launcher(ABC):
+    """Starts runs; a subclass registered by `register_launcher` is chosen by `--on`.
+
+    Attributes
+    ----------
+    num_at_once : int
+        Runs in progress at the same time.
+    """
+
+    def __init__(self, options: SweepOptions) -> None:
+        self.num_at_once = options.num_processes or 1
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no run follows once those that were taken have ended."""
+    def num_threads(self) -> int:
+        """CPU cores of a run, if the settings do not say."""
+        return max(1, num_cores() // self.num_at_once)
 
-    def goes_on(self, run: PlannedRun) -> bool:
-        """Whether a run in progress should continue."""
-
-    def note(self, one: FinishedRun) -> None:
-        """Record the outcome of a run."""
+    @abstractmethod
+    def start(self, spec: RunSpec) -> Job:
+        """Start a run, or resume it."""
 
 
-class StaticQueue:
-    """Runs that are known from the start."""
+LAUNCHERS: Registry[type[Launcher]] = Registry(
+    "launcher",
+    package="nip_astra.sweep",
+    members=("processes", "ray"),
+    modules={"processes": "runner", "ray": "runner"},
+)
 
-    def __init__(self, runs: Sequence[PlannedRun]) -> None:
-        self._runs = list(runs)
 
-    def take(self) -> PlannedRun | None:
-        return self._runs.pop(0) if self._runs else None
+def register_launcher(name: str) -> Callable[[type[Launcher]], type[Launcher]]:
+    """Register a `Launcher` subclass under the name by which `--on` chooses it."""
+    return LAUNCHERS.register(name)
+
+
+@register_launcher("processes")
+class LocalProcesses(Launcher):
+    """Each run is a process of this machine."""
+
+    def start(self, spec: RunSpec) -> Job:
+        return _Process(spec.start())
+
+
+class _Process(Job):
+    def __init__(self, process: Child) -> None:
+        self._process = process
+
+    def has_ended(self) -> bool:
+        return self._process.code is not None
+
+    def stop(self) -> None:
+        self._process.request_stop()
+
+
+@register_launcher("ray")
+class RayTasks(Launcher):
+    """Each run is a task of a Ray cluster, on any of its machines.
+
+    All machines see the sweep's folder under the same path. Ray restarts a task whose worker died,
+    which resumes the run from its latest checkpoint. The setting `ray_address` names the cluster.
+    """
+
+    def __init__(self, options: SweepOptions) -> None:
+        self._options = options
+        self._ray = open_ray(options.settings.get("ray_address"))
+        needed = {"CPU": options.num_cpus, "GPU": options.num_gpus}
+        self._task = self._ray.remote(
+            num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=MAX_RETRIES
+        )(execute)
+        available = self._ray.cluster_resources()
+        room = [available.get(name, 0) // amount for name, amount in needed.items() if amount]
+        self.num_at_once = options.num_processes or max(1, int(min(room, default=1)))
 
     @property
-    def is_empty(self) -> bool:
-        return not self._runs
+    def num_threads(self) -> int:
+        return max(1, int(self._options.num_cpus))
 
-    def goes_on(self, run: PlannedRun) -> bool:
+    def start(self, spec: RunSpec) -> Job:
+        Path(spec.stop).unlink(missing_ok=True)
+        return _Task(self._ray, self._task.remote(spec), spec)
+
+
+class _Task(Job):
+    def __init__(self, ray: Any, reference: Any, spec: RunSpec) -> None:
+        self._ray, self._reference, self._spec = ray, reference, spec
+        self._fault = ""
+
+    def has_ended(self) -> bool:
+        ended, _ = self._ray.wait([self._reference], timeout=0)
+        if not ended:
+            return False
+        try:
+            self._ray.get(self._reference)
+        except self._ray.exceptions.RayError as error:
+            # The sweep continues; this run counts as failed.
+            self._fault = str(error).strip().rpartition("\n")[2]
+        Path(self._spec.stop).unlink(missing_ok=True)
         return True
 
-    def note(self, one: FinishedRun) -> None:
-        """Nothing depends on it."""
+    def stop(self) -> None:
+        Path(self._spec.stop).touch()
+
+    def fault(self) -> str:
+        return self._fault
+
+
+def run_sweep(
+    directory: str | Path,
+    *,
+    options: SweepOptions | None = None,
+    progress: bool = True,
+    on_end: Callable[[FinishedRun], object] = lambda _: None,
+    **plan: Any,
+) -> SweepResults:
+    """Run every combination, or search, and return the results.
+
+    If called again with the same values, it continues. A run that fails does not stop the others;
+    it is listed in `failures.json` of the folder.
+
+    Parameters
+    ----------
+    directory : str or Path
+        Holds a folder per run, the tables and the report.
+    progress : bool
+        Whether one bar over all runs is shown.
+    on_end : Callable
+        Called with each run as it ends.
+    **plan
+        Fields of `SweepPlan`: trainers, seeds, grid, search, and more.
+
+    Raises
+    ------
+    ConfigurationError
+        When a combination is wrong; no run was started.
+    StopRequested
+        By a signal, after all runs in progress have saved their work.
+    """
+    directory, options = Path(directory), options or SweepOptions()
+    values = {
+        name: list(value) if isinstance(value, range) else value for name, value in plan.items()
+    }
+    sweep_plan = SweepPlan.from_dict(values)
+    figures = check_sweep(sweep_plan, options)
+
+    def note(one: FinishedRun) -> None:
+        on_end(one)
+        if one.status is RunStatus.ENDED:
+            figures.note(one.run, directory / one.run.run_id)
+
+    SweepRunner(sweep_plan, directory, options).run(on_end=note, progress=progress)
+    results = read_sweep(directory)
+    results.write()
+    return results
+
+
+def check_sweep(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
+    """Check all that can be checked before a run starts; returns the rest."""
+    for plugin in plan.plugins:
+        load_plugin(plugin)
+    ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
+    LAUNCHERS.get(options.place)
+    shard_of([], options.shard)
+    if plan.search is not None:
+        SWEEP_SAMPLERS.get(plan.search.sampler)
+        PRUNERS.get(plan.search.pruner)
+        if options.shard is not None:
+            raise ConfigurationError(
+                f"--shard {options.shard} does not apply to a search, whose trials depend on "
+                "earlier ones. Leave it out, or search with --on ray."
+            )
+    plan.check()
+    return RequestedFigures(plan, options.metrics)
 
 
 @dataclass
@@ -83,112 +338,60 @@ class _Working:
 
 
 class SweepRunner:
-    """Executes the runs of a plan in a folder, whose files say which have ended.
-
-    Parameters
-    ----------
-    directory : Path
-        Has a folder per run, `sweep.json` and the logs of all runs.
-    num_processes : int, optional
-        Runs at once; 1 by default.
-    settings : Mapping[str, Any]
-        Settings of all runs.
-    is_trusted : bool
-        Whether to load code that the runs name.
-    launcher : Launcher, optional
-        By default processes of this machine.
-    """
+    """Executes the runs of a plan in a folder, whose files say which have ended."""
 
     def __init__(
         self,
         plan: SweepPlan,
         directory: Path,
+        options: SweepOptions | None = None,
         *,
-        num_processes: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        is_trusted: bool = False,
         launcher: Launcher | None = None,
     ) -> None:
-        self.plan = plan
-        self.directory = directory
-        self.launcher = launcher or LocalProcesses(num_processes)
-        self.settings = dict(settings or {})
-        self.settings.setdefault("num_threads", max(1, num_cores() // self.launcher.num_at_once))
-        self.settings.setdefault("wandb_group", directory.name)
-        self.is_trusted = is_trusted
+        self.plan, self.directory, self.options = plan, directory, options or SweepOptions()
+        self.launcher = launcher or LAUNCHERS.get(self.options.place)(self.options)
+        self.settings = {
+            "num_threads": self.launcher.num_threads,
+            "wandb_group": directory.name,
+            **self.options.settings,
+        }
         self._stopped_by: str | None = None
         self._ready: list[PlannedRun] = []
         self._working: list[_Working] = []
 
-    def status(self, run: PlannedRun) -> RunStatus:
-        """State of a run, from its folder."""
-        return status_of(self.directory / run.run_id)
-
-    @property
-    def at_work(self) -> list[str]:
-        """Ids of the runs in progress."""
-        return [one.run.run_id for one in self._working]
-
-    def progress_path(self, run_id: str) -> Path:
-        """File with the progress of a run."""
-        return self.directory / LOGS_DIR / f"{run_id}.progress"
-
     def run(
-        self,
-        runs: Sequence[PlannedRun],
-        *,
-        on_end: OnEnd = lambda _: None,
-        on_poll: Callable[[], object] = lambda: None,
+        self, *, on_end: Callable[[FinishedRun], object] = lambda _: None, progress: bool = False
     ) -> list[FinishedRun]:
         """Execute the runs that have not ended. One that fails does not stop the others.
 
-        Parameters
-        ----------
-        on_end : Callable
-            Called with each run as it ends, and with those that had ended before.
-        on_poll : Callable
-            Called several times a second.
-
-        Raises
-        ------
-        RunDirectoryError
-            When another process executes the sweep, or its folder cannot be written.
-        StopRequested
-            By a signal, after all runs in progress have saved their work.
-        """
-        with self.opened():
-            return self.work(StaticQueue(runs), on_end=on_end, on_poll=on_poll)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Create the sweep's folder and lock it within the block.
-
-        Raises
-        ------
-        RunDirectoryError
-            When another process executes the sweep, or its folder cannot be written.
-        StopRequested
-            When a signal came within the block; the work is saved.
+        `on_end` is called with each run as it ends, and with those that had ended before.
         """
         self._prepare_folder()
         with run_lock(self.directory), self._listening():
-            yield
+            runs = [] if self.plan.search else shard_of(self.plan.runs, self.options.shard)
+            num_runs = len(runs)
+            queue = RunQueue(runs)
+            if self.plan.search is not None:
+                num_runs = self.plan.search.num_trials * len(self.plan.seeds)
+                queue = StudyQueue(self.plan, self.directory)
+            bar = SweepBar(num_runs, self._progress_path, enabled=progress)
+            try:
+                finished = self._work(queue, bar, on_end)
+            finally:
+                bar.close()
         if self._stopped_by is not None:
             raise StopRequested(self._stopped_by, str(self.directory), command="sweep")
+        return finished
 
-    def work(
-        self,
-        queue: RunQueue,
-        *,
-        on_end: OnEnd = lambda _: None,
-        on_poll: Callable[[], object] = lambda: None,
+    def _work(
+        self, queue: RunQueue, bar: SweepBar, on_end: Callable[[FinishedRun], object]
     ) -> list[FinishedRun]:
-        """Execute the runs of a queue that have not ended, in a folder that is `opened`."""
         finished: list[FinishedRun] = []
 
         def note(one: FinishedRun) -> None:
             finished.append(one)
             queue.note(one)
+            bar.note(one)
             on_end(one)
 
         try:
@@ -200,7 +403,7 @@ class SweepRunner:
                 for one in [one for one in self._working if one.job.has_ended()]:
                     self._working.remove(one)
                     note(self._outcome(one))
-                on_poll()
+                bar.poll(self._ids_at_work)
                 time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
         finally:
             # After an error, runs in progress save their work.
@@ -209,31 +412,40 @@ class SweepRunner:
         self._write_failures(finished)
         return finished
 
+    @property
+    def _ids_at_work(self) -> list[str]:
+        return [one.run.run_id for one in self._working]
+
+    def _progress_path(self, run_id: str) -> Path:
+        return self.directory.absolute() / LOGS_DIR / f"{run_id}.progress"
+
     def _has_more(self, queue: RunQueue) -> bool:
         return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
-    def _take(self, queue: RunQueue, note: OnEnd) -> None:
+    def _has_ended(self, run: PlannedRun, note: Callable[[FinishedRun], object]) -> bool:
+        is_ended = status_of(self.directory / run.run_id) is RunStatus.ENDED
+        if is_ended:
+            note(FinishedRun(run, RunStatus.ENDED, 0.0))
+        return is_ended
+
+    def _take(self, queue: RunQueue, note: Callable[[FinishedRun], object]) -> None:
         while len(self._working) + len(self._ready) < self.launcher.num_at_once:
             run = queue.take()
             if run is None:
                 return
-            if self.status(run) is RunStatus.ENDED:
-                note(FinishedRun(run, RunStatus.ENDED, 0.0))
-            else:
+            if not self._has_ended(run, note):
                 self._ready.append(run)
 
-    def _start(self, note: OnEnd) -> None:
+    def _start(self, note: Callable[[FinishedRun], object]) -> None:
         """Start ready runs, except those that another process still executes."""
         for run in list(self._ready):
-            if run.run_id in self.at_work or not is_abandoned(self.directory / run.run_id):
+            if run.run_id in self._ids_at_work or not is_abandoned(self.directory / run.run_id):
                 # A process of a sweep that was killed is saving its work.
                 continue
             self._ready.remove(run)
-            if self.status(run) is RunStatus.ENDED:
-                note(FinishedRun(run, RunStatus.ENDED, 0.0))
-                continue
-            spec = self._spec(run)
-            self._working.append(_Working(run, self.launcher.start(spec), spec))
+            if not self._has_ended(run, note):
+                spec = self._spec(run)
+                self._working.append(_Working(run, self.launcher.start(spec), spec))
 
     def _prune(self, queue: RunQueue) -> None:
         for one in self._working:
@@ -256,65 +468,57 @@ class SweepRunner:
             ) from error
 
     def _spec(self, run: PlannedRun) -> RunSpec:
-        logs = self.directory.absolute() / LOGS_DIR
-        folder = self.directory.absolute() / run.run_id
-        begin = ["run", "--trainer", run.arm.trainer, "--seed", str(run.seed)]
-        begin += ["--run-id", run.run_id]
-        begin += ["--scenario", run.arm.scenario] if run.arm.scenario else []
+        directory = self.directory.absolute()
+        arm, logs, folder = run.arm, directory / LOGS_DIR, str(directory / run.run_id)
+        begin = ["run", "--trainer", arm.trainer, "--seed", str(run.seed), "--run-id", run.run_id]
+        begin += ["--scenario", arm.scenario] if arm.scenario else []
         begin += ["--parameters", self.plan.parameters] if self.plan.parameters else []
-        for override in self.plan.overrides_of(run.arm):
+        for override in self.plan.overrides_of(arm):
             begin += ["--set", override]
-        common = self._common_words(run.arm, self.progress_path(run.run_id).absolute())
-        return RunSpec(
-            folder=str(folder),
-            log=str(logs / f"{run.run_id}.txt"),
-            progress=str(self.progress_path(run.run_id).absolute()),
-            stop=str(logs / f"{run.run_id}.stop"),
-            working_directory=str(Path.cwd()),
-            begin=(*begin, *common),
-            resume=("resume", str(folder), *common),
-        )
-
-    def _common_words(self, arm: Arm, progress_path: Path) -> list[str]:
-        """Command-line arguments that start and resume a run."""
-        words: list[str] = []
-        for plugin in self.plan.plugins:
-            words += ["--plugin", plugin]
         settings: dict[str, Any] = {
             **self.settings,
             "wandb_tags": list(dict.fromkeys([*self.settings.get("wandb_tags", ()), *arm.tags])),
             "progress": False,
-            "progress_path": str(progress_path),
-            "runs_dir": str(self.directory.absolute()),
+            "progress_path": str(self._progress_path(run.run_id)),
+            "runs_dir": str(directory),
         }
         if not settings.get("num_actors"):
             # The address is that of the sweep's own tasks.
             settings.pop("ray_address", None)
+        common: list[str] = []
+        for plugin in self.plan.plugins:
+            common += ["--plugin", plugin]
         for name, value in settings.items():
-            words += ["--settings", f"{name}={json.dumps(value)}"]
-        return [*words, "--trust"] if self.is_trusted else words
+            common += ["--settings", f"{name}={json.dumps(value)}"]
+        common += ["--trust"] if self.options.is_trusted else []
+        return RunSpec(
+            folder=folder,
+            log=str(logs / f"{run.run_id}.txt"),
+            stop=str(logs / f"{run.run_id}.stop"),
+            working_directory=str(Path.cwd()),
+            begin=(*begin, *common),
+            resume=("resume", folder, *common),
+        )
 
     def _outcome(self, one: _Working) -> FinishedRun:
-        seconds = time.monotonic() - one.started
-        status = self.status(one.run)
-        if status is RunStatus.ENDED:
-            return FinishedRun(one.run, status, seconds)
-        if one.is_pruned:
-            return FinishedRun(one.run, RunStatus.PRUNED, seconds)
-        if self._stopped_by is not None:
-            return FinishedRun(one.run, RunStatus.STOPPED, seconds)
-        message = one.job.fault() or one.spec.last_line()
-        return FinishedRun(one.run, RunStatus.FAILED, seconds, message)
+        status, message = status_of(self.directory / one.run.run_id), ""
+        if status is not RunStatus.ENDED:
+            if one.is_pruned:
+                status = RunStatus.PRUNED
+            elif self._stopped_by is not None:
+                status = RunStatus.STOPPED
+            else:
+                status, message = RunStatus.FAILED, one.job.fault() or one.spec.last_line()
+        return FinishedRun(one.run, status, time.monotonic() - one.started, message)
 
     def _write_failures(self, finished: Sequence[FinishedRun]) -> None:
         """Store the last log lines of failed runs, for the report."""
-        path = self.directory / FAILURES_FILE
-        known = read_failures(self.directory)
+        failures = read_failures(self.directory)
         for one in finished:
-            known.pop(one.run.run_id, None)
+            failures.pop(one.run.run_id, None)
             if one.status is RunStatus.FAILED:
-                known[one.run.run_id] = one.message
-        write_atomically(path, json.dumps(known, indent=2) + "\n")
+                failures[one.run.run_id] = one.message
+        write_atomically(self.directory / FAILURES_FILE, json.dumps(failures, indent=2) + "\n")
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -336,20 +540,59 @@ class SweepRunner:
                 signal.signal(one, handler)
 
 
-def is_own_sweep(directory: Path) -> bool:
-    """Whether this user made the plan of a sweep's folder on this machine."""
-    try:
-        plan = (directory / PLAN_FILE).read_bytes()
-        signature = (directory / SIGNATURE_FILE).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-    return is_signed(plan, signature)
+class SweepBar:
+    """One progress bar over the iterations of all runs; those of runs to come are estimated."""
 
+    def __init__(
+        self,
+        num_runs: int,
+        progress_path: Callable[[str], Path],
+        *,
+        enabled: bool = True,
+        tqdm_func: Callable[..., Any] | None = None,
+    ) -> None:
+        self._num_runs = num_runs
+        self._path_of = progress_path
+        self._bar = open_progress(num_runs * FIRST_GUESS, enabled, tqdm_func)
+        self._known: dict[str, tuple[int, int]] = {}
+        self._ended: dict[str, RunStatus] = {}
+        self.poll([])
 
-def read_failures(directory: Path) -> dict[str, str]:
-    """The last log lines of a sweep's failed runs, by run id."""
-    try:
-        stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
-        return {run_id: str(message) for run_id, message in stored.items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+    def poll(self, at_work: Iterable[str]) -> None:
+        """Update the progress of the runs in progress."""
+        ids = list(at_work)
+        for run_id in ids:
+            progress = read_progress(self._path_of(run_id))
+            if progress is not None:
+                self._count(run_id, *progress)
+        text = f"{len(self._ended)} of {self._num_runs} runs, {len(ids)} at work"
+        failed = sum(status is RunStatus.FAILED for status in self._ended.values())
+        self._bar.set_description(f"{text}, {failed} failed" if failed else text)
+
+    def note(self, one: FinishedRun) -> None:
+        """Count a run that has ended; one that failed or had ended before counts in full."""
+        run_id = one.run.run_id
+        self._ended[run_id] = one.status
+        num_done, total = self._known.get(run_id, (0, self._mean()))
+        if one.status is RunStatus.PRUNED:
+            total = num_done
+        if one.status is not RunStatus.STOPPED:
+            self._count(run_id, total, total, is_resumed=not one.seconds)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        self._bar.close()
+
+    def _mean(self) -> int:
+        totals = [total for _, total in self._known.values() if total]
+        return round(sum(totals) / len(totals)) if totals else FIRST_GUESS
+
+    def _count(self, run_id: str, num_done: int, total: int, *, is_resumed: bool = False) -> None:
+        before = self._known.get(run_id, (0, 0))[0]
+        self._known[run_id] = (num_done, total)
+        expected = max(self._num_runs - len(self._known), 0) * self._mean()
+        in_all = sum(one for _, one in self._known.values()) + expected
+        if in_all != self._bar.total:
+            self._bar.lengthen(in_all - self._bar.total)
+        if num_done > before:
+            (self._bar.skip if is_resumed else self._bar.step)(num_done - before)

@@ -1,54 +1,124 @@
-"""A search for the best values of parameters, by Optuna: trials that may be pruned and resumed."""
+"""A search for the best values of parameters by Optuna, with trials that are pruned and resumed."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.run_results import read_results
-from nip_astra.sweep.launchers import FinishedRun, RunStatus
-from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan, as_text
-from nip_astra.sweep.search_space import Choice, Range, SearchParameters
+from nip_astra.evaluation.storage import read_rows
+from nip_astra.registry import Registry
+from nip_astra.sweep.plan import (
+    DEV,
+    Arm,
+    Choice,
+    FinishedRun,
+    PlannedRun,
+    Range,
+    RunQueue,
+    RunStatus,
+    SearchParameters,
+    SweepPlan,
+    as_text,
+)
 from nip_astra.tracking.local import METRICS_FILE
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
 
 STUDY_FILE, TRIALS_FILE = "study.db", "trials.json"
 STEPS_OF_A_SEED = 1_000_000
 """Optuna's step of iteration i of the k-th seed is i and k times this."""
-_TRAINER, _SCENARIO = "trainer", "scenario"
+SamplerFactory = Callable[[SearchParameters, int], "BaseSampler"]
+PrunerFactory = Callable[[SearchParameters], "BasePruner"]
+_SAMPLERS, _PRUNERS = ("random", "tpe"), ("halving", "median", "none")
+SWEEP_SAMPLERS: Registry[SamplerFactory] = Registry(
+    "sweep_sampler",
+    package="nip_astra.sweep",
+    members=_SAMPLERS,
+    modules=dict.fromkeys(_SAMPLERS, "search"),
+)
+PRUNERS: Registry[PrunerFactory] = Registry(
+    "pruner",
+    package="nip_astra.sweep",
+    members=_PRUNERS,
+    modules=dict.fromkeys(_PRUNERS, "search"),
+)
+
+
+def register_sweep_sampler(name: str) -> Callable[[SamplerFactory], SamplerFactory]:
+    """Register `(search, seed) -> Optuna sampler`, called for each trial with a seed of its own."""
+    return SWEEP_SAMPLERS.register(name)
+
+
+def register_pruner(name: str) -> Callable[[PrunerFactory], PrunerFactory]:
+    """Register `(search) -> Optuna pruner`."""
+    return PRUNERS.register(name)
+
+
+@register_sweep_sampler("tpe")
+def _tpe(search: SearchParameters, seed: int) -> BaseSampler:
+    """Proposes values near the best trials so far (tree-structured Parzen estimator)."""
+    from optuna.samplers import TPESampler
+
+    # `constant_liar` keeps trials apart that run at the same time.
+    return TPESampler(seed=seed, n_startup_trials=search.num_startup_trials, constant_liar=True)
+
+
+@register_sweep_sampler("random")
+def _random(search: SearchParameters, seed: int) -> BaseSampler:
+    """Proposes values without looking at other trials."""
+    from optuna.samplers import RandomSampler
+
+    return RandomSampler(seed=seed)
+
+
+@register_pruner("median")
+def _median(search: SearchParameters) -> BasePruner:
+    """Stops trials that are worse than the median of the others at the same iteration."""
+    from optuna.pruners import MedianPruner
+
+    return MedianPruner(n_startup_trials=search.num_startup_trials)
+
+
+@register_pruner("halving")
+def _halving(search: SearchParameters) -> BasePruner:
+    """Stops all but the best trials by successive halving."""
+    from optuna.pruners import SuccessiveHalvingPruner
+
+    return SuccessiveHalvingPruner()
+
+
+@register_pruner("none")
+def _none(search: SearchParameters) -> BasePruner:
+    """Stops no trial."""
+    from optuna.pruners import NopPruner
+
+    return NopPruner()
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """What is known of a trial.
-
-    Attributes
-    ----------
-    state : str
-        "running", "complete", "pruned" or "fail".
-    value : float or None
-        The objective, its mean over seeds; None until the trial has ended.
-    """
+    """The stored state of a trial."""
 
     number: int
-    state: str
-    value: float | None
+    state: str  # running, complete, pruned or fail
+    value: float | None  # the objective, its mean over seeds, once complete
     arm: Arm
 
 
 @dataclass
 class _OpenTrial:
-    """A trial that is not done, with what its runs have given so far, by seed."""
+    """A trial in progress, with the objective of its ended runs by seed."""
 
     trial: Trial
     arm: Arm
@@ -61,18 +131,11 @@ class _OpenTrial:
     has_failed: bool = False
 
 
-class StudyQueue:
-    """The runs that an Optuna study asks for; a trial runs each seed of the plan in turn.
+class StudyQueue(RunQueue):
+    """The runs that an Optuna study requests; a trial runs the seeds of the plan in sequence.
 
-    The study is kept in the sweep's folder. A trial that was not done when the sweep was killed is
-    the same trial again, and its runs go on where they were.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Optuna is not installed.
-    RunDirectoryError
-        When the folder holds a study of another space or objective.
+    The study is stored in the sweep's folder. A trial that was in progress when the sweep was
+    killed continues with its runs.
     """
 
     def __init__(self, plan: SweepPlan, directory: Path) -> None:
@@ -96,20 +159,20 @@ class StudyQueue:
         return not self._open and self._num_asked >= self.search.num_trials
 
     def take(self) -> PlannedRun | None:
-        """The next seed of a trial that was begun, or the first of a new one."""
         for one in self._open:
-            # One seed after the other, so that what is pruned has not cost all of them.
+            # One seed after the other, so that a pruned trial has not cost all of them.
             if one.waiting and not one.at_work:
                 return self._hand_out(one)
         if self._num_asked >= self.search.num_trials:
             return None
         # Named by number, so that a study that was killed proposes what it would have.
-        self._study.sampler = self._sampler(self._num_asked)
+        seed = derive_seed(self.search.seed, "trial", self._num_asked) % 2**32
+        self._study.sampler = SWEEP_SAMPLERS.get(self.search.sampler)(self.search, seed)
         self._num_asked += 1
         return self._hand_out(self._begin(self._study.ask()))
 
     def goes_on(self, run: PlannedRun) -> bool:
-        """Tell Optuna of new dev evaluations, and ask it whether to go on."""
+        """Report new dev evaluations to Optuna; False if its pruner stops the trial."""
         one = self._trial_of(run)
         if not one.objective.startswith(DEV) or self.search.pruner == "none":
             return True
@@ -125,21 +188,19 @@ class StudyQueue:
         one.is_pruned = one.is_pruned or (bool(new) and one.trial.should_prune())
         return not one.is_pruned
 
-    def note(self, one: FinishedRun) -> None:
-        """Take a run's figure; the trial ends with its last seed."""
-        trial = self._trial_of(one.run)
-        trial.at_work.discard(one.run.seed)
-        if one.status is RunStatus.STOPPED:
+    def note(self, finished: FinishedRun) -> None:
+        """Record a run's objective; the trial ends with its last seed."""
+        run, status = finished.run, finished.status
+        trial = self._trial_of(run)
+        trial.at_work.discard(run.seed)
+        if status is RunStatus.STOPPED:
             return
-        if one.status is RunStatus.ENDED:
-            value = self._value(one.run, trial.objective)
-            if value is None:
-                trial.has_failed = True
-            else:
-                trial.values[one.run.seed] = value
-        trial.has_failed |= one.status is RunStatus.FAILED
-        if one.status is RunStatus.PRUNED or trial.has_failed or not trial.waiting:
-            self._end(trial, is_pruned=one.status is RunStatus.PRUNED)
+        value = self._value(run, trial.objective) if status is RunStatus.ENDED else None
+        if value is not None:
+            trial.values[run.seed] = value
+        trial.has_failed |= value is None and status is not RunStatus.PRUNED
+        if status is RunStatus.PRUNED or trial.has_failed or not trial.waiting:
+            self._end(trial, is_pruned=status is RunStatus.PRUNED)
 
     def _hand_out(self, one: _OpenTrial) -> PlannedRun:
         run = one.waiting.pop(0)
@@ -161,12 +222,13 @@ class StudyQueue:
         return begun
 
     def _arm(self, trial: Trial) -> Arm:
-        trainer = _one_of(trial, _TRAINER, self.plan.trainers)
+        trainer = _one_of(trial, "trainer", self.plan.trainers)
         scenarios = self.plan.scenarios
-        scenario = _one_of(trial, _SCENARIO, scenarios) if scenarios else None
-        values: dict[str, str] = {}
-        for path, choice in self.plan.choices_of(trainer).items():
-            values[path] = _proposed(trial, path, choice)
+        scenario = _one_of(trial, "scenario", scenarios) if scenarios else None
+        values = {
+            path: _proposed(trial, path, choice)
+            for path, choice in self.plan.choices_of(trainer).items()
+        }
         trial.set_user_attr("arm", {"trainer": trainer, "scenario": scenario, "values": values})
         return Arm(trainer, scenario, values, self.plan.fixed)
 
@@ -188,8 +250,8 @@ class StudyQueue:
     def _value(self, run: PlannedRun, objective: str) -> float | None:
         if not objective.startswith(DEV):
             figures = read_results(self.directory / run.run_id).figures
-            found = [one.value for one in figures if one.when == "after" and one.name == objective]
-            return found[0] if found and math.isfinite(found[0]) else None
+            values = [one.value for one in figures if (one.when, one.name) == ("after", objective)]
+            return values[0] if values and math.isfinite(values[0]) else None
         values = [value for _, value in self._history(run, objective) if math.isfinite(value)]
         best = max if self.search.direction == "maximize" else min
         return best(values) if values else None
@@ -202,7 +264,7 @@ class StudyQueue:
                 storage=f"sqlite:///{(self.directory / STUDY_FILE).absolute()}",
                 study_name="sweep",
                 direction=self.search.direction,
-                pruner=self._pruner(),
+                pruner=PRUNERS.get(self.search.pruner)(self.search),
                 load_if_exists=True,
             )
         except Exception as error:
@@ -216,40 +278,19 @@ class StudyQueue:
             study.set_user_attr("asked", asked)
         elif before != asked:
             raise RunDirectoryError(
-                f"the search was to go on in {self.directory}, but the study there is of another "
-                "space, objective or direction. Give another --sweep-dir; more trials may be asked "
-                "for by --num-trials."
+                f"the study in {self.directory} is of another space, objective or direction. Give "
+                "another --sweep-dir; only --num-trials may change."
             )
         return study
 
-    def _sampler(self, number: int) -> Any:
-        samplers = self._optuna.samplers
-        seed = derive_seed(self.search.seed, "trial", number) % 2**32
-        if self.search.sampler == "random":
-            return samplers.RandomSampler(seed=seed)
-        return samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=self.search.num_startup_trials,
-            # Trials at the same time are kept apart.
-            constant_liar=True,
-        )
-
-    def _pruner(self) -> Any:
-        pruners = self._optuna.pruners
-        if self.search.pruner == "median":
-            return pruners.MedianPruner(n_startup_trials=self.search.num_startup_trials)
-        if self.search.pruner == "halving":
-            return pruners.SuccessiveHalvingPruner()
-        return pruners.NopPruner()
-
     def _write_trials(self) -> None:
-        """Keep what reading the sweep needs, so that it does not need Optuna."""
+        """Store the trials so that reading the sweep does not need Optuna."""
         states = self._optuna.trial.TrialState
         known = [
             {
                 "number": trial.number,
                 "state": trial.state.name.lower(),
-                # Optuna takes the last evaluation for the value of what was pruned.
+                # Optuna takes the last evaluation for the value of a pruned trial.
                 "value": trial.value if trial.state is states.COMPLETE else None,
                 **trial.user_attrs["arm"],
             }
@@ -260,13 +301,7 @@ class StudyQueue:
 
 
 def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
-    """The trials of a sweep that searches, in the order in which they were proposed.
-
-    Raises
-    ------
-    RunDirectoryError
-        When they cannot be read.
-    """
+    """The trials of a sweep that searches, in the order of their proposal."""
     path = directory / TRIALS_FILE
     if not path.exists():
         return []
@@ -282,8 +317,7 @@ def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirectoryError(
-            f"the trials of {directory} were to be read, but {TRIALS_FILE} is broken: {error}. "
-            "Going on with the sweep writes it again."
+            f"{TRIALS_FILE} of {directory} is broken: {error}. Continue the sweep to rewrite it."
         ) from error
 
 
@@ -297,27 +331,21 @@ def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
 
 
 def import_optuna() -> Any:
-    """The package Optuna.
-
-    Raises
-    ------
-    MissingDependencyError
-        When it is not installed.
-    """
+    """The package Optuna."""
     try:
         import optuna
     except ImportError as error:
         raise MissingDependencyError(
-            f"a search was asked for, but the package optuna cannot be imported: {error}. Install "
-            "it with: pip install 'nip_astra[sweep]'"
+            f"a search needs the package optuna: {error}. Install it with: "
+            "pip install 'nip_astra[sweep]'"
         ) from error
     return optuna
 
 
 def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
     """What all trials of a study have in common."""
-    said = search.to_dict()
-    return {name: said[name] for name in ("space", "objective", "direction")} | {
+    common = search.to_dict()
+    return {name: common[name] for name in ("space", "objective", "direction")} | {
         "trainers": plan.trainers,
         "scenarios": plan.scenarios,
         "seeds": plan.seeds,

@@ -40,11 +40,7 @@ def describe_environment() -> dict[str, Any]:
         "packages": {package: _version_of(package) for package in PACKAGES},
         "git": _git_state(),
         "plugins": [
-            {
-                "spec": plugin.spec,
-                "module": plugin.module_name,
-                "sha256": plugin.sha256,
-            }
+            {"spec": plugin.spec, "module": plugin.module_name, "sha256": plugin.sha256}
             for plugin in loaded_plugins()
         ],
     }
@@ -74,13 +70,7 @@ def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 
 def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
-    """Record the device and layers, and warn of changes since the run started.
-
-    Parameters
-    ----------
-    computed : dict[str, str]
-        The `device`, and the implementation of `layers`.
-    """
+    """Record the `device` and the implementation of `layers`; warn of changes since the start."""
     try:
         before = dict(directory.read_json(ENVIRONMENT))
     except (RunDirectoryError, TypeError, ValueError) as error:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nip_astra.errors import TrackingError
+from nip_astra.errors import MissingDependencyError, TrackingError
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker, plain_numbers, register_tracker
+from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
+from nip_astra.tracking.tracker import Tracker, grouped, plain_numbers, register_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,6 @@ class LocalTracker(Tracker):
 
         An empty position removes all, for a run that starts over. Lost timings and conversations
         give a warning, since nothing is computed from them.
-
-        Raises
-        ------
-        TrackingError
-            When the metrics have become shorter than they were, or a file cannot be cut.
         """
         self._close()
         lengths: dict[str, int] = position.get("files", {})
@@ -142,7 +137,7 @@ class LocalTracker(Tracker):
                 self._files[name] = path.open("ab")
             file = self._files[name]
             for record in records:
-                line = to_json(_without_non_finite(record), allow_nan=False)
+                line = to_json(finite(record), allow_nan=False)
                 file.write(f"{line}\n".encode(errors="backslashreplace"))
             file.flush()
         except OSError as error:
@@ -164,8 +159,44 @@ def _cut(path: Path, length: int) -> None:
     os.truncate(path, length)
 
 
-def _without_non_finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
+@register_tracker("tensorboard")
+class TensorBoardTracker(Tracker):
+    """Writes metrics, tables and parameters for TensorBoard into the run's folder `tensorboard`."""
+
+    def __init__(
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(run_directory)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the tracker 'tensorboard' needs the package tensorboard: {error}. Install it "
+                "with: pip install 'nip_astra[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(run_directory.path / "tensorboard"))
+        self._writer.add_text("hyper_parameters", _code(to_yaml(config)))
+        self._step = 0
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self._step = step
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                self._writer.add_scalar(grouped(name), value, step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        lines = [to_json(dict(zip(columns, row, strict=True))) for row in rows]
+        self._writer.add_text(f"rollouts/{name}", _code("\n".join(lines)), step)
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self.log_metrics(values, step=self._step)
+
+    def finish(self, *, success: bool) -> None:
+        self._writer.close()
+
+
+def _code(text: str) -> str:
+    """Return Markdown that shows a text as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

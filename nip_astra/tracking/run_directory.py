@@ -34,13 +34,13 @@ FAILED = "failed"
 REPORT = "report.html"
 LOG = "log.txt"
 HAS_CHECKPOINTS = ".has_checkpoints"
+"""File that exists from a run's first checkpoint on, so that lost ones are missed."""
 MODEL_DIR = "model"
-"""Folder of a run directory with what was trained."""
-"""File that is there from a run's first checkpoint on, so that lost ones are missed."""
+"""Folder of a run directory with the trained model."""
 _UNFINISHED = ".new-"
-"""How the name of a run directory begins that is being made, or removed."""
+"""Start of the name of a run directory that is being made, or removed."""
 _SECONDS_TO_BEGIN = 10.0
-"""After which a directory that nobody has locked is taken for one that a killed process left."""
+"""Age of an unlocked directory that counts as left by a killed process."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -52,13 +52,7 @@ def new_run_id(trainer: str, scenario: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash or a full disk leaves the old file whole.
-
-    Raises
-    ------
-    RunDirectoryError
-        When it cannot be written.
-    """
+    """Write a text file so that a crash or a full disk leaves the old file whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         # In JSON, half of a surrogate pair can be written as its escape.
@@ -104,13 +98,7 @@ def _without_escape(found: re.Match[str]) -> str:
 
 
 class RunDirectory:
-    """Files of one run.
-
-    Attributes
-    ----------
-    path : Path
-        The directory; its name is the run id.
-    """
+    """Files of one run; the name of its directory is the run id."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,18 +110,7 @@ class RunDirectory:
         run_id: str,
         write: Callable[[RunDirectory], object] = lambda directory: None,
     ) -> RunDirectory:
-        """Make a new run directory, whole or not at all.
-
-        Parameters
-        ----------
-        write : Callable[[RunDirectory], object]
-            Writes the files that it begins with.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the id is no file name, is taken, or the directory cannot be made.
-        """
+        """Make a new run directory with the files that `write` writes, whole or not at all."""
         if not _RUN_ID.fullmatch(run_id):
             raise RunDirectoryError(
                 f"the run id {run_id!r} cannot name a folder. Use letters, digits, dots, dashes "
@@ -144,9 +121,8 @@ class RunDirectory:
             str(path.absolute()).encode()
         except UnicodeEncodeError as error:
             raise RunDirectoryError(
-                f"the run {run_id!r} was to be kept in {str(Path(runs_dir))!r}, but that name is "
-                "no UTF-8, in which a run writes down its paths. Choose another folder with "
-                "--runs-dir, or rename it."
+                f"the folder {str(Path(runs_dir))!r} of the run {run_id!r} is no UTF-8. Choose "
+                "another with --runs-dir, or rename it."
             ) from error
         try:
             if path.exists():
@@ -218,13 +194,7 @@ class RunDirectory:
 
     @classmethod
     def find(cls, run: str | Path, runs_dir: str | Path) -> RunDirectory:
-        """Open the directory of an existing run by its path, or by its name in `runs_dir`.
-
-        Raises
-        ------
-        RunDirectoryError
-            When neither is a run.
-        """
+        """Open the directory of an existing run by its path, or by its name in `runs_dir`."""
         named = Path(runs_dir) / run
         is_path = len(Path(run).parts) != 1 or (Path(run) / HYPER_PARAMETERS).is_file()
         if is_path or named.is_dir():
@@ -265,7 +235,7 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file atomically; NaN and infinities, which JSON has not, become null."""
         path = self.path / name
-        text = to_json(_finite(value), indent=2, allow_nan=False)
+        text = to_json(finite(value), indent=2, allow_nan=False)
         write_atomically(path, text + "\n")
         return path
 
@@ -334,11 +304,12 @@ def _remove_abandoned(own: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A nested value with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -30,11 +30,6 @@ def run_lock(directory: Path) -> Iterator[None]:
 
     The lock is advisory and the system's own, so it ends with its process, also on a kill. On a
     file system without locks the block is entered with a warning.
-
-    Raises
-    ------
-    RunDirectoryError
-        When another process is at work on the run.
     """
     lock = _lock_of(directory)
     try:

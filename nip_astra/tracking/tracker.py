@@ -93,34 +93,24 @@ class CompositeTracker(Tracker):
         super().__init__()
         self.trackers = list(trackers)
 
-    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
         for tracker in self.trackers:
-            tracker.log_metrics(values, step=step)
+            getattr(tracker, method)(*arguments, **named)
 
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
-    ) -> None:
-        for tracker in self.trackers:
-            tracker.log_table(name, columns, rows, step=step)
+    def log_metrics(self, *arguments: Any, **named: Any) -> None:
+        self._each("log_metrics", *arguments, **named)
 
-    def log_artifact(
-        self,
-        path: Path,
-        *,
-        name: str,
-        type: str,  # noqa: A002 - the word of W&B
-        aliases: Sequence[str] = (),
-    ) -> None:
-        for tracker in self.trackers:
-            tracker.log_artifact(path, name=name, type=type, aliases=aliases)
+    def log_table(self, *arguments: Any, **named: Any) -> None:
+        self._each("log_table", *arguments, **named)
+
+    def log_artifact(self, *arguments: Any, **named: Any) -> None:
+        self._each("log_artifact", *arguments, **named)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        for tracker in self.trackers:
-            tracker.log_summary(values)
+        self._each("log_summary", values)
 
     def log_report(self, path: Path) -> None:
-        for tracker in self.trackers:
-            tracker.log_report(path)
+        self._each("log_report", path)
 
     def position(self) -> dict[str, Any]:
         return self.trackers[0].position()
@@ -129,8 +119,7 @@ class CompositeTracker(Tracker):
         self.trackers[0].rewind(position)
 
     def finish(self, *, success: bool) -> None:
-        for tracker in self.trackers:
-            tracker.finish(success=success)
+        self._each("finish", success=success)
 
 
 TRACKERS: Registry[type[Tracker]] = Registry(
@@ -139,7 +128,10 @@ TRACKERS: Registry[type[Tracker]] = Registry(
     members=("file", "mlflow", "tensorboard", "trackio", "wandb"),
     modules={
         "file": "local",
-        **{name: f"{name}_tracker" for name in ("mlflow", "tensorboard", "trackio", "wandb")},
+        "mlflow": "mlflow_tracker",
+        "tensorboard": "local",
+        "trackio": "trackio_tracker",
+        "wandb": "wandb_runs",
     },
 )
 AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
@@ -157,25 +149,9 @@ def open_tracker(
     *,
     writes_files: bool = True,
 ) -> CompositeTracker:
-    """Return the trackers that the settings name, after the one that writes the run's files.
+    """The trackers that the settings name, after the one that writes the run's files.
 
-    Parameters
-    ----------
-    settings : Mapping
-        `ExperimentSettings` as a dict.
-    config : Mapping
-        The run's parameters, shown beside its metrics.
-    writes_files : bool
-        Whether the tracker `file`, which a run always has, is the first.
-
-    Raises
-    ------
-    UnknownNameError
-        When no tracker has a name.
-    TrackingError
-        When a tracker cannot start.
-    MissingDependencyError
-        When the package of a tracker is not installed.
+    `config` has the run's parameters, shown beside its metrics.
     """
     names = ["file"] if writes_files else []
     names += [name for name in settings["trackers"] if name != "file"]
@@ -202,7 +178,7 @@ _RENAMED = {
 
 
 def present_name(name: str) -> str:
-    """The present name of a metric, which may be one of an agent."""
+    """The present name of a metric, also of one agent's."""
     for old, new in _RENAMED.items():
         if name == old or name.endswith(f"/{old}"):
             return name.removesuffix(old) + new
@@ -238,13 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def plain_numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures as numbers of Python, also those of NumPy and torch.
-
-    Raises
-    ------
-    TrackingError
-        When a figure is not a single number, or a name is not a text.
-    """
+    """Return figures as numbers of Python, also those of NumPy and torch."""
     if not isinstance(figures, Mapping):
         raise TrackingError(
             f"figures must be a dict of numbers by name, got {type(figures).__name__}."

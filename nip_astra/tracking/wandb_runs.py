@@ -1,10 +1,13 @@
-"""Read finished runs from Weights & Biases: their parameters and the models that they left."""
+"""Weights & Biases: a mirror of the run directory, and finished runs read from there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import netrc
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -12,10 +15,194 @@ from nip_astra.errors import (
     NipAstraError,
     TrackingError,
 )
-from nip_astra.tracking.wandb_tracker import ENVIRONMENT_KEY, has_credentials
+from nip_astra.safe_text import safe_text, to_json
+from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
+from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.trust import SIGNATURE, read_variable
+
+STEP = "iteration"
+"""Name of the step in W&B's history; W&B's own may only grow, which a resumed run's need not."""
+ENVIRONMENT_KEY = "environment"
+"""Key of W&B's config, beside the parameters, of what the run ran on."""
+DEFAULT_PROJECT = "nip_astra"
+
+
+@register_tracker("wandb")
+class WandbTracker(Tracker):
+    """Sends config, environment, metrics by step, tables, artifacts and the report to W&B.
+
+    All of W&B's local folders are below the run directory. Code, git remotes and command lines,
+    which may hold secrets, are not sent. Names of metrics are `grouped`.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The setting `wandb` is the mode: "offline" needs neither network nor account (upload later
+        with `wandb sync`), anything else is "online". `wandb_project`, `wandb_entity`,
+        `wandb_group` and `wandb_tags` that are empty come from W&B's own variables.
+    """
+
+    def __init__(
+        self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(run_directory)
+        mode: Literal["offline", "online"] = (
+            "offline" if settings["wandb"] == "offline" else "online"
+        )
+        if mode == "online" and not has_credentials():
+            # W&B itself would stop to ask at a terminal.
+            raise TrackingError(
+                "there is no W&B key on this machine. Log in with `wandb login`, set "
+                "WANDB_API_KEY, or use --wandb offline."
+            )
+        root = run_directory.path.resolve()
+        self._environment_before = _set_environment(root, mode)
+        try:
+            import wandb
+        except ImportError as error:
+            self._restore_environment()
+            raise MissingDependencyError(
+                f"the package wandb cannot be imported: {error}. Install it with: pip install wandb"
+            ) from error
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=settings["wandb_project"]
+                or read_variable("WANDB_PROJECT")
+                or DEFAULT_PROJECT,
+                entity=settings["wandb_entity"],
+                group=settings["wandb_group"],
+                tags=list(settings["wandb_tags"]) or None,
+                id=run_directory.run_id,
+                name=run_directory.run_id,
+                mode=mode,
+                dir=str(root),
+                config=dict(config) | _environment(run_directory),
+                resume="allow" if mode == "online" else None,
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    init_timeout=30,
+                    disable_code=True,
+                    disable_git=True,
+                    x_disable_meta=True,
+                ),
+            )
+        except Exception as error:
+            self._restore_environment()
+            raise TrackingError(
+                f"W&B ({mode}) cannot start: {error}. Check the network and `wandb login`, or use "
+                "--wandb offline or --wandb disabled."
+            ) from error
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        finite = {grouped(name): value for name, value in values.items() if math.isfinite(value)}
+        self._run.log({**finite, STEP: step})
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        table = self._wandb.Table(columns=list(columns), data=[_cells(row) for row in rows])
+        self._run.log({f"rollouts/{name}": table, STEP: step})
+
+    def log_artifact(
+        self,
+        path: Path,
+        *,
+        name: str,
+        type: str,  # noqa: A002 - the word of W&B
+        aliases: Sequence[str] = (),
+    ) -> None:
+        artifact = self._wandb.Artifact(name=name, type=type)
+        artifact.add_dir(str(path))
+        self._run.log_artifact(artifact, aliases=list(aliases) or None)
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self._run.summary.update({grouped(name): value for name, value in values.items()})
+
+    def log_report(self, path: Path) -> None:
+        # The page is whole by itself; W&B shows it in a frame of its own.
+        self._run.log({"report": self._wandb.Html(str(path), inject=False)})
+
+    def finish(self, *, success: bool) -> None:
+        try:
+            self._run.finish(exit_code=0 if success else 1)
+        finally:
+            self._restore_environment()
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _environment(run_directory: RunDirectory) -> dict[str, Any]:
+    """What the run ran on, with the state of git and the device, as an entry of the config."""
+    if not (run_directory.path / ENVIRONMENT).is_file():
+        return {}
+    found = dict(run_directory.read_json(ENVIRONMENT))
+    found.pop(SIGNATURE, None)  # says something on this machine alone
+    return {ENVIRONMENT_KEY: found}
+
+
+def offline_runs(run_path: Path) -> list[Path]:
+    """The folders that W&B wrote offline for a run, in order, for `wandb sync`."""
+    return sorted((run_path / "wandb").glob("offline-run-*"))
+
+
+def _cells(row: Sequence[Any]) -> list[Any]:
+    """A row with nested values as JSON; W&B refuses those that differ in their parts."""
+    return [
+        to_json(cell)
+        if isinstance(cell, Mapping | list | tuple)
+        else safe_text(cell)
+        if isinstance(cell, str)
+        else cell
+        for cell in row
+    ]
+
+
+def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
+    """Put W&B's folders below `root/wandb`, and give the variables as they were."""
+    folders = {
+        # W&B itself adds the `wandb`.
+        "WANDB_DIR": root,
+        "WANDB_DATA_DIR": root / "wandb" / "data",
+        "WANDB_CACHE_DIR": root / "wandb" / "cache",
+    }
+    if mode == "offline":
+        # Online, the user's own folder may say which server to use.
+        folders["WANDB_CONFIG_DIR"] = root / "wandb" / "config"
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    changes = {name: str(folder) for name, folder in folders.items()} | {"WANDB_SILENT": "true"}
+    before = {name: read_variable(name) for name in changes}
+    os.environ.update(changes)
+    return before
+
+
+def has_credentials() -> bool:
+    """Say whether there is anything in which W&B may find a key."""
+    if read_variable("WANDB_API_KEY") or read_variable("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = read_variable("NETRC")
+    for path in [named] if named else ["~/.netrc", "~/_netrc"]:
+        try:
+            # Which host W&B will ask for depends on settings that only W&B reads.
+            if netrc.netrc(os.path.expanduser(path)).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
 
 SCHEME = "wandb://"
-"""How references to runs on W&B begin."""
+"""Start of references to runs on W&B."""
 Answer = TypeVar("Answer")
 
 
@@ -33,30 +220,18 @@ class WandbReference(NamedTuple):
 
 
 def parse_reference(reference: str) -> WandbReference:
-    """Read `wandb://entity/project/run_id`.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is none.
-    """
+    """Read `wandb://entity/project/run_id`."""
     parts = reference.removeprefix(SCHEME).split("/")
     if not reference.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise ConfigurationError(
-            f"{reference!r} was given as a run on W&B, but it does not name entity, project and "
-            "run. Write wandb://entity/project/run_id."
+            f"{reference!r} does not name entity, project and run. Write "
+            "wandb://entity/project/run_id."
         )
     return WandbReference(*parts)
 
 
 def read_config(reference: str) -> dict[str, Any]:
-    """The parameters that a run recorded.
-
-    Raises
-    ------
-    TrackingError
-        When W&B cannot be asked, or knows no such run.
-    """
+    """The parameters that a run recorded."""
     run = _find_run(reference)
     config: dict[str, Any] = _ask(reference, lambda: dict(run.config))
     # What it ran on stands beside the parameters.
@@ -65,24 +240,13 @@ def read_config(reference: str) -> dict[str, Any]:
 
 
 def download_model(reference: str, folder: Path, version: str = "latest") -> None:
-    """Write the files of a model that a run logged into a folder: of the newest, by default.
-
-    Parameters
-    ----------
-    version : str
-        A version, or one of the aliases that W&B knows it by.
-
-    Raises
-    ------
-    TrackingError
-        When W&B cannot be asked, or the run logged no model, or none of that version.
-    """
+    """Write the files of a model that a run logged, by its version or an alias, into a folder."""
     run = _find_run(reference)
     models = _ask(reference, lambda: [one for one in run.logged_artifacts() if one.type == "model"])
     if not models:
         raise TrackingError(
-            f"the trained model of {reference} was to be downloaded, but the run logged none. Only "
-            "a run that came to its end logs its model; name another run."
+            f"{reference} has no trained model: only a run that has ended logs one. Name another "
+            "run."
         )
     chosen = next((one for one in models if version in (one.version, *one.aliases)), None)
     if chosen is None and version == "latest":
@@ -90,35 +254,27 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
     if chosen is None:
         known = ", ".join(str(one.version) for one in models)
         raise TrackingError(
-            f"the trained model {version!r} of {reference} was to be downloaded, but the run "
-            f"logged {known}. Give one of them as checkpoint_version, or latest."
+            f"{reference} has no trained model {version!r}, only {known}. Give one of them as "
+            "checkpoint_version, or latest."
         )
     newest = chosen
     _ask(reference, lambda: newest.download(root=str(folder)))
 
 
 def open_api() -> Any:
-    """W&B's public interface.
-
-    Raises
-    ------
-    TrackingError
-        When there is no key for it.
-    MissingDependencyError
-        When the package wandb is missing.
-    """
+    """W&B's public interface."""
     if not has_credentials():
         # W&B itself would stop to ask at a terminal.
         raise TrackingError(
-            "a run was to be read from W&B, but there is no W&B key on this machine. Log in with "
-            "`wandb login`, set WANDB_API_KEY, or give a run directory."
+            "there is no W&B key on this machine. Log in with `wandb login`, set WANDB_API_KEY, or "
+            "give a run directory."
         )
     try:
         import wandb
     except ImportError as error:
         raise MissingDependencyError(
-            f"a run was to be read from W&B, but the package wandb cannot be imported: {error}. "
-            "Install it with: pip install wandb"
+            f"reading a run from W&B needs the package wandb: {error}. Install it with: pip "
+            "install wandb"
         ) from error
     return wandb.Api()
 
@@ -136,6 +292,6 @@ def _ask(reference: str, question: Callable[[], Answer]) -> Answer:
     except Exception as error:
         # W&B has an error class for each layer of its client.
         raise TrackingError(
-            f"{reference} was to be read from W&B, but that failed: {error}. Check the name and "
-            "the network, or give a run directory."
+            f"{reference} cannot be read from W&B: {error}. Check the name and the network, or "
+            "give a run directory."
         ) from error

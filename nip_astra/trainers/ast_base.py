@@ -1,8 +1,7 @@
-"""Adaptive stress testing: play trees of conversation and learn which probes make a target fail.
+"""Adaptive stress testing: learn from trees of conversation which probes make a target fail.
 
-A trainer of the family gives two hooks: `flatten`, training samples from a tree, and `loss`, the
-loss of a batch. A tree goes one way: `Rollouts.play` plays and scores it, `prepare` adds reward
-terms and credit, `flatten` makes samples, `loss` learns from them.
+`Rollouts.play` samples and scores a tree, `prepare` adds reward terms and credit, `flatten` makes
+training samples, and `loss` is the loss of a batch.
 
 Shape suffixes: `N` node, `B` sample, `T` token.
 """
@@ -24,7 +23,7 @@ from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.failures import FailureReport
-from nip_astra.evaluation.measured import Known, Replies, known_turns
+from nip_astra.evaluation.outcomes import Known, Replies, known_turns
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,
@@ -32,35 +31,39 @@ from nip_astra.language_models.base import (
     as_language_model,
     pad_left,
 )
-from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.language_models.vllm import SamplerGap
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.kl import AdaptiveKl
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.async_rollouts import AsyncRollouts
-from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.trees import MAX_PROBES, num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
-from nip_astra.trainers.ast.behaviour import Behaviour
-from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
-from nip_astra.trainers.ast.rollouts import Rollouts
-from nip_astra.trainers.ast.staleness import (
+from nip_astra.trainers.ast.behaviour import (
+    Behaviour,
     CorrectedStalenessParameters,
     check_staleness,
     correct_for_staleness,
 )
-from nip_astra.trainers.language_model.state import LanguageModelState
-from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer, check_samples
+from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
+from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
+from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.language_model_base import (
+    Experience,
+    LanguageModelState,
+    LanguageModelTrainer,
+    check_samples,
+)
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
     services_used,
     warnings_about_services,
 )
-from nip_astra.trainers.timing import Components, components_of_stress_test
+from nip_astra.trainers.timing import Components
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
@@ -72,14 +75,9 @@ DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distin
 
 @dataclass
 class AstState(LanguageModelState):
-    """Counters and half-used experience of an AST run, and what it found.
+    """Counters and partly used experience of an AST run, and the planted failures found.
 
-    Attributes
-    ----------
-    num_queries : int
-        Target queries spent in training.
-    first_query : dict
-        Target queries until each planted failure was found.
+    `num_queries` are target queries in training, `first_query` those until each planted failure.
     """
 
     num_queries: int = 0
@@ -87,7 +85,7 @@ class AstState(LanguageModelState):
 
 
 class AstTrainer(LanguageModelTrainer):
-    """Train an attacker by playing trees of conversation against a frozen target.
+    """Train an attacker by trees of conversation against a frozen target.
 
     Hooks: `flatten` and `loss`, which every trainer defines, and `collate_fn`, `credit`,
     `build_modules`, `modules_lr_factor`, `trainer_state`, `load_trainer_state`. ASTRA-RL calls
@@ -100,11 +98,10 @@ class AstTrainer(LanguageModelTrainer):
     rollouts : Rollouts
         Plays the trees of an iteration.
     compares_with_sampler : bool
-        Whether the loss compares with the log-probabilities that probes were sampled with. They are
-        then scored anew where the model samples by another path than it scores.
+        Whether the loss compares with the log-probabilities at sampling. Probes are scored again
+        if the model samples and scores by different paths.
     behaviour : Behaviour or None
-        Which probabilities of probes are learnt from; by the trainer's parameter `behaviour`, a
-        `BehaviourParameters`, where it has one.
+        Which probabilities of probes are learned from, by the trainer's `behaviour` parameters.
     """
 
     evaluation_family: ClassVar[str | None] = "conversation"
@@ -119,6 +116,7 @@ class AstTrainer(LanguageModelTrainer):
         *(f"dev/{name}" for name in DEV_FIGURES),
     )
     compares_with_sampler: ClassVar[bool] = False
+    kl: AdaptiveKl | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -167,6 +165,13 @@ class AstTrainer(LanguageModelTrainer):
         parameters = getattr(self.parameters, "credit", None)
         return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
 
+    def trainer_state(self) -> dict[str, Any]:
+        return {} if self.kl is None else dict(self.kl.state())
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        if self.kl is not None:
+            self.kl.load_state(state)
+
     # ---- tools of the hooks
 
     @torch.no_grad()
@@ -179,14 +184,10 @@ class AstTrainer(LanguageModelTrainer):
     def policy_scores(
         self, batch: TensorDict, *, needs_entropy: bool = False, needs_hidden: bool = False
     ) -> TokenScores:
-        """What the attacker thinks of the tokens of `probe` after `context`, with gradient.
+        """The attacker's scores of the tokens of `probe` after `context`, with gradient.
 
-        Under the distribution that `behaviour` says; `probe_logprobs` are always the model's own.
-
-        Parameters
-        ----------
-        needs_entropy, needs_hidden
-            See `LanguageModel.token_scores`.
+        Under the distribution of `behaviour`; `probe_logprobs` are always the model's own. For
+        `needs_entropy` and `needs_hidden` see `LanguageModel.token_scores`.
         """
         distribution = self.behaviour.drawn(batch) if self.behaviour is not None else None
         return self.policy.token_scores(
@@ -197,7 +198,7 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def _behaviour(self) -> Behaviour | None:
-        """What probabilities are learnt from; warns where they are off-policy."""
+        """The `behaviour` of the parameters; warns where gradients are off-policy."""
         parameters = getattr(self.parameters, "behaviour", None)
         if parameters is None and not self.compares_with_sampler:
             return None
@@ -210,17 +211,13 @@ class AstTrainer(LanguageModelTrainer):
     # ---- several processes
 
     def handlers(self) -> dict[str, Handler]:
-        """Besides those of the base: running parts of a rollout."""
-
-        def run(request: Any) -> Any:
-            return run_requested(self.sampler.requested_part, request)
-
-        return super().handlers() | {RUN_PARTS: run}
+        return super().handlers() | {
+            RUN_PARTS: lambda request: run_requested(self.sampler.requested_part, request)
+        }
 
     # ---- from episodes to samples
 
     def build_policy(self) -> LanguageModel:
-        """The attacker's model."""
         self.attacker = self.scenario_instance.agents["attacker"]
         return as_language_model(self.attacker.language_model, role="attacker")
 
@@ -311,7 +308,7 @@ class AstTrainer(LanguageModelTrainer):
         return wait
 
     def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
-        # Data set columns of a prompt are no plain values.
+        # Columns of a prompt are no plain values.
         tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
@@ -354,11 +351,9 @@ class AstTrainer(LanguageModelTrainer):
     # ---- what is measured
 
     def num_measure_parts(self) -> int:
-        """Batches of a held-out evaluation."""
         return self.evaluation.num_parts("test")
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
-        """Failures on held-out prompts."""
         tally = self.evaluation.run("test", parts)
         report = tally.report()
         if when == "before":
@@ -400,12 +395,10 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def evaluate_dev(self) -> dict[str, float]:
-        """Failures on the dev prompts."""
         report = self.evaluation.dev_report().to_dict()
         return {name: report[name] for name in DEV_FIGURES}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Reward and failures of the rollout."""
         return {"reward": metrics["mean_reward"], "failures": metrics["failure_rate"]}
 
     # ---- saving
@@ -453,7 +446,26 @@ class AstTrainer(LanguageModelTrainer):
         self.store_results(results)
 
     def components_to_time(self) -> Components:
-        return components_of_stress_test(self)
+        """`rollout`, and if it taught something `update`, and `loss` of one batch."""
+
+        @torch.no_grad()
+        def rollout() -> Experience:
+            return self.digest(self.rollouts.play(0))
+
+        samples = rollout().samples
+        if not samples:
+            return {"rollout": rollout}
+        batch = next(iter(self.batches(samples, iteration=0, epoch=0)))
+
+        def update() -> None:
+            self.state.begin(samples, {})
+            self._update(0)
+
+        @torch.no_grad()
+        def loss() -> None:
+            self.loss_of(batch)
+
+        return {"rollout": rollout, "update": update, "loss": loss}
 
     def samples_of_one_episode(self) -> Sequence[Sample]:
         return self.digest(self.rollouts.play_one()).samples
@@ -500,8 +512,8 @@ def _add_counts(
 def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
     """For each role, the tokens forwarded for a rollout and their ratio to the unique ones.
 
-    A token is unique by itself and all that precedes it in the conversation. The reference reads
-    only to score. What was forwarded to score the attacker's own probes again stands apart.
+    A token is unique by itself and all that precedes it in the conversation. `tokens/rescored` are
+    those forwarded to score the attacker's probes again.
     """
     metrics = {}
     for role, count in counts.items():

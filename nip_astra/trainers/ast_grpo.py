@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
-from nip_astra.rl_objectives.kl import KlParameters, kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters, kl_estimate
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
     ROW_LOSSES,
@@ -22,14 +21,17 @@ from nip_astra.rl_objectives.policy_losses import (
     PolicyLoss,
     policy_loss,
 )
-from nip_astra.rl_objectives.reductions import Reduction, masked_mean, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, Reduction, masked_mean, reduce_loss
 from nip_astra.rl_objectives.registry import PolicyLossName, has_option
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.ast.node_samples import learning_logprobs, node_samples
+from nip_astra.trainers.ast.behaviour import (
+    BehaviourParameters,
+    CorrectedStalenessParameters,
+    importance_weights_of,
+)
 from nip_astra.trainers.ast.rewards import CreditParameters
-from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
+from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -59,6 +61,7 @@ class AstGrpoTrainer(AstTrainer):
     """
 
     compares_with_sampler = True
+    kl: AdaptiveKl
 
     class Parameters(LossParameters, AdvantageParameters, CorrectedStalenessParameters):
         """Which policy loss and advantage, and the KL penalty."""
@@ -85,7 +88,7 @@ class AstGrpoTrainer(AstTrainer):
         credit: CreditParameters = CreditParameters()
         """What siblings are compared by."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut; the losses
+        """Which log-probabilities are learned from where sampling is tempered or cut; the losses
         with one ratio a probe (gspo, rloo) take importance weights of sequences alone."""
 
         def chosen_loss(self) -> PolicyLoss:
@@ -142,16 +145,7 @@ class AstGrpoTrainer(AstTrainer):
         }
         logger.info("objective: %s", self.results["objective"])
 
-    def trainer_state(self) -> dict[str, Any]:
-        """The weight of the divergence, which may have been adapted."""
-        return dict(self.kl.state())
-
-    def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Restore the weight of the divergence."""
-        self.kl.load_state(state)
-
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample per node whose group is used."""
         groups_PG = tree.sibling_groups()
         nodes_N = groups_PG.flatten()
         group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
@@ -168,7 +162,6 @@ class AstGrpoTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The policy loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)

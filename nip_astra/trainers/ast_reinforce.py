@@ -13,15 +13,17 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import policy_loss
-from nip_astra.rl_objectives.reductions import mean_over_rows, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows, reduce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast.behaviour import (
+    BehaviourParameters,
+    CorrectedStalenessParameters,
+    importance_weights_of,
+)
 from nip_astra.trainers.ast.rewards import CreditParameters
-from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters
+from nip_astra.trainers.ast.rollouts import node_samples
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -32,15 +34,13 @@ class AstReinforceTrainer(AstTrainer):
 
     Loss: `(1 - kl_mix) * -A log pi(probe) + kl_mix * KL(pi || ref)(probe) - entropy_weight * H`,
     sums over a probe's tokens, mean over probes; `kl_estimator` says how the divergence is
-    estimated. Perez et al. take a learnt value as the baseline of `A`; here it is the mean of the
+    estimated. Perez et al. take a learned value as the baseline of `A`; here it is the mean of the
     others: of the siblings, or of the iteration.
 
-    On average the gradient is that of a probe's mean credit and of its divergence, given what was
-    said before, where there are one epoch and one step an iteration (training.minibatch_size times
-    gradient_accumulation_steps at least the nodes of an iteration), a baseline that does not depend
-    on the probe (`none` or `siblings`; among the others of an iteration are its own descendants),
-    `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off: with it nothing is
-    unbiased, since the deviation depends on the probe. The preset trades that for less variance.
+    The gradient is unbiased with one epoch and one step per iteration, a baseline that does not
+    depend on the probe (`none` or `siblings`; the iteration includes its descendants),
+    `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off. The preset trades that
+    for less variance.
     """
 
     class Parameters(CorrectedStalenessParameters):
@@ -68,10 +68,9 @@ class AstReinforceTrainer(AstTrainer):
         credit: CreditParameters = CreditParameters()
         """What a probe is worth."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learnt from where sampling is tempered or cut."""
+        """Which log-probabilities are learned from where sampling is tempered or cut."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """One sample a node with a verdict."""
         options = self.parameters
         nodes_N = torch.arange(tree.num_nodes)
         group_N = torch.zeros_like(nodes_N)
@@ -92,7 +91,6 @@ class AstReinforceTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import nll_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
+from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
@@ -24,7 +24,7 @@ from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 
 FINDS_ITS_OWN = where("probes", None)
-"""Condition of what says which probes are the best so far."""
+"""Condition of the parameters that define the best probes so far."""
 
 
 @register_trainer(TrainerType.AST_SFT)
@@ -38,7 +38,7 @@ class AstSftTrainer(AstTrainer):
     """
 
     class Parameters(AsyncRolloutParameters):
-        """What is imitated; played ahead, whoever said it."""
+        """Which probes are imitated; asynchronous rollouts need no correction."""
 
         probes: str | None = None
         """File of probes, in the formats of prompt files; null for the best so far."""
@@ -60,7 +60,6 @@ class AstSftTrainer(AstTrainer):
             self._given = [torch.tensor(self.attacker.say(text)) for text in texts]
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """The probes to imitate after this rollout."""
         generator = derived_generator(self.hyper_params.seed, "imitated", self.state.iteration)
         if self._given:
             choice = torch.randint(len(self._given), (tree.num_episodes,), generator=generator)
@@ -85,15 +84,12 @@ class AstSftTrainer(AstTrainer):
         ]
 
     def trainer_state(self) -> dict[str, Any]:
-        """The best probes so far."""
         return {"best": self._best}
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Take the best probes so far."""
         self._best = state["best"]
 
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The mean negative log-likelihood of a batch of probes."""
         logprobs_BT = self.policy_scores(batch).logprobs_BT
         mask_BT = batch["probe_mask"].to(logprobs_BT.device)
         return nll_loss(logprobs_BT, mask_BT, normaliser=self.num_tokens_in_step(batch))

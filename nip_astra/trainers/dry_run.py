@@ -3,12 +3,11 @@
 Every estimate uses these names; a family adds counts of its own.
 
 - `num_iterations`; `num_parameters`, weights that learn.
-- `seconds_per_episode`: playing one tree, one problem with all its rollouts, or an iteration in one
-  environment of a protocol. `seconds_per_minibatch`: learning from one minibatch.
-- `loss` of that minibatch; None if the episode gave nothing to learn from.
-- `predicted_peak_gib`: the most memory that the run needs.
-- `estimated_training_hours`: an upper bound, since episodes that are played together share forward
-  passes. For text protocols these are the hours of sampling; fine-tuning jobs come on top.
+- `seconds_per_episode`: one tree, one problem with all its runs, or an iteration in one environment
+  of a protocol. `seconds_per_minibatch`, and `loss` of it (None without samples).
+- `predicted_peak_gib`: peak memory.
+- `estimated_training_hours`: an upper bound, since episodes share forward passes; for text
+  protocols the hours of sampling, without fine-tuning jobs.
 - `placement`: the same run on other numbers of devices (`nip_astra.distributed.placement`).
 """
 
@@ -35,18 +34,10 @@ _FOREIGN = {"builtins", "torch", "tensordict", "transformers", "tokenizers", "nu
 
 @dataclass(frozen=True)
 class SmallestStep:
-    """What playing one episode and learning from one minibatch took.
+    """Cost of playing one episode and learning from one minibatch of `num_learned` samples.
 
-    Attributes
-    ----------
-    num_samples, num_learned : int
-        Samples of the episode, and those of them in the minibatch.
-    num_tokens : float
-        Tokens that the episode generated.
-    peak_bytes, step_bytes : int
-        The most memory held before the minibatch, and what the minibatch added to it.
-    loss : float or None
-        The loss of the minibatch; None without samples.
+    `num_samples` and `num_tokens` are those of the episode, `peak_bytes` the peak memory before the
+    minibatch and `step_bytes` its increase. `loss` is None without samples.
     """
 
     play_seconds: float
@@ -65,12 +56,8 @@ def measure_smallest_step(
 ) -> SmallestStep:
     """Play one episode and learn from a minibatch of its samples.
 
-    Parameters
-    ----------
-    play : Callable
-        Returns the samples and the number of generated tokens.
-    learn : Callable
-        Takes the samples; returns the loss and how many it learned from.
+    `play` returns the samples and the number of generated tokens; `learn` takes the samples and
+    returns the loss and the number of samples in the minibatch.
     """
     started = time.perf_counter()
     samples, num_tokens = play()
@@ -91,13 +78,7 @@ def measure_smallest_step(
 def work_of_language_model(
     step: SmallestStep, training: TrainingConfiguration, memory: Mapping[str, float]
 ) -> Work:
-    """The whole run of a language model, scaled from its smallest step.
-
-    Parameters
-    ----------
-    memory : Mapping[str, float]
-        Bytes of weights, gradients and optimizer by part; see `memory_of`.
-    """
+    """The whole run, scaled from its smallest step; `memory` as from `memory_of`."""
     num_episodes = training.num_episodes_per_experience
     num_rows = max(step.num_samples, 1) * num_episodes
     rows = min(training.minibatch_size * training.gradient_accumulation_steps, num_rows)
@@ -122,10 +103,7 @@ def estimate_run(
 ) -> dict[str, Any]:
     """The estimate of a run, with the names of this module.
 
-    Parameters
-    ----------
-    extra_cache_bytes : float
-        Keys and values of an iteration's episodes beyond those of the one that was played.
+    `extra_cache_bytes` are keys and values of an iteration's episodes beyond those of one.
     """
     seconds = work.rollout_seconds + work.update_seconds
     peak = step.peak_bytes + max(extra_cache_bytes, work.memory["step"])
@@ -173,15 +151,9 @@ def state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 
 
 def model_memory(parts: Mapping[str, object]) -> dict[str, float]:
-    """Bytes of the tensors that each part holds, including weights laid out for generation.
+    """Bytes of the tensors of each part, including weights laid out for generation.
 
-    Tensors that several parts share, for instance a base model, count for the first of them; parts
-    without any are left out.
-
-    Parameters
-    ----------
-    parts : Mapping[str, object]
-        Agents, scorers and services, by name.
+    Tensors that several parts share count for the first; parts without any are left out.
     """
     seen: set[int] = set()
     storages: set[int] = set()

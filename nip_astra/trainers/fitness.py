@@ -1,4 +1,4 @@
-"""Whether a trainer can do what a run asks of it."""
+"""Checks of trainers against the settings of a run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,13 @@ def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSetting
             else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
         )
         raise ConfigurationError(
-            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
-            "language models (ast_*, self_hosted_*, ...) in one process play on actors; leave "
-            "num_actors 0 for others."
+            f"num_actors={settings.num_actors}, but {reason}. Trainers of language models (ast_*, "
+            "self_hosted_*, ...) in one process play on actors; leave num_actors 0 for others."
         )
 
 
 def refuse_replaced(settings: ExperimentSettings) -> None:
-    """Refuse objects that a run makes itself, in place of which a caller's would be lost.
-
-    Raises
-    ------
-    ConfigurationError
-        With their names. `prepare_experiment` takes them.
-    """
+    """Refuse objects that a run makes itself, which `prepare_experiment` takes."""
     given = [name for name in ("run_directory", "tracker", "team") if getattr(settings, name)]
     if given:
         raise ConfigurationError(
@@ -48,15 +41,7 @@ def refuse_replaced(settings: ExperimentSettings) -> None:
 def refuse_idle_settings(settings: ExperimentSettings, given: Container[str] | None = None) -> None:
     """Refuse settings that nothing in this run reads.
 
-    Parameters
-    ----------
-    given : Container of str, optional
-        Names that were given now, where others are those of a stored run; None for all.
-
-    Raises
-    ------
-    ConfigurationError
-        With their names and what they need.
+    `given` are the names that were given now, where others are those of a stored run; None for all.
     """
     is_alone = settings.team is None or settings.team.size == 1
     needs_processes = ("several processes", ("sharding", "process_store")) if is_alone else ("", ())
@@ -76,12 +61,12 @@ def refuse_idle_settings(settings: ExperimentSettings, given: Container[str] | N
 
 
 def refuse_unfinished(trainer_class: type[Trainer]) -> None:
-    """Refuse a class that leaves out what its base class asks for."""
+    """Refuse a class that does not define the abstract methods of its base class."""
     missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
     if missing:
         raise ConfigurationError(
-            f"the trainer {trainer_class.__name__} was to be built, but it leaves out "
-            f"{', '.join(missing)}. Define what its base class asks for."
+            f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
+            "base class asks for."
         )
 
 
@@ -90,6 +75,6 @@ def refuse_half_built(trainer: Trainer) -> None:
     if "state" not in vars(trainer):
         name = type(trainer).__name__
         raise ConfigurationError(
-            f"the trainer {name} was built, but its __init__ does not call that of its base class. "
-            "Begin it with super().__init__(hyper_params, scenario_instance, settings)."
+            f"__init__ of the trainer {name} does not call that of its base class. Begin it with "
+            "super().__init__(hyper_params, scenario_instance, settings)."
         )

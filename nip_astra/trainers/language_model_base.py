@@ -1,8 +1,6 @@
-"""The loop of all trainers that learn a language model: collect, step through what was collected.
+"""The loop of all trainers that learn a language model.
 
-A family says what an iteration gathers (`collect`) and what is measured (`measure`,
-`evaluate_dev`); a trainer gives the loss of a batch (`loss`). Batches, accumulation, schedule, dev
-evaluation, early stopping, checkpoints and saving are done here.
+A family defines `collect`, `measure` and `evaluate_dev`, a trainer the `loss` of a batch.
 
 Shape suffixes: `B` sample, `T` token.
 """
@@ -25,17 +23,21 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.distributed.team import Handler
+from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     BudgetExhaustedError,
     ConfigurationError,
     LostProcessError,
+    NonFiniteLossError,
     StopRequested,
 )
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services.sharded import DataParallelService, ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
-from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.dry_run import (
@@ -47,39 +49,95 @@ from nip_astra.trainers.dry_run import (
     state_per_weight,
     work_of_language_model,
 )
-from nip_astra.trainers.language_model.batches import batches_of, in_groups
-from nip_astra.trainers.language_model.processes import bytes_read, distribute
-from nip_astra.trainers.language_model.state import LanguageModelState
-from nip_astra.trainers.language_model.steps import (
-    non_finite_error,
-    num_tokens_in_step,
-    speed_and_memory,
-    token_metrics,
-    write_step_totals,
-)
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
-from nip_astra.utils.processor import choose_num_processes
+from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
+from nip_astra.utils.seeding import derived_generator
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+BatchT = TypeVar("BatchT")
+
+STEP_TOTALS = "step_totals"
+"""Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
+
+
+@dataclass
+class LanguageModelState(RunState):
+    """Counters and partly used experience.
+
+    `samples` are those of the iteration in progress, None between iterations, and `num_steps_done`
+    the optimizer steps taken on them; `iteration_metrics` and `step_sums` are the metrics so far.
+    """
+
+    samples: list[Sample] | None = None
+    num_steps_done: int = 0
+    iteration_metrics: dict[str, float] = field(default_factory=dict)
+    step_sums: dict[str, float] = field(default_factory=dict)
+    best_dev_value: float | None = None
+    num_evals_since_best: int = 0
+
+    @property
+    def update_count(self) -> int:
+        """A number that grows with every step and every iteration."""
+        return self.num_optimizer_steps + self.iteration
+
+    def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
+        """Start to use the experience of an iteration."""
+        # Figures of NumPy and torch would not be held by a checkpoint.
+        self.iteration_metrics, self.step_sums = plain_numbers(metrics), {}
+        self.samples, self.num_steps_done = samples, 0
+
+    def count_step(self, metrics: dict[str, float]) -> None:
+        """Count one optimizer step and add up its metrics."""
+        self.num_steps_done += 1
+        self.num_optimizer_steps += 1
+        for name, value in plain_numbers(metrics).items():
+            self.step_sums[name] = self.step_sums.get(name, 0.0) + value
+
+    def count_evaluation(self, value: float) -> bool:
+        """Count a dev evaluation; whether it is the best so far (NaN never is)."""
+        is_best = not math.isnan(value) and (
+            self.best_dev_value is None or value > self.best_dev_value
+        )
+        if is_best:
+            self.best_dev_value = value
+        self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
+        return is_best
+
+    def has_stopped_early(self, training: TrainingConfiguration) -> bool:
+        """Whether the dev evaluations have not improved for too long."""
+        patience = training.early_stopping_patience
+        if patience is None or self.num_evals_since_best < patience:
+            return False
+        logger.info(
+            "stopped after iteration %d: no better dev/%s in %d evaluations",
+            self.iteration,
+            training.dev_metric,
+            self.num_evals_since_best,
+        )
+        return True
+
+    def end(self) -> dict[str, float]:
+        """Finish the iteration; its metrics, those of steps as means."""
+        count = max(self.num_steps_done, 1)
+        means = {name: value / count for name, value in self.step_sums.items()}
+        metrics = self.iteration_metrics | means | {"num_steps": float(self.num_steps_done)}
+        self.samples, self.num_steps_done = None, 0
+        self.iteration_metrics, self.step_sums = {}, {}
+        self.iteration += 1
+        return metrics
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What an iteration gathered.
+    """What an iteration collected; without samples it takes no step.
 
-    Attributes
-    ----------
-    samples : list of Sample
-        What is learnt from; an iteration without any takes no step.
-    metrics : dict[str, float]
-        What is logged of it; `tokens/generated` gives the speed that the bar shows.
-    seconds : Mapping[str, float]
-        How long parts of the collecting took.
+    `tokens/generated` of the metrics gives the speed in the progress bar; `seconds` are durations
+    of parts of collecting.
     """
 
     samples: list[Sample]
@@ -88,37 +146,19 @@ class Experience:
 
 
 def check_experience(found: Any, *, owner: str) -> Experience:
-    """What a trainer's `collect` returned, where it is an `Experience` of lists and numbers.
-
-    Parameters
-    ----------
-    owner : str
-        Name of the trainer's class, for the message.
-
-    Raises
-    ------
-    ConfigurationError
-        When it is something else.
-    """
+    """The result of `collect` of the class `owner`, if it is a valid `Experience`."""
     if not isinstance(found, Experience):
         raise _wrong_result(owner, "collect", found, "an Experience(samples, metrics)")
     for name in ("metrics", "seconds"):
-        if not isinstance(getattr(found, name), Mapping):
-            raise _wrong_result(
-                owner, "collect", getattr(found, name), f"a dict of numbers as {name}"
-            )
+        value = getattr(found, name)
+        if not isinstance(value, Mapping):
+            raise _wrong_result(owner, "collect", value, f"a dict of numbers as {name}")
     samples = check_samples(found.samples, owner=owner, hook="collect")
     return replace(found, samples=samples, metrics=dict(found.metrics))
 
 
 def check_samples(found: Any, *, owner: str, hook: str) -> list[Any]:
-    """The samples that a hook returned as a list.
-
-    Raises
-    ------
-    ConfigurationError
-        When it returned something else.
-    """
+    """The samples that a hook returned, if they are a list."""
     if not isinstance(found, list | tuple):
         raise _wrong_result(owner, hook, found, "a list of samples, which may be empty")
     return list(found)
@@ -137,15 +177,12 @@ class LanguageModelTrainer(TensorDictTrainer):
     Attributes
     ----------
     policy : LanguageModel
-        What learns.
     modules : ModuleDict
-        What learns beside it, from `build_modules`.
+        Further modules that learn, from `build_modules`.
     learned : list of Parameter
         The weights of both.
     service : TrainingService
         Through which they learn; by default in this process, over `optimizer`.
-    state : LanguageModelState
-        How far the run has come.
     """
 
     State: ClassVar[type[RunState]] = LanguageModelState
@@ -154,7 +191,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     divides_weights: ClassVar[bool] = True
     learns_layer_by_layer: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
-    """The column of a batch whose tokens are learnt; its mask says which they are."""
+    """The column of trained tokens in a batch, which has a mask of them."""
     policy_role: ClassVar[str] = "policy"
     """What the policy is called in checkpoints."""
     _has_warned_of_nothing = False
@@ -263,16 +300,8 @@ class LanguageModelTrainer(TensorDictTrainer):
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
         """The policy's log-probabilities of continuations of `context`, all by one call.
 
-        Parameters
-        ----------
-        batch : TensorDict
-            Holds `context` and, for each name, tokens and `<name>_mask`.
-
-        Returns
-        -------
-        tuple[Tensor, ...]
-            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding, with
-            gradient.
+        `batch` has for each name tokens and `<name>_mask`. Returns a `[B, T]` tensor per name, all
+        as wide as the longest, nats, 0 on padding, with gradient.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -289,10 +318,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         return logprobs.chunk(len(names))
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
-        """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.
+        """The trained tokens of the whole optimizer step, times the batch's share of its samples.
 
-        A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
-        the batches by their samples, however the step is split into batches.
+        A sum over tokens divided by it, averaged by samples, is a mean over the step's tokens.
         """
         return num_tokens_in_step(batch, self.trained_tokens)
 
@@ -320,9 +348,9 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        asked = self.scenario_instance.num_parameters, self.settings.num_threads
+        sizes = self.scenario_instance.num_parameters, self.settings.num_threads
         # Of several processes of a run none forks more: they share the cores, and connections.
-        count = choose_num_processes(*asked) if self.team.size == 1 else 1
+        count = choose_num_processes(*sizes) if self.team.size == 1 else 1
         with super()._threads(), using_processes(count):
             self.results["num_processes"] = get_num_processes()
             yield
@@ -355,7 +383,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         start = self.num_measure_parts() if is_done else 0
         parts = self._parts(iteration_context, start)
         if is_done:
-            # The bar is told what is done.
+            # The bar counts what is done.
             list(parts)
         else:
             before = self.measure("before", self._checked(parts))
@@ -423,12 +451,12 @@ class LanguageModelTrainer(TensorDictTrainer):
             with torch.no_grad():
                 found = check_experience(self.collect(iteration), owner=type(self).__name__)
         except BudgetExhaustedError:
-            # What was learnt so far is paid for.
+            # The steps so far are paid for.
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)
         if why and not self._has_warned_of_nothing:
-            self._warn(f"nothing was learnt in iteration {iteration + 1}: {why}")
+            self._warn(f"nothing was learned in iteration {iteration + 1}: {why}")
             self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
@@ -454,11 +482,17 @@ class LanguageModelTrainer(TensorDictTrainer):
                 continue
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
-            self.state.count_step(metrics | token_metrics(spent))
-            asked = self.settings.stop_flag() if self.settings.stop_flag else None
-            if asked := self.team.broadcast(asked):
+            self.state.count_step(
+                {
+                    **metrics,
+                    "tokens/update_forwarded": float(spent.forwarded),
+                    "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
+                }
+            )
+            signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
+            if signal_name := self.team.broadcast(signal_name):
                 self.run_on_leader(self._save_checkpoint)
-                raise StopRequested(asked)
+                raise StopRequested(signal_name)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
         """The batches of each optimizer step; the last group of an epoch may be smaller."""
@@ -523,11 +557,20 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
         self.run_on_leader(self._save_checkpoint)
-        raise non_finite_error(self.state, loss, norm)
+        raise NonFiniteLossError(
+            f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
+            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
+            "before it are saved. Lower training.lr or training.max_grad_norm."
+        )
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
         metrics = self.state.end()
-        timings |= speed_and_memory(timings, metrics)
+        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
+        speed = metrics.get("tokens/generated", 0) / max(seconds, 1e-9)
+        timings |= {
+            "time/tokens_per_second": speed,
+            "memory/peak_gib": peak_memory_bytes() / 2**30,
+        }
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
@@ -545,19 +588,16 @@ class LanguageModelTrainer(TensorDictTrainer):
         context.set_postfix(
             loss=metrics.get("loss", "nothing to learn from"),
             **self.progress_figures(metrics),
-            tokens_per_second=timings["time/tokens_per_second"],
+            tokens_per_second=speed,
         )
         is_last = self.state.iteration == context.num_iterations
         every = self.settings.checkpoint_period
         if is_best or is_last or (every and self.state.iteration % every == 0):
             self._save_checkpoint(is_best=is_best)
-        self._stop_between_iterations(already_saved=is_last)
-
-    def _stop_between_iterations(self, *, already_saved: bool) -> None:
         try:
             self._raise_if_stopped()
         except StopRequested:
-            if not already_saved:
+            if not is_last:
                 self._save_checkpoint()
             raise
 
@@ -572,13 +612,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.service.load_state(directory)
 
     def _take_best(self) -> None:
-        """Take the weights that did best on the dev data.
-
-        Raises
-        ------
-        CheckpointError
-            When their checkpoint is lost or corrupt.
-        """
+        """Load the weights with the best dev evaluation."""
         store = self._checkpoint_store()
         best = self.team.broadcast("" if store is None else str(store.open_best()))
         if best:
@@ -592,3 +626,142 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
         logger.warning(text, extra={"told_at_the_end": True})
+
+
+# ---- batches and optimizer steps
+
+
+def batches_of(
+    samples: Sequence[Sample],
+    collate: Callable[[Sequence[Sample]], BatchT],
+    *,
+    size: int,
+    order: str,
+    key: tuple[int, int, int],
+) -> Iterator[BatchT]:
+    """The samples in batches, in random order; one batch may be smaller.
+
+    With order "by_episode" samples of an episode are adjacent, in their given order. `key` is seed,
+    iteration and epoch.
+    """
+    seed, iteration, epoch = key
+    generator = derived_generator(seed, "shuffle", iteration, epoch)
+    places = torch.randperm(len(samples), generator=generator).tolist()
+    if order == "by_episode":
+        places = _by_episode(samples, places)
+    parts = [places[i : i + size] for i in range(0, len(places), size)]
+    if order == "by_episode":
+        again = torch.randperm(len(parts), generator=generator).tolist()
+        parts = [parts[i] for i in again]
+    for part in parts:
+        yield collate([samples[i] for i in part])
+
+
+def in_groups(batches: Iterable[BatchT], size: int) -> Iterator[list[BatchT]]:
+    """Consecutive batches in groups; the last may be smaller."""
+    group: list[BatchT] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _by_episode(samples: Sequence[Sample], order: Sequence[int]) -> list[int]:
+    """Put the samples of an episode together, the episodes in the order of their first samples."""
+    if any("episode" not in sample for sample in samples):
+        raise ConfigurationError(
+            "training.batch_order=by_episode needs samples with 'episode'. Add "
+            "tree.nodes['episode'][node] in flatten, or set training.batch_order to shuffled."
+        )
+    episodes: list[Any] = [int(sample["episode"]) for sample in samples]
+    rank = {episode: i for i, episode in enumerate(dict.fromkeys(episodes[i] for i in order))}
+    return sorted(range(len(samples)), key=lambda i: rank[episodes[i]])
+
+
+def write_step_totals(batches: Sequence[TensorDict], tokens: str) -> None:
+    """Add to each batch of a step the totals of the step, for `num_tokens_in_step`."""
+    name = f"{tokens}_mask"
+    if any(batch.get(name, None) is None for batch in batches):
+        return
+    totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
+    for batch in batches:
+        batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+
+
+def num_tokens_in_step(batch: TensorDict, tokens: str) -> float:
+    """The trained tokens of the whole optimizer step, times the batch's share of its samples."""
+    totals = batch.get(STEP_TOTALS, None)
+    if totals is None:
+        return float(int(batch[f"{tokens}_mask"].sum()))
+    num_tokens, num_samples = totals[0].tolist()
+    return float(num_tokens * len(batch) / num_samples)
+
+
+# ---- several processes
+
+
+def distribute(
+    service: TrainingService,
+    policy: LanguageModel,
+    others: Iterable[object],
+    team: Team,
+    settings: ExperimentSettings,
+) -> TrainingService:
+    """The service by which all processes of a team train a policy, according to the settings.
+
+    `others` are models whose log-probabilities are compared with the policy's.
+    """
+    if settings.gradient_checkpointing:
+        _recompute_layers(policy, service)
+    if team.size == 1:
+        return service
+    if type(service) is not LocalTrainingService:
+        raise ConfigurationError(
+            f"{team.size} processes cannot train a policy that learns by {type(service).__name__}: "
+            "each must hold its weights. Start the run without torchrun."
+        )
+    if settings.sharding == "none":
+        return DataParallelService(service, team)
+    check_can_be_sharded(policy)
+    learners = [_learner_of(one) for one in (policy, *others)]
+    for model in {id(one): one for one in learners}.values():
+        if isinstance(model, HuggingFaceLanguageModel):
+            # Compared log-probabilities need the same forward pass as the sharded one.
+            model.scores_by_module = True
+    return ShardedService(service, team)
+
+
+def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
+    """Recompute the layers of the learning model in the backward pass."""
+    learner = _learner_of(policy)
+    is_here = isinstance(service, LocalTrainingService)
+    if not is_here or not isinstance(learner, HuggingFaceLanguageModel):
+        held = type(policy if is_here else service).__name__
+        raise ConfigurationError(
+            f"gradient_checkpointing needs a policy with known layers, not {held}. Set it to false."
+        )
+    learner.recompute_layers()
+
+
+def _learner_of(model: object) -> object:
+    """The holder of the weights: the model, or the one beside a sampling engine."""
+    return getattr(model, "scorer", model)
+
+
+def check_can_be_sharded(policy: LanguageModel) -> None:
+    """Refuse backends other than huggingface, alone or beside vllm."""
+    if not isinstance(_learner_of(policy), HuggingFaceLanguageModel):
+        raise ConfigurationError(
+            f"sharding=fsdp needs a policy of _type huggingface or vllm, not "
+            f"{type(policy).__name__}. Set sharding to none, or another _type."
+        )
+
+
+def bytes_read(policy: LanguageModel) -> float:
+    """Bytes of weights that a pass through the learning model reads, base weights included."""
+    learner = _learner_of(policy)
+    module = getattr(learner, "module", None)
+    return bytes_of([] if module is None else list(module.parameters()))

@@ -86,11 +86,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The configured optimizer over the parameters.
 
-    Parameters
-    ----------
-    more : Sequence[tuple[Sequence[Parameter], float]]
-        Further parameters, each group with its learning rate as a multiple of the configured one,
-        stored as `lr_factor` in its group of the optimizer. Empty groups are left out.
+    `more` are groups of further parameters with their multiple of the learning rate, stored as
+    `lr_factor` in the optimizer's group. Empty groups are left out.
     """
     groups = [(list(parameters), 1.0), *((list(group), factor) for group, factor in more)]
     optimizer: torch.optim.Optimizer = OPTIMIZERS.get(config.optimizer)(
@@ -106,15 +103,10 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
-    """The learning rate of one optimizer step.
+    """The learning rate of optimizer step `step`; the first `num_warmup_steps` rise linearly.
 
-    Parameters
-    ----------
-    step : int
-        Optimizer steps already taken; the first `num_warmup_steps` rise linearly to `lr`.
-    progress : float
-        Share of the training iterations done, in [0, 1]. The number of steps is not known
-        beforehand, since an iteration gives as many samples as it finds.
+    `progress` is the share of iterations done, in [0, 1]; the number of steps is not known in
+    advance.
     """
     warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
     return config.lr * warmup * SCHEDULES.get(config.lr_schedule)(progress)

@@ -32,12 +32,8 @@ def sampling_weights(returns_N: Floats, *, minimum: float | None, epsilon: float
     With w the returns less the smallest one, or, where a minimum is given, the returns but at least
     it: `p = (w / sum w + epsilon / N) / (1 + epsilon)`. Where all w are 0, p is uniform.
 
-    Parameters
-    ----------
-    minimum : float or None
-        At least 0; None shifts the returns so that the smallest is 0.
-    epsilon : float
-        Larger is closer to uniform.
+    `minimum` is at least 0; None shifts the returns so that the smallest is 0. A larger `epsilon`
+    is closer to uniform.
     """
     weights_N = returns_N - returns_N.min() if minimum is None else np.maximum(returns_N, minimum)
     total = weights_N.sum()
@@ -65,7 +61,7 @@ def weighted_sample(
 
 @register_trainer(TrainerType.PURE_TEXT_EI)
 class PureTextEiTrainer(PureTextRlTrainer):
-    """Each model learns to answer as its agents did in the rollouts that they were paid well for.
+    """Each model learns to answer as its agents did in rollouts with large returns.
 
     For every agent, rollouts are chosen by its own return `R = sum of its rewards`: those with
     `R >= reward_threshold`, or a sample with weights that grow with R. A group's model is then

@@ -10,8 +10,17 @@ from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
 
+_MODULES = {
+    "ast_dpo": ("ast_ipo", "ast_simpo"),
+    "vanilla_ppo": ("mappo",),
+    "self_hosted": ("self_hosted_grpo", "self_hosted_opd"),
+    "remote_api": ("remote_api_grpo", "remote_api_opd", "remote_api_cross_entropy"),
+}
 TRAINERS: Registry[type[Trainer]] = Registry(
-    "trainer", package="nip_astra.trainers", members=TrainerType
+    "trainer",
+    package="nip_astra.trainers",
+    members=TrainerType,
+    modules={name: module for module, names in _MODULES.items() for name in names},
 )
 TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
 
@@ -20,19 +29,13 @@ def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
     """Register a `Trainer` subclass under the name by which `--trainer` selects it.
 
     `name` is a `TrainerType` member or, for a trainer of your own, any string.
-
-    Raises
-    ------
-    PluginError
-        When what it decorates is no subclass of `Trainer`.
     """
 
     def decorate(cls: TrainerClass) -> TrainerClass:
         if not (isinstance(cls, type) and issubclass(cls, Trainer)):
             raise PluginError(
-                f"{getattr(cls, '__name__', cls)!r} was registered as the trainer {str(name)!r}, "
-                "but is no subclass of nip_astra.trainers.trainer_base.Trainer. Derive it from "
-                "that, or from the base of a family."
+                f"{getattr(cls, '__name__', cls)!r}, the trainer {str(name)!r}, is no subclass of "
+                "nip_astra.trainers.trainer_base.Trainer. Derive it from that or a family's base."
             )
         TRAINERS.register(str(name))(cls)
         return cls

@@ -7,24 +7,22 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torchrl.objectives import ValueEstimators
 
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.reinforce import ReinforceObjective
+from nip_astra.rl_objectives.ippo import ReinforceObjective
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 logger = logging.getLogger(__name__)
 
 WITH_CRITIC = where("reinforce.use_advantage_and_critic", True)
-"""Condition of what says how values are learned."""
 
 
 @register_trainer(TrainerType.REINFORCE)
 class ReinforceTrainer(TensorDictRlTrainer):
-    """Each agent makes moves likelier by what they led to.
+    """Each agent makes moves likelier in proportion to their results.
 
     Means over the frames in which the agent acts (Williams 1992):
 
@@ -44,7 +42,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
     }
 
     class Parameters(SubParameters):
-        """What moves are weighted by."""
+        """The weights of moves."""
 
         use_advantage_and_critic: bool = False
         """Whether moves are weighted by advantages instead of rewards to go: less variance, and a
@@ -60,21 +58,15 @@ class ReinforceTrainer(TensorDictRlTrainer):
         uses_critic = self.parameters.use_advantage_and_critic
         if self.rl.num_epochs > 1:
             logger.warning(
-                "reinforce goes %d times over moves of a policy that is no longer the one that "
-                "made them; set rl.num_epochs=1 for the exact gradient",
+                "reinforce repeats moves of an older policy in %d epochs; set rl.num_epochs=1 for "
+                "the exact gradient",
                 self.rl.num_epochs,
             )
         loss_module = ReinforceObjective(
             self.agents,
+            self.rl,
             weight="advantage" if uses_critic else "reward_to_go",
             critic_coef=self.parameters.critic_coef,
             entropy_weight=self.parameters.entropy_weight,
-            loss_critic_type=self.rl.loss_critic_type,
-            clip_value=self.rl.clip_value,
         )
-        if not uses_critic:
-            return loss_module, None
-        loss_module.make_value_estimator(
-            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
-        )
-        return loss_module, loss_module.value_estimator
+        return loss_module, self.estimator_of(loss_module) if uses_critic else None

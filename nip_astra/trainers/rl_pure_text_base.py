@@ -1,9 +1,8 @@
 """The loop of trainers whose agents are chat models that play an interaction protocol in words.
 
 An iteration has five stages: play rollouts, log their statistics, test, submit fine-tuning jobs,
-and wait for these. The state is saved after each, answers are kept as they come in, and jobs are
-submitted under names of their own, so that a run that was killed anywhere goes on where it was and
-pays for nothing twice.
+and wait for these. The state is saved after each, answers are kept on arrival, and jobs have fixed
+names, so that a killed run continues from any point and pays for nothing twice.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ from nip_astra.checkpoints.run_state import RunState
 from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.parameters.text import guess_replacement_proportion
+from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_arrays import rollouts_of
-from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
+from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler, rollouts_of
 from nip_astra.scenario_base.text.game import TextEpisode
-from nip_astra.scenario_base.text.model_groups import JobPlan
-from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
+from nip_astra.scenario_base.text.models import GROUPS, JobPlan, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import plain_numbers
@@ -52,9 +49,14 @@ from nip_astra.trainers.text.analysis import (
     log_analyses_artifact,
     open_analyses,
 )
-from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
-from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
-from nip_astra.trainers.text.rollout_files import RolloutFiles
+from nip_astra.trainers.text.rollouts import (
+    COLUMNS,
+    RolloutFiles,
+    episode_rows,
+    held_out_episodes,
+    shuffled,
+    train_episodes,
+)
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
@@ -64,11 +66,11 @@ logger = logging.getLogger(__name__)
 
 Split = Literal["train", "test"]
 FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
-"""Seconds before the second look at jobs, and at most between two; each wait is twice the last."""
+"""Shortest and longest wait between two looks at jobs, in seconds; each doubles the last."""
 NUM_DRY_RUN_ROLLOUTS = 4
 """Rollouts of each kind that a dry run plays."""
 NUM_TEST_ROWS = 12
-"""Conversations of a test that are recorded at least, as it is made seldom."""
+"""Smallest number of conversations of a test that are recorded."""
 
 
 class Stage(StrEnum):
@@ -86,14 +88,14 @@ STAGES = tuple(Stage)
 
 @dataclass
 class TextRunState(RunState):
-    """Counters and findings of a run; all plain values.
+    """Counters and figures of a run; all plain values.
 
     Attributes
     ----------
     run_key : str
         Names the run at its services, where two runs may have the same name.
     stage : str
-        The `Stage` that is to be done next.
+        The next `Stage`.
     after : dict or None
         Statistics of the last test.
     last : dict
@@ -118,11 +120,11 @@ class TextRunState(RunState):
 
     @property
     def update_count(self) -> int:
-        """Stages that are over, in all iterations."""
+        """Finished stages, in all iterations."""
         return self.iteration * len(STAGES) + STAGES.index(Stage(self.stage))
 
     def advance(self) -> None:
-        """Go on to the next stage, which may be the first of the next iteration."""
+        """Move to the next stage, which may be the first of the next iteration."""
         place = STAGES.index(Stage(self.stage)) + 1
         self.iteration += place == len(STAGES)
         self.stage = str(STAGES[place % len(STAGES)])
@@ -140,23 +142,23 @@ class TextRunState(RunState):
 class PureTextRlTrainer(Trainer):
     """Base of trainers of chat models. A subclass gives `_stage_create_fine_tune_jobs`.
 
-    Hooks: `_sample_rollouts`, `_get_log_stats`, `_stage_create_fine_tune_jobs`, and for what a
-    trainer must remember `trainer_state` and `load_trainer_state`.
+    Hooks: `_sample_rollouts`, `_get_log_stats`, `_stage_create_fine_tune_jobs`, and for further
+    state `trainer_state` and `load_trainer_state`.
 
     Attributes
     ----------
     text_rl : TextRlParameters
-        What all trainers of the family share.
+        Parameters of the family.
     instance : PureTextScenarioInstance
         The built components.
     agent_names : tuple of str
         In the order of every dimension `A` of rollouts.
     shared_model_groups : Mapping of PureTextSharedModelGroup
-        By name; jobs are submitted by them.
+        By name; each submits its jobs.
     analyses : RolloutAnalyses or None
-        What a judge is asked about rollouts, where the parameters ask for it.
+        Questions to a judge about rollouts, where the parameters have some.
     state : TextRunState
-        How far the run has come.
+        Progress of the run.
     """
 
     evaluation_family: ClassVar[str | None] = "text_protocol"
@@ -170,16 +172,15 @@ class PureTextRlTrainer(Trainer):
     plays_on_actors: ClassVar[bool] = True
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1
-    """Ways in which each rollout of training is continued in each round."""
+    """Continuations of each rollout of training in each round."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance = self.scenario_instance
         if not isinstance(instance, PureTextScenarioInstance):
             raise ConfigurationError(
-                f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
-                f"kind {instance.kind!r}, but its agents are no chat models. Choose another "
-                "--scenario."
+                f"the trainer {self.hyper_params.trainer!r} needs chat models, which a scenario of "
+                f"kind {instance.kind!r} does not build. Choose another --scenario."
             )
         self.instance, self.game = instance, instance.game
         self.text_rl = self.hyper_params.text_rl
@@ -195,21 +196,14 @@ class PureTextRlTrainer(Trainer):
     # ---- hooks
 
     def _sample_rollouts(self, split: Split, iteration: int) -> NestedArrayDict:
-        """Play an iteration's rollouts, of training or of a test.
-
-        What was answered before the run was cut off is not asked for again.
-        """
+        """Play an iteration's rollouts, of training or of a test; stored answers are reused."""
         num_branches = self.num_branches if split == "train" else 1
         return self._play(split, iteration, num_branches=num_branches)
 
     def _get_log_stats(self, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
-        """Figures to log of rollouts.
+        """Figures of rollouts to log; `train` is whether they are of training.
 
-        Parameters
-        ----------
-        train : bool
-            Whether they are of training, for a subclass that logs more of these. Names are the
-            same either way: `test_` is put before those of a test when they are logged.
+        Names are the same either way: those of a test get the prefix `test_` when they are logged.
         """
         return rollout_statistics(rollouts, self.agent_names, self.instance.groupings)
 
@@ -217,14 +211,14 @@ class PureTextRlTrainer(Trainer):
     def _stage_create_fine_tune_jobs(self, rollouts: NestedArrayDict) -> None:
         """Submit jobs for the groups in `shared_model_groups`, from an iteration's rollouts.
 
-        A run that is killed in this stage does it again: it must submit the same jobs, in the same
-        order, which are then found and not repeated.
+        A run that is killed in this stage repeats it: it must submit the same jobs, in the same
+        order, which are then recognised and not repeated.
         """
 
     # ---- the job
 
     def train(self) -> None:
-        """Run all iterations, and write down what was found."""
+        """Run all iterations, and write the results."""
         self._set_seed()
         self._rewind_records()
         self._prepare_groups()
@@ -250,7 +244,7 @@ class PureTextRlTrainer(Trainer):
         self._write_results()
 
     def take_up_models(self, groups: Mapping[str, Any]) -> None:
-        """Let agents speak through the models of a run; see `models_of_run`."""
+        """Use the models of a run for the agents; see `models_of_run`."""
         self._prepare_groups()
         self.state.groups = dict(groups)
         self._take_up_groups()
@@ -327,7 +321,7 @@ class PureTextRlTrainer(Trainer):
         self._log_rows(rollouts, table, iteration + 1, num_rows)
 
     def _stage_await_fine_tune_jobs(self) -> None:
-        """Wait until all jobs are over, and go on with the models that they have made."""
+        """Wait until all jobs are over, and continue with their models."""
         wait = FIRST_LOOK
         while not all(
             group.get_fine_tune_job_status() in (None, JobStatus.SUCCEEDED)
@@ -342,7 +336,7 @@ class PureTextRlTrainer(Trainer):
         self._note_groups()
 
     def _submit_dead_jobs_again(self, iteration: int) -> None:
-        """Submit the jobs anew that died before this process began, under their next keys."""
+        """Submit again the jobs that died before this process began, under their next keys."""
         self._may_have_dead_jobs = False
         groups = list(self.shared_model_groups.values())
         dead = [group for group in groups if group.drop_dead_job()]
@@ -355,26 +349,26 @@ class PureTextRlTrainer(Trainer):
         self._note_groups()
         self._save_checkpoint()
 
-    # ---- rollouts
-
-    # ---- how hooks are called, for a base class whose hooks have other signatures
+    # ---- calls of hooks, which a base class with other signatures overrides
 
     def _sampled(self, split: Split, iteration: int) -> NestedArrayDict:
-        """The rollouts that the hook `_sample_rollouts` gives."""
+        """The rollouts of the hook `_sample_rollouts`."""
         return self._sample_rollouts(split, iteration)
 
     def _statistics_of(self, rollouts: NestedArrayDict, *, train: bool) -> dict[str, Any]:
-        """The figures that the hook `_get_log_stats` gives; it may be without `train`."""
+        """The figures of the hook `_get_log_stats`, which may have no `train`."""
         takes_train = "train" in signature(self._get_log_stats).parameters
         asked = {"train": train} if takes_train else {}
         return plain_numbers(self._get_log_stats(rollouts, **asked))
 
     def _rollouts_to_learn_from(self, iteration: int) -> NestedArrayDict:
-        """The rollouts that the hook `_stage_create_fine_tune_jobs` is given."""
+        """The rollouts for the hook `_stage_create_fine_tune_jobs`."""
         return self._rollouts_of(iteration)
 
+    # ---- rollouts
+
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
-        """Play rollouts; what is in the journal of this sampling is not asked for again."""
+        """Play rollouts; answers in the journal of this sampling are reused."""
         # The models of an earlier iteration can no longer be asked.
         journal = self.files.journal(
             split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
@@ -389,7 +383,7 @@ class PureTextRlTrainer(Trainer):
         return rollouts_of(self.game, ends)
 
     def _count_requests(self, journal: AnswerJournal) -> None:
-        """Add what a sampling has asked for to the costs."""
+        """Add the requests of a sampling to the costs."""
         prompt_tokens, completion_tokens = journal.tokens()
         self.state.num_requests += len(journal)
         self.state.prompt_tokens += prompt_tokens
@@ -403,15 +397,7 @@ class PureTextRlTrainer(Trainer):
         journal: AnswerJournal,
         num_branches: int = 1,
     ) -> list[TextNode]:
-        """Play episodes, up to a round in which no request to a chat model was answered.
-
-        Raises
-        ------
-        NothingMeasuredError
-            When every request to a chat model failed.
-        ServiceError
-            When a service cannot be reached that has answered before.
-        """
+        """Play episodes, up to a round in which no request to a chat model was answered."""
 
         def after_round(number: int) -> None:
             self._raise_if_stopped()
@@ -432,7 +418,7 @@ class PureTextRlTrainer(Trainer):
             raise
 
     def episodes(self, split: Split, iteration: int) -> list[TextEpisode]:
-        """What an iteration's rollouts, of training or of a test, begin with."""
+        """The episodes of an iteration, of training or of a test."""
         seed, count = self.hyper_params.seed, self.text_rl.rollouts_per_iteration
         if split == "train":
             return list(train_episodes(self.instance, seed=seed, iteration=iteration, count=count))
@@ -474,15 +460,15 @@ class PureTextRlTrainer(Trainer):
         )
 
     def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
-        """What results say of rollouts: what is logged of them, with an interval."""
+        """Figures of rollouts for results: the logged ones, with an interval."""
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
         return measured | self._statistics_of(rollouts, train=False)
 
     def _analyse(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> dict[str, float]:
-        """Figures of what the judge says of rollouts; nothing where none is asked."""
+        """Figures of the judge's verdicts on rollouts, if there is a judge."""
         if self.analyses is None:
             return {}
-        # A resumed run does a stage again, and may have another judge by then.
+        # A resumed run repeats a stage, perhaps with another judge.
         found = self.analyses.analyse(rollouts, split, iteration, is_overwritten=True)
         log_analyses(found, self.tracker, step=iteration + 1)
         return {name: value for one in found for name, value in one.figures.items()}
@@ -529,7 +515,7 @@ class PureTextRlTrainer(Trainer):
         self.state.num_jobs = sum(len(list(filter(None, one.job_ids))) for one in groups.values())
 
     def close(self) -> None:
-        """End the connections to models; they open again when they are asked."""
+        """Close the connections to models; they open again on use."""
         self._services_used = services_used(self.services())
 
         async def close() -> None:
@@ -541,7 +527,7 @@ class PureTextRlTrainer(Trainer):
     # ---- saving
 
     def resume(self, checkpoint: Path) -> None:
-        """Take up the state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         super().resume(checkpoint)
         of_jobs = (Stage.CREATE_FINE_TUNE_JOBS, Stage.AWAIT_FINE_TUNE_JOBS)
         self._may_have_dead_jobs = self.state.stage in of_jobs
@@ -563,7 +549,7 @@ class PureTextRlTrainer(Trainer):
             "protocol": self.hyper_params.interaction_protocol,
             "agents": list(self.agent_names),
             "before": state.before,
-            # Without a test, what the last rollouts of training show is all that is known.
+            # Without a test, the last rollouts of training are all that is known.
             "after": state.after if state.after is not None else state.last,
             "models": {name: one.model_name for name, one in self.shared_model_groups.items()},
             "groups": state.groups,
@@ -580,7 +566,7 @@ class PureTextRlTrainer(Trainer):
         self.store_results(results | self._services_used)
 
     def services(self) -> dict[str, RetryingChatModel]:
-        """The models that are asked at present, by group, and the judge; those that are open."""
+        """The open models, by group, and the judge."""
         asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
         if self.analyses is not None:
             asked[JUDGE] = [self.analyses.model]
@@ -592,71 +578,64 @@ class PureTextRlTrainer(Trainer):
         }
 
     def dry_run(self) -> dict[str, Any]:
-        """Play a few rollouts, and estimate what a whole run would ask of its services."""
+        """Play a few rollouts as in training and in tests, and extrapolate to a whole run.
+
+        The time is an upper bound: a local model answers many requests in hardly more time than a
+        few.
+        """
         self._prepare_groups()
         try:
-            return estimate_cost(self)
+            num_iterations = self.text_rl.num_iterations
+            num_tests = sum(
+                self.is_test_due(number, is_last=number == num_iterations - 1)
+                for number in range(num_iterations)
+            )
+            num_played = num_iterations * len(self.episodes("train", 0))
+            num_tested = num_tests * len(self.episodes("test", 0))
+            parts = [
+                self._extrapolate(self.num_branches, num_played, is_test=False),
+                self._extrapolate(1, num_tested, is_test=True),
+            ]
+            totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+            hours, cost = totals.pop("hours"), totals.pop("cost")
+            is_priced = total_cost(self.services()) is not None
         finally:
             self.close()
+        learning = [one for one in self.shared_model_groups.values() if not one.is_frozen]
+        return {
+            "num_iterations": num_iterations,
+            "num_rollouts": num_played + num_tested,
+            "num_jobs": (num_iterations - 1) * len(learning),
+            **{name: round(value) for name, value in totals.items()},
+            "estimated_training_hours": hours,
+            **({"cost": cost} if is_priced else {}),
+        }
 
-
-def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
-    """Play a few rollouts as they are trained on and as they are tested, and extrapolate.
-
-    The time is an upper bound: a model in this process answers many requests in hardly more time
-    than a few.
-    """
-    num_iterations = trainer.text_rl.num_iterations
-    num_tests = sum(
-        trainer.is_test_due(number, is_last=number == num_iterations - 1)
-        for number in range(num_iterations)
-    )
-    train = trainer.episodes("train", 0)
-    num_tested = num_tests * len(trainer.episodes("test", 0))
-    parts = [
-        _extrapolate(trainer, trainer.num_branches, num_iterations * len(train), is_test=False),
-        _extrapolate(trainer, 1, num_tested, is_test=True),
-    ]
-    learning = [one for one in trainer.shared_model_groups.values() if not one.is_frozen]
-    prices = {"cost": sum(part.pop("cost") for part in parts)}
-    known = total_cost(trainer.services()) is not None
-    return {
-        "num_iterations": num_iterations,
-        "num_rollouts": num_iterations * len(train) + num_tested,
-        "num_jobs": (num_iterations - 1) * len(learning),
-        **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
-        "estimated_training_hours": sum(part["hours"] for part in parts),
-        **(prices if known else {}),
-    }
-
-
-def _extrapolate(
-    trainer: PureTextRlTrainer, num_branches: int, count: int, *, is_test: bool
-) -> dict[str, float]:
-    """Requests, tokens, money and hours of `count` rollouts, from those of a few."""
-    episodes, journal = trainer.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
-    key = (trainer.hyper_params.seed, "dry run", num_branches)
-    for group in trainer.shared_model_groups.values():
-        # Loading one takes longer than playing a few rollouts, and is done once.
-        _ = group.model
-    started, cost_before = time.perf_counter(), total_cost(trainer.services()) or 0.0
-    ends = trainer.instance.loop.run(
-        trainer.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
-    )
-    factor = count / len(episodes)
-    prompt_tokens, completion_tokens = journal.tokens()
-    cost = (total_cost(trainer.services()) or 0.0) - cost_before
-    analysis = trainer.instance.analysis
-    num_judged = 0
-    is_judged = analysis is not None and (is_test or analysis.are_train_rollouts_judged)
-    if is_judged and trainer.analyses is not None:
-        counts = trainer.analyses.count_requests(rollouts_of(trainer.game, ends))
-        num_judged = sum(counts.values())
-    return {
-        "num_requests": len(journal) * factor,
-        "prompt_tokens": prompt_tokens * factor,
-        "completion_tokens": completion_tokens * factor,
-        **({} if analysis is None else {"num_judge_requests": num_judged * factor}),
-        "cost": cost * factor,
-        "hours": (time.perf_counter() - started) * factor / 3600,
-    }
+    def _extrapolate(self, num_branches: int, count: int, *, is_test: bool) -> dict[str, float]:
+        """Requests, tokens, money and hours of `count` rollouts, from those of a few."""
+        episodes, journal = self.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
+        key = (self.hyper_params.seed, "dry run", num_branches)
+        for group in self.shared_model_groups.values():
+            # Loading one takes longer than playing a few rollouts, and is done once.
+            _ = group.model
+        started, cost_before = time.perf_counter(), total_cost(self.services()) or 0.0
+        ends = self.instance.loop.run(
+            self.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
+        )
+        factor = count / len(episodes)
+        prompt_tokens, completion_tokens = journal.tokens()
+        cost = (total_cost(self.services()) or 0.0) - cost_before
+        analysis = self.instance.analysis
+        num_judged = 0
+        is_judged = analysis is not None and (is_test or analysis.are_train_rollouts_judged)
+        if is_judged and self.analyses is not None:
+            counts = self.analyses.count_requests(rollouts_of(self.game, ends))
+            num_judged = sum(counts.values())
+        return {
+            "num_requests": len(journal) * factor,
+            "prompt_tokens": prompt_tokens * factor,
+            "completion_tokens": completion_tokens * factor,
+            **({} if analysis is None else {"num_judge_requests": num_judged * factor}),
+            "cost": cost * factor,
+            "hours": (time.perf_counter() - started) * factor / 3600,
+        }

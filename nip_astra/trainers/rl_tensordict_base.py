@@ -1,9 +1,5 @@
 """The loop of reinforcement learning of agents that play an interaction protocol.
 
-A trainer of the family gives `_get_loss_module_and_gae`, and may override the hooks listed at
-`TensorDictRlTrainer`. Collecting, advantages, epochs of minibatches, learning rates and schedules,
-clipping, statistics, tests, checkpoints and results are done here.
-
 Shapes: E environments, T rounds, A agents, B frames of a minibatch.
 """
 
@@ -22,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.objectives import LossModule
+from torchrl.objectives import LossModule, ValueEstimators
 
 from nip_astra.checkpoints.run_state import (
     Part,
@@ -37,8 +33,7 @@ from nip_astra.errors import ConfigurationError, LostProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.rl_objectives.episode_gae import reward_to_go_of
-from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective
+from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective, reward_to_go_of
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
@@ -57,27 +52,26 @@ from nip_astra.trainers.protocol.agent_files import (
     load_agents_from_runs,
     save_agents,
 )
-from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
-from nip_astra.trainers.protocol.learning import Learner
-from nip_astra.trainers.protocol.message_regression import MessageRegression
-from nip_astra.trainers.protocol.minibatches import (
-    EpisodeMinibatchBuffer,
+from nip_astra.trainers.protocol.learning import (
+    Learner,
     MinibatchBuffer,
     ReplayBuffer,
     episode_numbers,
 )
+from nip_astra.trainers.protocol.message_regression import MessageRegression
 from nip_astra.trainers.protocol.optimizers import AgentOptimizers
 from nip_astra.trainers.protocol.sharded_agents import ShardedAgents
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     PlayStatistics,
     as_of_test,
+    episode_rows,
     iteration_statistics,
+    num_samples,
     read,
     timings_of,
 )
-from nip_astra.trainers.solo.pretraining import pretrain_bodies
-from nip_astra.trainers.solo.training import SoloParameters
+from nip_astra.trainers.solo.training import SoloParameters, pretrain_bodies
 from nip_astra.trainers.timing import Components, components_of_protocol
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.seeding import SeedPart
@@ -90,12 +84,8 @@ Gae = nn.Module
 class RlState(RunState):
     """Counters and figures of a run; an optimizer step is a minibatch that agents learned from.
 
-    Attributes
-    ----------
-    is_prepared : bool
-        Whether observations were measured and bodies trained beforehand, where asked for.
-    last : dict
-        Statistics of the last iteration.
+    `is_prepared` once observations were measured and bodies pretrained, where the parameters ask
+    for it; `last` are the statistics of the last iteration.
     """
 
     is_prepared: bool = False
@@ -106,16 +96,16 @@ class TensorDictRlTrainer(TensorDictTrainer):
     """Base of trainers that differ in their loss. A subclass gives `_get_loss_module_and_gae`.
 
     Hooks: `_get_loss_module_and_gae`, `_get_replay_buffer`, `_run_train_loop`, `_run_test_loop`,
-    `_extra_metrics`, and for what a trainer must remember `trainer_state` and `load_trainer_state`.
+    `_extra_metrics`, and for further state `trainer_state` and `load_trainer_state`.
 
     Attributes
     ----------
     agents : CombinedAgents
         All agents.
     loss_module : LossModule
-        What `_get_loss_module_and_gae` gave; an `Objective`, or any loss module of TorchRL.
+        An `Objective`, or any loss module of TorchRL.
     gae : Module or None
-        What it gave to estimate advantages.
+        Estimates advantages.
     sampler : EpisodeSampler
         Plays the training batches.
     buffer : ReplayBuffer
@@ -125,7 +115,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     reward_to_go_gamma : float
         Discount of rewards to go, where there is no `gae`.
     state : RlState
-        How far the run has come.
+        Progress of the run.
     """
 
     State: ClassVar[type[RunState]] = RlState
@@ -148,9 +138,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
         if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
-                f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
-                f"kind {instance.kind!r}, but that builds no agents that play a protocol. Choose "
-                "another --scenario."
+                f"the trainer {self.hyper_params.trainer!r} needs agents that play a protocol, "
+                f"which a scenario of kind {instance.kind!r} lacks. Choose another --scenario."
             )
         self.scenario_instance: ProtocolInstance = instance
         self.agents = instance.combined_agents
@@ -181,7 +170,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @abstractmethod
     def _get_loss_module_and_gae(self) -> tuple[LossModule, Gae | None]:
-        """The loss and, where it reads advantages, what estimates them.
+        """The loss and, where it reads advantages, their estimator.
 
         An `Objective` over `self.agents`, or a loss module of TorchRL: the sum of its entries
         `loss_*` is minimised. Usually
@@ -190,17 +179,23 @@ class TensorDictRlTrainer(TensorDictTrainer):
             gae = loss_module.value_estimator
         """
 
+    def estimator_of(self, objective: Objective) -> Gae:
+        """Generalised advantage estimation for an objective, by the parameters `rl`."""
+        objective.make_value_estimator(
+            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
+        )
+        estimator: Gae = objective.value_estimator
+        return estimator
+
     def _get_replay_buffer(self) -> ReplayBuffer:
-        """What turns an iteration's frames into minibatches, of whole episodes where the loss
-        reads these.
-        """
-        size, key = self.rl.minibatch_size, (self.hyper_params.seed, "minibatches")
-        if self._reads_episodes:
-            return EpisodeMinibatchBuffer(size, *key, episode_key=EPISODE_KEY)
-        return MinibatchBuffer(size, *key)
+        """The buffer of minibatches, of whole episodes where the loss reads these."""
+        return MinibatchBuffer(
+            *(self.rl.minibatch_size, self.hyper_params.seed, "minibatches"),
+            episode_key=EPISODE_KEY if self._reads_episodes else None,
+        )
 
     def _extra_metrics(self, batch: TensorDict, iteration: int) -> dict[str, float]:
-        """More to log of an iteration, from its batch [E, T]; nothing here."""
+        """Further metrics of an iteration, from its batch [E, T]; nothing here."""
         return {}
 
     # ---- several processes
@@ -244,7 +239,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @contextmanager
     def _rolled_back_if_lost(self) -> Iterator[None]:
-        """If another process ends within the block, return to its beginning and save.
+        """If another process ends within the block, restore the state before it and save.
 
         An iteration counts as a whole or not at all, so that the run can be resumed exactly. If
         weights were sharded, a part is lost and the last checkpoint stands.
@@ -313,7 +308,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         stack.enter_context(self.learner.processes(self.settings.num_threads))
 
     def _prepare(self) -> None:
-        """Measure observations and train bodies, where asked for, unless a checkpoint has them."""
+        """Normalise observations and pretrain bodies by the parameters, unless a checkpoint did."""
         if self.state.is_prepared:
             return
         if self.rl.normalize_observations:
@@ -345,7 +340,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 self._iterate(iteration_context, iteration)
 
     def _iterate(self, iteration_context: IterationContext, iteration: int) -> None:
-        """Play, learn, and write down what came of it."""
+        """Play, learn, and record the results."""
         started = time.perf_counter()
         batch = self._collect_in_all()
         collected = time.perf_counter()
@@ -376,7 +371,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _test(
         self, iteration_context: IterationContext, table: str, start: int = 0
     ) -> dict[str, Any]:
-        """Play on the test data, from its beginning, and give statistics of all that was played."""
+        """Play on the test data, from its beginning, and return statistics."""
         play = PlayStatistics(self.agents.names)
         key = (self.hyper_params.seed, "test")
         numbers = iteration_context.iterate(start)
@@ -412,13 +407,13 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @property
     def _num_steps(self) -> int:
-        """T, rounds that each environment plays an iteration."""
+        """T, rounds that each environment plays per iteration."""
         protocol = self.train_environment.protocol
         return self.rl.steps_per_env_per_iteration or protocol.max_message_rounds
 
     @property
     def frames_per_iteration(self) -> int:
-        """Frames that all environments play an iteration."""
+        """Frames that all environments play per iteration."""
         return self.train_environment.num_environments * self._num_steps
 
     @property
@@ -428,10 +423,10 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @torch.no_grad()
     def collect(self) -> TensorDict:
-        """Play a training batch [E, T], with advantages, or with rewards to go where no `gae` is.
+        """Play a training batch [E, T], with advantages, or without `gae` with rewards to go.
 
-        Rewards to go reach to the ends of episodes, also of those that go on after the batch: these
-        are played on, and played again in the next iteration.
+        Rewards to go reach to the ends of episodes: those that continue after the batch are played
+        to their ends, and played again in the next iteration.
         """
         batch = self.sampler.collect(self._num_steps)
         if self.gae is not None:
@@ -486,10 +481,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
             load_agent(self.agents[name], directory / AGENTS_DIR / f"{name}.safetensors")
 
     def kept_parts(self) -> dict[str, Part]:
-        """Optimizers, loss, minibatches, sampler, episodes in play and message regression.
+        """Optimizers, loss, minibatches, sampler, unfinished episodes and message regression.
 
-        A buffer of one's own is filled anew in every iteration, and draws from the global
-        generators.
+        A custom buffer is filled anew in every iteration, and draws from the global generators.
         """
         loss = self.loss_module
         device = torch.device(self.sampler.environment.device)
@@ -585,20 +579,18 @@ def normalize_observations(
     num_frames: int,
     key: tuple[SeedPart, ...],
 ) -> None:
-    """Have all bodies shift and scale message histories by what random play shows.
+    """Let all bodies shift and scale message histories by the statistics of random play.
 
-    An agent that was loaded from a run keeps the statistics that it was trained with.
-
-    Parameters
-    ----------
-    environment : ProtocolEnvironment
-        On whose data to play; it stays as it is, since another is made from it.
-    num_frames : int
-        Frames to play at least; every environment plays a whole conversation or more.
-    key : tuple
-        Path of names that the play derives from.
+    At least `num_frames` are played, at least one conversation per environment, with random numbers
+    derived from `key`; `environment` itself is unchanged. An agent that was loaded from a run keeps
+    its statistics.
     """
-    random_agents = {name: _random_agent(agents[name]) for name in agents.names}
+    random_agents = {}
+    for name in agents.names:
+        agent = agents[name]
+        assert agent.policy_head is not None
+        head = RandomPolicyHead(agent.shape, agent.policy_head.impossible)
+        random_agents[name] = Agent(name, agent.parameters_of_agent, agent.shape, policy_head=head)
     sampler = EpisodeSampler(
         environment.with_key(*key, "environment"),
         CombinedAgents(random_agents, agents.protocol, agents.space),
@@ -619,7 +611,7 @@ def normalize_observations(
 def pretrain_agents(
     hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
 ) -> None:
-    """Have all bodies learn to answer alone, by the parameters of `solo_agent`."""
+    """Train all bodies alone, by the parameters of `solo_agent`."""
     solo = getattr(hyper_params, "solo_agent", None) or SoloParameters()
     agents = instance.combined_agents
     pretrain_bodies(
@@ -631,9 +623,3 @@ def pretrain_agents(
         runs_dir=settings.runs_dir,
         layers=instance.layers,
     )
-
-
-def _random_agent(agent: Agent) -> Agent:
-    assert agent.policy_head is not None
-    head = RandomPolicyHead(agent.shape, agent.policy_head.impossible)
-    return Agent(agent.name, agent.parameters_of_agent, agent.shape, policy_head=head)

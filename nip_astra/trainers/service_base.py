@@ -17,16 +17,22 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
+from nip_astra.checkpoints.tensors import DUMPS, StageDumps
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.measured import Known
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
+from nip_astra.language_models.base import (
+    LanguageModel,
+    TokenScorer,
+    as_language_model,
+    as_scorer,
+)
 from nip_astra.language_models.services.training import (
     TRAINING_SERVICES,
+    LocalTrainingService,
     TrainingService,
     TrainingServiceRequest,
 )
@@ -34,37 +40,34 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.samplers.async_rollouts import AsyncRollouts
-from nip_astra.samplers.executor import RUN_PARTS, run_requested
+from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
 from nip_astra.scenario_base.tasks.base import Episode, Split, TrainingProgress
 from nip_astra.scenario_base.tasks.rewards import reward_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service.configuration import (
+from nip_astra.trainers.service.contract import (
     TrainerConfig,
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.measuring import (
+from nip_astra.trainers.service.metrics import (
     RECORD_COLUMNS,
     Tally,
+    log_rollout_metrics,
     rollout_rows,
 )
-from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.playing import (
     CollectedRollout,
     SamplingThread,
     check_who_plays,
     informative_groups,
-    sample_of_service,
 )
-from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
@@ -72,32 +75,33 @@ from nip_astra.trainers.service_use import (
     warnings_about_services,
 )
 from nip_astra.utils.actors import actor_options, using_actors
+from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 
 class ServiceTrainer(LanguageModelTrainer):
     """Play problems of a task, learn from the trajectories, measure on held-out problems.
 
-    A subclass gives `prepare`: samples from trajectories. It is built as every trainer is, or, by
-    a class whose `__init__` takes a `config` alone, of a `TrainerConfig`; of a mapping of values
-    alone it is a trainer whose hooks can be tried.
+    A subclass gives `prepare`: samples from trajectories. It is built as every trainer is; a class
+    whose `__init__` takes a `config` alone is built from a `TrainerConfig`, or, to try its hooks,
+    from a mapping of values.
 
     Attributes
     ----------
     config : TrainerConfig
-        Values for trainers of one's own.
+        Values for custom trainers.
     """
 
     evaluation_family: ClassVar[str | None] = "task"
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
-    samples_in_training: ClassVar[bool] = True
     figures: ClassVar[tuple[str, ...] | None] = (
         *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
-    """Whether what is learnt from is sampled."""
+    samples_in_training: ClassVar[bool] = True
+    """Whether training samples the policy."""
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
@@ -140,11 +144,11 @@ class ServiceTrainer(LanguageModelTrainer):
         task = self.scenario_instance.task
         if task is None:
             raise ConfigurationError(
-                f"the trainer {self.hyper_params.trainer!r} was asked to train on the scenario "
-                f"{self.hyper_params.scenario!r}, which has no task. Choose one of kind 'task'."
+                f"the scenario {self.hyper_params.scenario!r} has no task, which the trainer "
+                f"{self.hyper_params.trainer!r} needs. Choose one of kind 'task'."
             )
         self.task = task
-        self.agent = self.scenario_instance.agents["policy"]
+        self.agent: ConversationAgent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
@@ -173,7 +177,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     @abstractmethod
     def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        """What is learnt from trajectories, and what to log of it; hook of a family."""
+        """Training samples from trajectories, and metrics; hook of a family."""
 
     def build_policy(self) -> LanguageModel:
         model = self.scenario_instance.agents["policy"].language_model
@@ -228,12 +232,13 @@ class ServiceTrainer(LanguageModelTrainer):
             self.tracker.log_table("train", columns, rows, step=iteration + 1)
         log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
-        self.dump("trajectories", Batch.from_trajectories(trajectories))
+        if self._dumps.is_due(self.state.iteration):
+            self.dump("trajectories", Batch.from_trajectories(trajectories))
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         self.dump("samples", {"samples": samples})
-        asked = service_metrics(self.scenario_instance.services)
-        return Experience(samples, metrics | asked | self._noted | more)
+        services = service_metrics(self.scenario_instance.services)
+        return Experience(samples, metrics | services | self._noted | more)
 
     def _rollout_of(self, iteration: int) -> CollectedRollout:
         """The rollout that an iteration learns from, sampled now or before."""
@@ -246,12 +251,6 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Run problems, and further ones in place of uninformative ones."""
-        with self._sampler.counting() as spent:
-            played = self._play_rounds(iteration)
-        played.metrics["tokens/generated"] = float(spent.generated)
-        return played
-
-    def _play_rounds(self, iteration: int) -> CollectedRollout:
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
@@ -269,12 +268,15 @@ class ServiceTrainer(LanguageModelTrainer):
             and getattr(options, "baseline", "mean") != "none"
             and getattr(options, "advantage", "group") == "group"
         )
+        generated = 0
         for _ in range(rounds + 1):
             missing = wanted - num_live
-            problems = [
-                self.problem(first + number) for number in range(num_played, num_played + missing)
-            ]
-            rollout = self._play("train", problems, ("rollout", iteration), self._sampling_agent)
+            start = first + num_played
+            problems = [self.problem(number) for number in range(start, start + missing)]
+            key = ("rollout", iteration)
+            with self._sampler.counting() as spent:
+                rollout = self._play("train", problems, key, self._sampling_agent)
+            generated += spent.generated
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             episodes += rollout.episodes
@@ -284,21 +286,21 @@ class ServiceTrainer(LanguageModelTrainer):
             live, others = informative_groups(
                 rollout.trajectories,
                 needs_spread=needs_spread,
-                use_run_ids=getattr(self.parameters, "use_run_ids", True),
+                use_run_ids=getattr(options, "use_run_ids", True),
             )
             num_live += len({one.group_id for one in live})
             kept += live
             dead += others
             if num_live >= wanted:
                 break
-        # Without resampling every problem stays; with it those that tell nothing are left out.
-        told = kept if rounds else [*kept, *dead]
         metrics = {
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
+            "tokens/generated": float(generated),
             **reward_figures(episodes),
         }
-        return CollectedRollout(told, metrics, records)
+        # Without resampling every problem stays.
+        return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
         """Take DAPO's penalty on long answers off rewards."""
@@ -317,9 +319,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return samples_of(batch)
 
     def problem(self, number: int) -> int:
-        """Which problem is played as the given one of the run; all of a data set in random order
-        before any is played again.
-        """
+        """The problem at a place of the run: the data set in random order, again and again."""
         count = self.task.num_problems("train")
         if count is None:
             return number
@@ -339,6 +339,12 @@ class ServiceTrainer(LanguageModelTrainer):
         """Play problems with the weights that learn, or those of another agent."""
         runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
+        service = self.service
+        is_own_draw = (
+            isinstance(service, LocalTrainingService)
+            and type(service).sample is LocalTrainingService.sample
+            and service.model is self.agent.language_model
+        )
         # Only the leader has weights of before, or all of divided ones.
         is_whole = is_of_now and self.settings.sharding == "none"
         return play_task(
@@ -348,7 +354,7 @@ class ServiceTrainer(LanguageModelTrainer):
             TaskPlan(split, runs, self.options.max_turns, (self.hyper_params.seed, *key)),
             num_parts=self.options.num_rollout_parts,
             team=self.team if is_whole else None,
-            sample=sample_of_service(self.service, self.agent) if is_of_now else None,
+            sample=None if is_own_draw or not is_of_now else service.sample,
         )
 
     def handlers(self) -> dict[str, Handler]:
@@ -382,10 +388,10 @@ class ServiceTrainer(LanguageModelTrainer):
             self._build_test_context(stack)
             yield
 
-    def held_out(self, split: Split, asked: int) -> list[int]:
+    def held_out(self, split: Split, limit: int) -> list[int]:
         """The first problems of a split, at most all it has."""
         count = self.task.num_problems(split)
-        return list(range(asked if count is None else min(asked, count)))
+        return list(range(limit if count is None else min(limit, count)))
 
     def play_held_out(self, split: Split, problems: Sequence[int], num_runs: int) -> TaskRollout:
         """Play problems, with the same randomness whenever they are played."""
@@ -441,8 +447,8 @@ class ServiceTrainer(LanguageModelTrainer):
         if found.samples:
             return ""
         return (
-            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories is learnt "
-            "from. Their advantages are 0, or they have no reward."
+            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories teaches "
+            "anything: advantages are 0, or rewards are missing."
         )
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -458,9 +464,8 @@ class ServiceTrainer(LanguageModelTrainer):
             )
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(
-                "the policy is as it was: in no iteration was there a trajectory to learn from, "
-                "since no advantage was other than 0. Compare runs of one problem (group_id) with "
-                "each other, and raise group_size until some of them are right and some are wrong."
+                "nothing was learned: all advantages were 0. Compare runs of one problem "
+                "(group_id) and raise group_size until some of them are right and some are wrong."
             )
         self.store_results(
             {
@@ -476,21 +481,17 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def dry_run(self) -> dict[str, Any]:
         """Play one problem, take the gradient of one minibatch, and estimate a whole run."""
+        services = self.scenario_instance.services
         with ExitStack() as stack:
             self._build_train_context(stack)
-            services = self._estimate_services()
-        return super().dry_run() | services
-
-    @torch.no_grad()
-    def _estimate_services(self) -> dict[str, Any]:
-        """What those who rate would take in a run, by one answer."""
-        services = self.scenario_instance.services
-        if services:
-            self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)
-        return estimate_services(services, self._num_episodes_of_run())
+            if services:
+                with torch.no_grad():
+                    self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)
+            estimate = estimate_services(services, self._num_episodes_of_run())
+        return super().dry_run() | estimate
 
     def _num_episodes_of_run(self) -> int:
-        """Those of training, without resampling, of dev evaluations, before and after."""
+        """Episodes of training, without resampling, and of all evaluations."""
         training, options = self.training, self.options.evaluation
         num_iterations, period = training.num_iterations, training.eval_period
         played = training.num_episodes_per_experience * self.parameters.group_size
@@ -513,7 +514,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
         """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
-        if self._dumps.folder is not None and self._dumps.is_due(self.state.iteration):
+        if self._dumps.is_due(self.state.iteration):
             plain = values.to_plain() if isinstance(values, Batch) else values
             self._dumps.write(self.state.iteration, stage, plain)
 
@@ -524,3 +525,27 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
+
+    def load_teacher(self) -> TokenScorer:
+        """The frozen model that `distillation.teacher` names."""
+        chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
+        if chosen is None:
+            raise ConfigurationError(
+                f"{name} has no teacher. Set {name}.distillation.teacher to a model with the "
+                "student's tokenizer, for instance {_type: huggingface, model: runs/RUN/model}."
+            )
+        loaded = load_language_model(
+            chosen,
+            device=resolve_device(self.settings.device),
+            scenario_dir=self.scenario_instance.scenario_dir,
+            trainable=False,
+        )
+        teacher = as_scorer(loaded, role="teacher", to="score what the student says")
+        own, others = self.policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+        if own != others:
+            raise ModelLoadError(
+                f"the teacher {getattr(chosen, 'model', '')!r} and the student differ in "
+                f"{len(set(own.items()) ^ set(others.items()))} tokens. Choose a teacher with the "
+                "student's tokenizer."
+            )
+        return teacher

@@ -13,7 +13,7 @@ MAX_FAILED_SHARE = 0.2
 
 
 def services_used(services: Mapping[str, RetryingChatModel]) -> dict[str, Any]:
-    """What chat models took, under `services`; nothing where none was asked."""
+    """The use of chat models, under `services`; empty without any."""
     if not services:
         return {}
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
@@ -27,7 +27,7 @@ def total_cost(services: Mapping[str, RetryingChatModel]) -> float | None:
 
 
 def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[str]:
-    """Say where so many requests failed that the figures tell more of the service than of it."""
+    """Warnings about services with many failed requests."""
     found = []
     for name, model in services.items():
         use = model.use
@@ -43,13 +43,7 @@ def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[s
 
 
 def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
-    """Raise where every request to a chat model failed.
-
-    Raises
-    ------
-    NothingMeasuredError
-        Naming the model, its address, the counts and the last cause.
-    """
+    """Raise NothingMeasuredError if every request to a chat model failed."""
     for name, model in services.items():
         use = model.use
         if use.num_requests and not use.num_samples and not use.num_remembered:
@@ -57,15 +51,15 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
             place = f" at {model.place}" if model.place else ""
             raise NothingMeasuredError(
                 f"all {use.num_requests} requests to the {name}, {use.model!r}{place}, failed "
-                f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service and "
-                "its address, then go on with nip-astra resume RUN or the same command."
+                f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service, "
+                "then run nip-astra resume RUN."
             )
 
 
 def last_failure(services: Mapping[str, RetryingChatModel]) -> str:
     """Why requests failed lately, by model; empty if none did."""
-    told = [f"{name}: {model.last_failure}" for name, model in services.items()]
-    return "; ".join(text for text in told if not text.endswith(": "))
+    failures = [f"{name}: {model.last_failure}" for name, model in services.items()]
+    return "; ".join(text for text in failures if not text.endswith(": "))
 
 
 def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, float]:
@@ -85,13 +79,7 @@ def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, floa
 def estimate_services(
     services: Mapping[str, RetryingChatModel], num_episodes: float
 ) -> dict[str, Any]:
-    """What chat models would take in a whole run, by what one episode took.
-
-    Parameters
-    ----------
-    num_episodes : float
-        Episodes of the run, those of evaluations included, in episodes of training.
-    """
+    """Estimated use of chat models in a run of `num_episodes`, from one training episode."""
     found: dict[str, Any] = {}
     for name, model in services.items():
         use = model.use
@@ -109,8 +97,8 @@ def told_costs(
 ) -> dict[str, str]:
     """Counts and, where prices are known, money, for the progress bar."""
     cost = total_cost(services)
-    told = {name: str(count) for name, count in counts.items()}
-    return told if cost is None else told | {"cost": f"{cost:.4g}"}
+    shown = {name: str(count) for name, count in counts.items()}
+    return shown if cost is None else shown | {"cost": f"{cost:.4g}"}
 
 
 def cost_metrics(

@@ -13,7 +13,7 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.protocols import CommonProtocolParameters
+from nip_astra.parameters.trainers import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.trainers.protocol.agent_files import (
@@ -34,30 +34,23 @@ from nip_astra.trainers.trainer_base import (
 )
 
 OF_PLAY = set(CommonProtocolParameters.model_fields) - {"zero_knowledge"}
-"""What a protocol's agents know nothing of before they play."""
+"""Parameters of a protocol that do not matter before agents play."""
 
 
 @dataclass
 class SoloState(RunState):
-    """How far a run has come; an iteration is an epoch of every agent.
-
-    Attributes
-    ----------
-    last : dict
-        Figures of the last epoch.
-    """
+    """Progress of a run; an iteration is an epoch of every agent, `last` its figures."""
 
     last: dict[str, float] = field(default_factory=dict)
 
 
 @register_trainer(TrainerType.SOLO_AGENT)
 class SoloAgentTrainer(TensorDictTrainer):
-    """Each agent learns to tell the label by itself, before anything is said.
+    """Each agent learns to predict the label by itself, before any message.
 
     `L = mean cross_entropy(logits(body(x)), y)` over the datapoints, for body and head, with an
     Adam for each agent, the agent's learning-rate factors of the actor, and in the epochs of its
-    update schedule. It says what an agent can do without a conversation. Agents that play at random
-    are left out.
+    update schedule. It measures agents without a conversation. Random agents are left out.
     """
 
     State: ClassVar[type[RunState]] = SoloState
@@ -83,8 +76,8 @@ class SoloAgentTrainer(TensorDictTrainer):
         instance = self.scenario_instance
         if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
-                f"solo_agent was asked to train on a scenario of kind {instance.kind!r}, but that "
-                "has no datapoints with labels. Choose another --scenario."
+                f"solo_agent needs datapoints with labels, which a scenario of kind "
+                f"{instance.kind!r} lacks. Choose another --scenario."
             )
         self.test_environment = instance.test_environment
         self.agents = [agent for agent in instance.agents.values() if not agent.is_random]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from torchrl.objectives import ValueEstimators
+from torch import nn
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.spg import SpgObjective
-from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
-from nip_astra.trainers.protocol.opponent_shaping import (
-    SpgParameters,
-    check_sequence,
-    policy_weights,
-    update_rule,
-)
-from nip_astra.trainers.protocol.optimizers import annealing_factor
+from nip_astra.rl_objectives.stackelberg import VARIANTS, SpgParameters
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.trainers.protocol.optimizers import annealing_factor, parts_of
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
@@ -43,17 +39,14 @@ class SpgTrainer(TensorDictRlTrainer):
     and Adam steps along `D_l`, clipped like any gradient. The losses of spg, lola and sos have the
     derivatives of the expected return (arXiv:1802.05098), for policies that played; those of pspg,
     pola and psos have PPO's clipped ratios. `eta` is the learning rate of the follower's actor,
-    times opponent_step_factor. Minibatches are of whole episodes, since a follower's answer shows
-    in what moves of one round do to those of another. See `rl_objectives.stackelberg` and
-    `rl_objectives.shaping_losses`.
+    times opponent_step_factor. Minibatches are of whole episodes, since a follower's answer is
+    the effect of moves of one round on those of another. See `rl_objectives.stackelberg` and
+    `rl_objectives.spg`.
     """
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = (
         "rl",
-        "ppo.clip_low",
-        "ppo.clip_high",
-        "ppo.critic_coef",
-        "ppo.entropy_weight",
+        *(f"ppo.{name}" for name in ("clip_low", "clip_high", "critic_coef", "entropy_weight")),
         "ppo.normalize_advantage",
         "message_regression",
     )
@@ -67,36 +60,55 @@ class SpgTrainer(TensorDictRlTrainer):
         """Who foresees whom, and how."""
 
     def _get_loss_module_and_gae(self) -> tuple[SpgObjective, Gae]:
-        by_name = {name: self.agents[name] for name in self.agents.names}
-        sequence = self.parameters.stackelberg_sequence
-        variant = self.parameters.variant
+        agents = [self.agents[name] for name in self.agents.names]
+        variant, sequence = self.parameters.variant, self.parameters.stackelberg_sequence
         if self.rl.num_epochs > 1 and not VARIANTS[variant].is_clipped:
             logger.warning(
-                "%s goes %d times over moves of policies that are no longer those that made them; "
-                "set rl.num_epochs=1, or spg.variant=p%s, which is meant for that",
-                variant,
-                self.rl.num_epochs,
-                variant,
+                "%s repeats moves of older policies in %d epochs; set rl.num_epochs=1, or "
+                "spg.variant=p%s, which is meant for that",
+                *(variant, self.rl.num_epochs, variant),
             )
+        lrs = [self.rl.lr * agent.parameters_of_agent.agent_lr_factor.actor for agent in agents]
+
+        def step_sizes() -> list[float]:
+            left = annealing_factor(self.rl, self.state.iteration)
+            return [left * (self.parameters.opponent_step_factor * lr) for lr in lrs]
+
         loss_module = SpgObjective(
             self.agents,
             self.hyper_params.ppo,
             self.rl,
-            policy_parameters={name: policy_weights(agent) for name, agent in by_name.items()},
+            policy_parameters={agent.name: policy_weights(agent) for agent in agents},
             groups=self.train_environment.protocol.stackelberg_sequence
             if sequence is None
             else check_sequence(sequence, self.agents.names),
-            rule=update_rule(
-                self.parameters,
-                [
-                    self.rl.lr * agent.parameters_of_agent.agent_lr_factor.actor
-                    for agent in by_name.values()
-                ],
-            ),
-            step_factor=lambda: annealing_factor(self.rl, self.state.iteration),
+            rule=self.parameters,
+            step_sizes=step_sizes,
             key=(self.hyper_params.seed, "ihvp"),
         )
-        loss_module.make_value_estimator(
-            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
+        return loss_module, self.estimator_of(loss_module)
+
+
+def check_sequence(
+    sequence: Sequence[Sequence[str]], names: Sequence[str]
+) -> Sequence[Sequence[str]]:
+    """The sequence of groups, refused unless it holds each agent once."""
+    if sorted(name for group in sequence for name in group) != sorted(names):
+        raise ConfigurationError(
+            f"stackelberg_sequence {[list(group) for group in sequence]} must hold each agent of "
+            f"the protocol once: {', '.join(names)}. Leave it out for the protocol's own order."
         )
-        return loss_module, loss_module.value_estimator
+    return sequence
+
+
+def policy_weights(agent: Agent) -> list[nn.Parameter]:
+    """The weights of an agent's policy that learning moves; none of a random agent."""
+    if agent.is_random:
+        return []
+    return [
+        weight
+        for part in parts_of(agent)
+        if part.name.startswith("actor") and part.lr_factor > 0
+        for weight in part.parameters
+        if weight.requires_grad
+    ]

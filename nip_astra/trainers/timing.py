@@ -1,6 +1,6 @@
 """How long the parts of a training iteration take.
 
-A trainer names its parts in `components_to_time`; those of the families that ship stand here.
+A trainer names its parts in `components_to_time`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
 
 if TYPE_CHECKING:
-    from nip_astra.trainers.ast_base import AstTrainer
-    from nip_astra.trainers.language_model_base import Experience
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
     from nip_astra.trainers.solo_agent import SoloAgentTrainer
 
@@ -28,28 +26,9 @@ Components = dict[str, Callable[[], object]]
 def time_components(
     trainer: Trainer, names: Sequence[str], *, num_repeats: int
 ) -> dict[str, list[float]]:
-    """Run parts of a trainer's iteration several times, and give how long they took.
+    """Seconds of `num_repeats` runs of parts of an iteration, by name; all parts without `names`.
 
-    The trainer learns meanwhile, so it is not to be used afterwards.
-
-    Parameters
-    ----------
-    names : Sequence[str]
-        Parts, or none for all.
-    num_repeats : int
-        Times that are measured, after one that is not.
-
-    Returns
-    -------
-    dict[str, list[float]]
-        Seconds of each time, by part, in the order that they were asked for.
-
-    Raises
-    ------
-    ConfigurationError
-        When the trainer names no parts.
-    UnknownNameError
-        When it has no part of a name.
+    One more run is not timed. The trainer learns meanwhile and must not be used afterwards.
     """
     with ExitStack() as stack:
         if isinstance(trainer, TensorDictTrainer):
@@ -57,8 +36,8 @@ def time_components(
         components = trainer.components_to_time()
         if not components:
             raise ConfigurationError(
-                f"parts of the trainer {trainer.hyper_params.trainer!r} were to be timed, but it "
-                "names none. Give it a method components_to_time, or choose another trainer."
+                f"the trainer {trainer.hyper_params.trainer!r} has no parts to time. Give it a "
+                "method components_to_time, or choose another trainer."
             )
         for name in names:
             if name not in components:
@@ -110,26 +89,3 @@ def components_of_solo(trainer: SoloAgentTrainer) -> Components:
             training.test(trainer.test_environment)
 
     return {"epoch": epoch, "forward": forward}
-
-
-def components_of_stress_test(trainer: AstTrainer) -> Components:
-    """`rollout`, and where it taught something `update` and `loss`, of one batch."""
-
-    @torch.no_grad()
-    def rollout() -> Experience:
-        return trainer.digest(trainer.rollouts.play(0))
-
-    samples = rollout().samples
-    if not samples:
-        return {"rollout": rollout}
-    batch = next(iter(trainer.batches(samples, iteration=0, epoch=0)))
-
-    def update() -> None:
-        trainer.state.begin(samples, {})
-        trainer._update(0)
-
-    @torch.no_grad()
-    def loss() -> None:
-        trainer.loss_of(batch)
-
-    return {"rollout": rollout, "update": update, "loss": loss}

@@ -2,7 +2,7 @@
 
 A trainer takes hyper-parameters, a scenario instance and settings, and `train()` does the whole
 job: seed, train loop, test loop, saving the models. Loops decorated with `attach_progress_bar`
-share one progress bar and tell how many iterations there will be before anything runs.
+share one progress bar, and their number of iterations is known before anything runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nip_astra.errors import (
     RunDirectoryError,
     StopRequested,
 )
-from nip_astra.evaluation.measured import Known
+from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.conditions import ReadWhere
@@ -83,11 +83,11 @@ class Trainer(ABC):
     run_directory : RunDirectory or None
         Where files go; None for a trainer built by hand.
     state : RunState
-        How far the run has come; of the class that `State` names.
+        Progress of the run, an instance of `State`.
     team : Team
         The processes that train the run together, this one among them.
     results : dict
-        What the run found; filled by `train`.
+        Results of the run; filled by `train`.
     """
 
     State: ClassVar[type[RunState]] = RunState
@@ -107,7 +107,7 @@ class Trainer(ABC):
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}
     """Groups or parameters of those that this trainer reads under a condition only."""
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Parameters that may differ from those of the checkpoint that a run goes on from."""
+    """Parameters that may differ from those of the checkpoint from which a run continues."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
     divides_weights: ClassVar[bool] = False
@@ -149,38 +149,33 @@ class Trainer(ABC):
         self.parameters: Any = self.Parameters() if section is None else section
         if self.scenario_kinds and scenario_instance.kind not in self.scenario_kinds:
             raise ConfigurationError(
-                f"the trainer {hyper_params.trainer!r} was asked to train on the scenario "
-                f"{hyper_params.scenario!r} of kind {scenario_instance.kind!r}, but it trains on "
-                f"{', '.join(self.scenario_kinds)} only. Choose another --scenario or --trainer."
+                f"the trainer {hyper_params.trainer!r} trains on {', '.join(self.scenario_kinds)} "
+                f"only, and the scenario {hyper_params.scenario!r} is of kind "
+                f"{scenario_instance.kind!r}. Choose another --scenario or --trainer."
             )
 
         if self.team.size > 1 and not self.learns_in_processes:
             raise ConfigurationError(
-                f"{self.team.size} processes were to train the run together, but the trainer "
-                f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
+                f"the trainer {hyper_params.trainer!r} cannot train in {self.team.size} processes. "
+                "Start it without torchrun."
             )
-        self._check_learns_as_asked()
-
-    def _check_learns_as_asked(self) -> None:
-        """Refuse settings that are for what others learn."""
-        settings = self.settings
-        asked = {
-            f"sharding={settings.sharding}": (
-                settings.sharding != "none" and not self.divides_weights,
-                "trainers of language models, ast_* and self_hosted_*, and of the agents of "
-                "protocols, vanilla_ppo, mappo and reinforce",
+        of_models = "trainers of language models, ast_* and self_hosted_*"
+        for text, is_refused, others in (
+            (
+                f"sharding={self.settings.sharding}",
+                self.settings.sharding != "none" and not self.divides_weights,
+                f"{of_models}, and of the agents of protocols, vanilla_ppo, mappo and reinforce",
             ),
-            "gradient_checkpointing=true": (
-                settings.gradient_checkpointing and not self.learns_layer_by_layer,
-                "trainers of language models, ast_* and self_hosted_*",
+            (
+                "gradient_checkpointing=true",
+                self.settings.gradient_checkpointing and not self.learns_layer_by_layer,
+                of_models,
             ),
-        }
-        for text, (is_refused, others) in asked.items():
+        ):
             if is_refused:
                 raise ConfigurationError(
-                    f"the setting {text} was given, but it is for {others}; "
-                    f"{self.hyper_params.trainer!r} learns networks that are small, or models that "
-                    "others hold. Leave it out."
+                    f"the setting {text} is for {others}, not for {hyper_params.trainer!r}. Leave "
+                    "it out."
                 )
 
     @abstractmethod
@@ -190,20 +185,11 @@ class Trainer(ABC):
     def rerun_tests(self, base_run: Path) -> None:
         """Test the trained agents of another run and train nothing; called in place of `train`.
 
-        Parameters
-        ----------
-        base_run : Path
-            Directory of that run, whose parameters are this one's.
-
-        Raises
-        ------
-        ConfigurationError
-            When this trainer cannot.
+        `base_run` is its directory; its parameters are this run's. Refused by default.
         """
         raise ConfigurationError(
-            f"the agents of {base_run} were to be tested again, but the trainer "
-            f"{self.hyper_params.trainer!r} has no tests apart from training. Set "
-            "base_run.base_run_type=parameters to train anew."
+            f"the trainer {self.hyper_params.trainer!r} cannot test the agents of {base_run} again "
+            "without training. Set base_run.base_run_type=parameters to train anew."
         )
 
     def get_total_num_iterations(self) -> int:
@@ -228,7 +214,7 @@ class Trainer(ABC):
     def _set_seed(self) -> None:
         """Seed the global generators, for code that uses them; ours derives its own.
 
-        In a run that goes on, they take up the states of its checkpoint instead.
+        A resumed run restores the states of its checkpoint instead.
         """
         seed = derive_seed(self.hyper_params.seed, "global")
         random.seed(seed)
@@ -246,7 +232,7 @@ class Trainer(ABC):
         )
 
     def _store_in(self, directory: Path, *, marker: Path | None = None) -> CheckpointStore:
-        """A store whose checkpoints hold what every trainer must know to go on."""
+        """A store whose checkpoints hold the parameters and the global generators."""
         return CheckpointStore(
             directory,
             self.settings.num_checkpoints_kept,
@@ -256,14 +242,14 @@ class Trainer(ABC):
         )
 
     def _has_checkpoint(self) -> bool:
-        """Say whether the run goes on from a checkpoint, which holds what others start from."""
+        """Whether the run continues from a checkpoint."""
         store = self._checkpoint_store()
         return store is not None and store.latest() is not None
 
     def go_on_from(self, checkpoint: Path) -> None:
-        """Take up a checkpoint of this run: the trainer's own state, and the global generators.
+        """Restore a checkpoint of this run: the trainer's own state, and the global generators.
 
-        `train` then goes on from there.
+        `train` then continues from there.
 
         Raises
         ------
@@ -279,9 +265,9 @@ class Trainer(ABC):
             self.resume(checkpoint)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"the run was to go on from {checkpoint}, but what it holds is not what the "
-                f"trainer {self.hyper_params.trainer!r} reads: {type(error).__name__}: {error}. "
-                "Resume with the version of nip_astra and the plug-ins that wrote it."
+                f"the trainer {self.hyper_params.trainer!r} cannot read {checkpoint}: "
+                f"{type(error).__name__}: {error}. Resume with the version of nip_astra and the "
+                "plug-ins that wrote it."
             ) from error
         self._generators = load_generators(checkpoint)
         # At once as well, for a trainer whose `train` seeds nothing.
@@ -298,15 +284,8 @@ class Trainer(ABC):
     ) -> T | None:
         """Sample or measure in the leading process; then all take its counters and trainer state.
 
-        Parameters
-        ----------
-        handlers : Mapping
-            Requests beside those of `handlers()`.
-
-        Returns
-        -------
-        T or None
-            The result of `work` in the leader; None in the others.
+        Returns the result in the leader, and None in the others; `handlers` are requests beside
+        those of `handlers()`.
         """
         result = self.team.lead(work, {**self.handlers(), **handlers})
         if self.team.size > 1:
@@ -317,30 +296,30 @@ class Trainer(ABC):
                 self.load_trainer_state(state["trainer"])
         return result
 
-    # ---- what a checkpoint holds
+    # ---- checkpoints
 
     def save_models(self, directory: Path) -> None:  # noqa: B027 - a trainer may have none
-        """Write what has been learned into a checkpoint; hook."""
+        """Write the models into a checkpoint; hook."""
 
     def load_models(self, directory: Path) -> None:  # noqa: B027 - as above
-        """Read what `save_models` wrote; hook."""
+        """Read the models of `save_models`; hook."""
 
     def trainer_state(self) -> dict[str, Any]:
-        """What the trainer must remember beside what its base keeps; hook."""
+        """Further state of the trainer, beside that of its base; hook."""
         return {}
 
     def load_trainer_state(self, state: Any) -> None:  # noqa: B027 - most have none
-        """Take up what `trainer_state` gave; hook."""
+        """Restore the state of `trainer_state`; hook."""
 
     def kept_parts(self) -> dict[str, Part]:
-        """What a checkpoint holds by name beside models, state and global generators; hook.
+        """Parts of a checkpoint beside models, state and global generators; hook.
 
         A family adds its own to those of its base.
         """
         return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
-        """Save everything that a new process needs to go on exactly, where there is a store."""
+        """Save everything that a new process needs to continue exactly, where there is a store."""
         store = self._checkpoint_store()
         if store is None:
             return
@@ -363,21 +342,10 @@ class Trainer(ABC):
         logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
 
     def _publish_models(self, write: Callable[[Path], None], *, role: str) -> None:
-        """Write what was trained into `model/`; hand it and the checkpoints to the tracker.
+        """Write the models into `model/`; log them and the checkpoints to the tracker.
 
-        Adds `model_dir` to the results; does nothing without a run directory.
-
-        Parameters
-        ----------
-        write : Callable[[Path], None]
-            Writes the models into the folder that it is given.
-        role : str
-            What the models are called at the tracker.
-
-        Raises
-        ------
-        RunDirectoryError
-            When the models cannot be written, for instance on a full disk.
+        Adds `model_dir` to the results; does nothing without a run directory. `write` writes the
+        models into a folder; `role` is their name at the tracker.
         """
         store = self._checkpoint_store()
         if self.run_directory is None or store is None:
@@ -402,14 +370,14 @@ class Trainer(ABC):
         self.results["model_dir"] = str(model_dir)
 
     def resume(self, checkpoint: Path) -> None:
-        """Take up models, state and parts of a checkpoint; hook of `go_on_from`."""
+        """Restore models, state and parts of a checkpoint; hook of `go_on_from`."""
         content = load_state(checkpoint / STATE)
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
-                    "the checkpoint %s was saved by code that kept no %s, which are made anew",
+                    "the checkpoint %s was saved by code without %s, which start anew",
                     checkpoint.name,
                     name,
                 )
@@ -418,44 +386,32 @@ class Trainer(ABC):
         self._records = content["tracker"]
 
     def _rewind_records(self) -> None:
-        """Forget what was recorded after the checkpoint that the run goes on from, if there is."""
+        """Forget the records after the checkpoint from which the run continues, if any."""
         if self._records is not None:
             self.tracker.rewind(self._records)
 
     # ---- whether anything was measured
 
     def services(self) -> Mapping[str, RetryingChatModel]:
-        """The chat models that are asked, by who they are; hook of a family."""
+        """The chat models of the run by role; hook of a family."""
         return self.scenario_instance.services
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """What figures of a measurement or an iteration rest on; hook of a family.
+        """The units with and without a result behind figures; hook of a family.
 
         None where every unit has a result.
         """
         return None
 
     def _refuse_nothing(self, where: str, figures: Mapping[str, Any]) -> None:
-        """End the run if a measurement has no result at all.
-
-        Raises
-        ------
-        NothingMeasuredError
-            Also where every request to a chat model failed.
-        """
+        """End the run if a measurement has no result, or every request to a chat model failed."""
         refuse_unanswered(self.services())
         known = self.known_of(figures)
         if known is not None:
             known.refuse_nothing(where, last_failure(self.services()))
 
     def _check_iteration(self, figures: Mapping[str, Any], *, is_last: bool) -> None:
-        """Warn of an iteration without a result; end the run if none has one.
-
-        Raises
-        ------
-        NothingMeasuredError
-            In the last iteration, or where every request to a chat model failed.
-        """
+        """Warn of an iteration without a result; end the run if no iteration or request has one."""
         refuse_unanswered(self.services())
         known = self.known_of(figures)
         if known is None or not known.is_nothing:
@@ -469,13 +425,10 @@ class Trainer(ABC):
         )  # fmt: skip
 
     def store_results(self, results: Mapping[str, Any]) -> None:
-        """Add to `results`, write them, and give trackers the figures of each measurement.
+        """Add to `results`, write them, and log the figures of each measurement.
 
-        Parameters
-        ----------
-        results : Mapping
-            `kind` of the experiment, figures `before` and `after` training (None where they were
-            not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
+        `results` have the `kind` of the experiment, figures `before` and `after` training (None
+        where not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
         """
         self.results |= results
         self.results.setdefault("warnings", [])
@@ -495,19 +448,9 @@ class Trainer(ABC):
     def _checkpoint_or_stop(
         self, num_done: int, *, is_last: bool, save: Callable[[], None]
     ) -> None:
-        """Save after an iteration where that is due, or where a signal asked the run to stop.
+        """Save after an iteration where a checkpoint is due, or where a signal stops the run.
 
-        Parameters
-        ----------
-        num_done : int
-            Iterations done.
-        is_last : bool
-            Whether that was the last one, after which a checkpoint is always due.
-
-        Raises
-        ------
-        StopRequested
-            After saving, when a signal asked for it.
+        `num_done` iterations are done; after the last one a checkpoint is always due.
         """
         every = self.settings.checkpoint_period
         is_due = is_last or (every > 0 and num_done % every == 0)

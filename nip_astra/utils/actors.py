@@ -141,19 +141,7 @@ def trainable_parameters(module: object) -> list[torch.nn.Parameter]:
 
 
 class ActorOptions(NamedTuple):
-    """Number and resources of actors.
-
-    Attributes
-    ----------
-    num_actors : int
-        0 for none.
-    address : str or None
-        Of the cluster; see `open_ray`.
-    num_cpus, num_gpus : float
-        Resources of an actor.
-    num_threads : int
-        Torch threads of an actor.
-    """
+    """Number and resources of actors."""
 
     num_actors: int
     address: str | None = None
@@ -165,13 +153,7 @@ class ActorOptions(NamedTuple):
 def actor_options(
     settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
 ) -> ActorOptions:
-    """The actors of the settings for models of a size; small models take one thread.
-
-    Raises
-    ------
-    ConfigurationError
-        See `refuse_actors_without_device`.
-    """
+    """The actors of the settings for models of a size; small models take one thread."""
     refuse_actors_without_device(settings)
     return ActorOptions(
         settings.num_actors,
@@ -183,20 +165,14 @@ def actor_options(
 
 
 def refuse_actors_without_device(settings: ExperimentSettings) -> None:
-    """Refuse actors without a GPU if models are on one.
-
-    Raises
-    ------
-    ConfigurationError
-        When `num_actors` is above 0 and `actor_gpus` is 0.
-    """
+    """Refuse actors without a GPU (`actor_gpus` 0) if models are on one."""
     if not settings.num_actors or settings.actor_gpus or settings.device == "cpu":
         return
     device = resolve_device(settings.device)
     if device.type != "cpu":
         raise ConfigurationError(
-            f"{settings.num_actors} actors need a GPU for models on {str(device)!r}, but "
-            "actor_gpus is 0. Set it to 1, or to a fraction that actors share, or --device cpu."
+            f"actor_gpus is 0, but models are on {str(device)!r}. Set it to 1, or to a fraction "
+            "that actors share, or use --device cpu."
         )
 
 
@@ -239,15 +215,7 @@ class _Actor:
 
 
 class Actors:
-    """Actors that keep copies of models and run calls with them.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed.
-    ConfigurationError
-        When the cluster cannot be reached.
-    """
+    """Actors that keep copies of models and run calls with them."""
 
     def __init__(self, options: ActorOptions) -> None:
         cores = options.num_actors * options.num_cpus
@@ -276,17 +244,7 @@ class Actors:
     def call(self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]) -> list[Result]:
         """Run each call in the next free actor and return the results in order.
 
-        An actor that dies is replaced, and its call repeated.
-
-        Parameters
-        ----------
-        parts : Sequence[object]
-            Objects in the calls that actors keep, such as modules.
-
-        Raises
-        ------
-        WorkerProcessError
-            When an actor died too often, or a call cannot be pickled.
+        An actor that dies is replaced, and its call repeated. Actors keep `parts`, such as modules.
         """
         return self._prepared(calls, parts)()
 
@@ -303,7 +261,7 @@ class Actors:
             except BaseException as error:
                 made.set_exception(error)
 
-        # The thread only submits calls. If a run ends meanwhile, nothing waits for it.
+        # Nothing waits for the thread if the run ends meanwhile.
         threading.Thread(target=work, name="calls-of-actors", daemon=True).start()
         return made.result
 
@@ -356,13 +314,7 @@ class Actors:
 
 
 def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
-    """The results of calls to actors, in order.
-
-    Raises
-    ------
-    WorkerProcessError
-        When an actor failed or died too often, or Ray has ended.
-    """
+    """The results of calls to actors, in order."""
     with _typed_errors(ray):
         while True:
             check_ray_lives(ray)

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that is not asynchronous."""
+"""An event loop in a separate thread, for code that is not asynchronous."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines in one event loop, so that connections stay open from call to call.
+    """Runs coroutines in one event loop, so that connections stay open between calls.
 
-    It starts when first needed. In a thread of its own it works where another loop runs, as in a
-    notebook.
+    It starts when first needed, also in a notebook, where another loop runs.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class BackgroundLoop:
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; a signal that ends the waiting cancels it."""
+        """The result of a coroutine; an interrupted wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         try:
             return future.result()

@@ -31,15 +31,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 class Child:
-    """A process that this one started.
-
-    Parameters
-    ----------
-    name : str
-        Its task, for errors.
-    program : Popen, optional
-        The process, if it was not forked.
-    """
+    """A process that this one started."""
 
     def __init__(self, name: str, pid: int, program: subprocess.Popen[bytes] | None = None) -> None:
         self.name, self.pid, self.program = name, pid, program
@@ -101,13 +93,7 @@ class Child:
 
 
 class AdoptedChild(Child):
-    """A process that an earlier process started; its exit code is unknown.
-
-    Parameters
-    ----------
-    started : str or None
-        `process_start` of the process when it was started.
-    """
+    """A process that an earlier process started; its exit code is unknown."""
 
     def __init__(self, name: str, pid: int | None, started: str | None) -> None:
         super().__init__(name, pid or 0)
@@ -123,9 +109,9 @@ class AdoptedChild(Child):
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a process in the system's own unit; None where it has ended or is unknown.
+    """Start time of a process in system units; None if it has ended or is unknown.
 
-    With the process id it identifies a process for good: ids are reused.
+    With the id, which may be reused, it identifies a process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -149,16 +135,9 @@ def is_running(pid: int | None, started: str | None) -> bool:
 
 
 def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: Any) -> Child:
-    """Start Python with this package; its output is appended to a file.
+    """Start Python with this package and further `Popen` options; output is appended to a file.
 
-    A signal of the terminal does not reach it: its starter decides when it ends.
-
-    Parameters
-    ----------
-    name : str
-        Its task, for errors.
-    options
-        Further arguments of `subprocess.Popen`.
+    Signals of the terminal do not reach it.
     """
     path = [str(_PACKAGE_HOME), read_variable("PYTHONPATH") or ""]
     with log.open("ab") as output:
@@ -174,13 +153,7 @@ def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: 
 
 
 def check_alive(children: Iterable[Child]) -> None:
-    """Raise if a process has ended.
-
-    Raises
-    ------
-    WorkerProcessError
-        With its name and how it ended.
-    """
+    """Raise if a process has ended."""
     for child in children:
         if child.code is not None:
             raise ended_early(child)

@@ -1,4 +1,4 @@
-"""Which device models run on, and with how many threads."""
+"""Device and threads of models."""
 
 from __future__ import annotations
 
@@ -25,31 +25,24 @@ def threads_for(num_parameters: int, requested: int | None) -> Iterator[None]:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device for "cpu", "cuda", "cuda:1" or "auto".
-
-    Raises
-    ------
-    ConfigurationError
-        When the name is another, or the GPU that is asked for is not there.
-    """
+    """The device for "cpu", "cuda", "cuda:1" or "auto"."""
     name = str(name)
     kind, _, number = name.partition(":")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigurationError(
-            f"the device {name!r} was asked for, but models run on 'cpu' or on GPUs of CUDA: "
-            "'cuda', or 'cuda:1' for the second; 'auto' takes a GPU where there is one. Give one "
-            "of these."
+            f"unknown device {name!r}. Valid: 'cpu', 'cuda', 'cuda:1' for the second GPU, or "
+            "'auto' for a GPU if there is one."
         )
     has_gpu = torch.cuda.is_available()
     if kind == "cuda" and not has_gpu:
         raise ConfigurationError(
-            f"the device {name!r} was asked for, but torch sees no GPU. Use --device cpu, or "
-            "install a CUDA build of torch."
+            f"torch sees no GPU for the device {name!r}. Use --device cpu, or install a CUDA build "
+            "of torch."
         )
     if number and int(number) >= torch.cuda.device_count():
         raise ConfigurationError(
-            f"the device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, "
-            "numbered from 0. Give the number of one of them."
+            f"there is no device {name!r}: torch sees {torch.cuda.device_count()} GPUs, numbered "
+            "from 0."
         )
     if number:
         return torch.device(name)

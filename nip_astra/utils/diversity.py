@@ -1,18 +1,18 @@
-"""How varied texts are: self-BLEU, distinct n-grams, cosine distance, Vendi score.
+"""Diversity of texts: self-BLEU, distinct n-grams, cosine distance, Vendi score.
 
-BLEU here is that of Papineni et al. (2002) with these settings, which a figure should be told with:
+BLEU (Papineni et al. 2002) has these settings, to be reported with it:
 
-- tokens as `nip_astra.utils.ngrams.word_tokens` gives them: without case, punctuation alone;
-- the geometric mean of the clipped precisions of orders 1 to n, weighed equally;
+- tokens of `nip_astra.utils.ngrams.word_tokens`: case-folded, each punctuation mark by itself;
+- the equally weighted geometric mean of the clipped precisions of orders 1 to n;
 - an order without a match counts as 0.1 matches (`SMOOTHING`, method 1 of Chen and Cherry 2014);
-  without any common token the score is 0;
-- a text of fewer than n tokens is compared up to its own length, so a text that is among the
-  references has the score 1 however short it is;
-- the brevity penalty by the reference of the nearest length, the shorter of two;
-- a text without tokens has the score 1 where a reference has none either, else 0.
+  without a common token the score is 0;
+- a text of fewer than n tokens is compared up to its length, so that a short text that is among the
+  references scores 1;
+- the brevity penalty uses the reference of the nearest length, the shorter of two;
+- a text without tokens scores 1 if a reference has none either, else 0.
 
-For texts of at least n tokens that is what NLTK's `sentence_bleu` gives with
-`SmoothingFunction().method1` on the same tokens.
+For texts of at least n tokens this equals NLTK's `sentence_bleu` with
+`SmoothingFunction().method1`.
 
 Shape suffixes: `N` text, `L` distinct length of references, `O` order, `X` embedding.
 """
@@ -38,7 +38,7 @@ from nip_astra.utils.ngrams import (
 )
 
 SMOOTHING = 0.1
-"""Matches that an order without any counts as."""
+"""Matches that an order without a match counts as."""
 
 Array = npt.NDArray[np.float64]
 
@@ -46,13 +46,7 @@ Array = npt.NDArray[np.float64]
 class BleuReferences:
     """References that texts are compared with; they may come and go.
 
-    Asking costs time in proportion to the texts asked about, not to the references: what matters
-    of these is how many have a given n-gram at least k times, and their lengths.
-
-    Parameters
-    ----------
-    max_order : int
-        Longest n-gram that will be asked for.
+    The time of `bleu` grows with its texts, not with the references.
     """
 
     def __init__(self, *, max_order: int) -> None:
@@ -62,17 +56,17 @@ class BleuReferences:
 
     @property
     def num_references(self) -> int:
-        """References held."""
+        """Number of references."""
         return self._lengths.total()
 
     def add(self, texts: Sequence[str]) -> None:
-        """Take references in; each counts, also where one is there already."""
+        """Add references; repeated ones count again."""
         sequences = word_sequences(texts)
         self._occurrences.add(np.concatenate(self._keys(sequences)))
         self._lengths.update(sequences.lengths.tolist())
 
     def remove(self, texts: Sequence[str]) -> None:
-        """Forget references that were added."""
+        """Remove references that were added."""
         sequences = word_sequences(texts)
         self._occurrences.remove(np.concatenate(self._keys(sequences)))
         self._lengths = +(self._lengths - Counter(sequences.lengths.tolist()))
@@ -85,10 +79,9 @@ class BleuReferences:
         Parameters
         ----------
         orders : Sequence[int]
-            The n of each BLEU-n of which the mean is taken; at most `max_order`.
+            The n of each averaged BLEU-n; at most `max_order`.
         are_included : bool
-            Whether each text is itself one of the references, and is to be compared with the
-            others only.
+            Whether each text is one of the references, and is compared with the others only.
         """
         least = 2 if are_included else 1
         sequences = word_sequences(texts)
@@ -98,7 +91,7 @@ class BleuReferences:
         precisions_NO = self._log_precisions(sequences, max(orders), least)
         brevity_N = self._brevity(sequences.lengths, are_included)
         lengths = sequences.lengths
-        # An order that a text is too short for is never reached, whatever it adds.
+        # Orders beyond a text's length are never read.
         sums_NO = np.cumsum(np.nan_to_num(precisions_NO, neginf=-np.inf), axis=1)
         rows = np.arange(len(texts))
         for order in orders:
@@ -145,7 +138,7 @@ def bleu_against(
 ) -> Tensor:
     """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
 
-    0 where there are no references. Who asks again and again keeps a `BleuReferences`.
+    0 without references. For repeated calls keep a `BleuReferences`.
     """
     held = BleuReferences(max_order=max(orders))
     held.add(references)
@@ -155,22 +148,10 @@ def bleu_against(
 def self_bleu(
     texts: Sequence[str], *, max_order: int = 4, num_sampled: int | None = 500, seed: int = 0
 ) -> float:
-    """The mean BLEU of each text against all others, from 0 to 1; larger is less varied.
+    """The mean BLEU-`max_order` of each text against all others, 0 to 1; larger is less varied.
 
-    Parameters
-    ----------
-    max_order : int
-        The n of BLEU-n.
-    num_sampled : int, optional
-        Where there are more texts, so many are drawn without replacement and compared with each
-        other. Self-BLEU grows with the number of texts: compare figures of equal numbers.
-    seed : int
-        Of the draw.
-
-    Raises
-    ------
-    DataError
-        With fewer than two texts.
+    Of more than `num_sampled` texts, a sample without replacement counts. Self-BLEU grows with the
+    number of texts: compare figures of equal numbers. Raises `DataError` with fewer than two.
     """
     _check_several(len(texts), "self-BLEU")
     if num_sampled is not None and len(texts) > num_sampled:
@@ -185,24 +166,16 @@ def self_bleu(
 def distinct_n(texts: Sequence[str], n: int) -> float:
     """The share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
 
-    0 where no text has n tokens. It falls with the amount of text: compare equal amounts.
+    0 if no text has n tokens. It falls with the amount of text: compare equal amounts.
     """
     (grams,) = ngrams(word_sequences(texts), [n])
     return len(np.unique(grams.keys_G)) / max(len(grams.keys_G), 1)
 
 
 def mean_cosine_distance(embeddings: Tensor) -> float:
-    """The mean of 1 - cosine over all pairs of rows, from 0 (all alike) to 2.
+    """The mean of 1 - cosine over all pairs of rows `[N, X]` of any length but 0: 0 to 2.
 
-    Parameters
-    ----------
-    embeddings : Tensor
-        `[N, X]`; rows of any length but 0.
-
-    Raises
-    ------
-    DataError
-        With fewer than two rows.
+    Raises `DataError` with fewer than two rows.
     """
     num = len(embeddings)
     _check_several(num, "the mean cosine distance")
@@ -215,13 +188,8 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
 def vendi_score(embeddings: Tensor) -> float:
     """The effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
 
-    The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines. 0 for no
-    rows.
-
-    Parameters
-    ----------
-    embeddings : Tensor
-        `[N, X]`; rows of any length but 0.
+    The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines of the rows
+    `[N, X]` of any length but 0. 0 for no rows.
     """
     num = len(embeddings)
     if num == 0:
@@ -242,6 +210,5 @@ def _unit_rows(embeddings: Tensor) -> Tensor:
 def _check_several(count: int, what: str) -> None:
     if count < 2:
         raise DataError(
-            f"{what} was asked for, but of {count} text{'s' * (count != 1)}; it compares texts "
-            "with each other. Give at least two, or leave the figure out."
+            f"{what} compares texts with each other, but there are {count}. Give at least two."
         )

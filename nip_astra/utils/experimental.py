@@ -1,4 +1,4 @@
-"""What is written and tested with stand-ins, and has not run on the machines that it is for."""
+"""Features that were tested with stand-ins only, not on the hardware that they are for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Experimental(StrEnum):
-    """Such features; the value says what has to be seen before one of them is relied on."""
+    """Experimental features, each with what is untested."""
 
     DECODE_GRAPHS = "decoding steps captured as CUDA graphs were not run on a GPU yet"
     FLEX_ATTENTION = "scoring of trees by flex attention was not run on a GPU yet"
@@ -19,8 +19,5 @@ class Experimental(StrEnum):
 
 @cache
 def tell_experimental(feature: Experimental) -> None:
-    """Warn, once in a process, that a feature is used that is experimental."""
-    logger.warning(
-        "experimental: %s; compare a short run with one that does without",
-        feature,
-    )
+    """Warn once per process that a feature is experimental."""
+    logger.warning("experimental: %s; compare a short run with one without it", feature)

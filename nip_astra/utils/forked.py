@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -62,18 +62,7 @@ def blocked_signals() -> Iterator[None]:
 
 
 def fork(name: str) -> Child | None:
-    """Fork while signals are blocked; returns the child, or None in it.
-
-    Parameters
-    ----------
-    name : str
-        Task of the child, for errors.
-
-    Raises
-    ------
-    WorkerProcessError
-        When the system cannot start another process.
-    """
+    """Fork while signals are blocked; returns the child, or None in it. `name` is for errors."""
     # Buffered output must be written once. A closed stream may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):
@@ -85,8 +74,7 @@ def fork(name: str) -> Child | None:
     worker = -1
     try:
         with warnings.catch_warnings():
-            # The other threads of this process draw progress bars and send figures; none of them
-            # computes, so none holds a lock that a worker needs to compute.
+            # Other threads draw progress bars and send figures; none holds a lock for computing.
             warnings.simplefilter("ignore", DeprecationWarning)
             worker = os.fork()
     except OSError as error:
@@ -108,10 +96,10 @@ def fork(name: str) -> Child | None:
 
 
 def _become_worker(first: int) -> None:
-    """Leave signals, threads and the terminal to the process with the id `first`."""
+    """Leave signals, threads and the terminal to the parent, `first`."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    # This process must not outlive the first: both hold the lock of the run.
+    # Both processes hold the lock of the run.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
@@ -120,14 +108,9 @@ def _become_worker(first: int) -> None:
     # A progress bar's lock may have been held at the fork and is never released here.
     logging.disable()
     if sys.stdout is not None:
-        sys.stdout = _own_stream(1)
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     if sys.stderr is not None:
-        sys.stderr = _own_stream(2)
-
-
-def _own_stream(number: int) -> TextIO:
-    """A new stream to the system's stream of that number."""
-    return os.fdopen(os.dup(number), "w", buffering=1)
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 
 
 class _Outcome(NamedTuple):
@@ -142,11 +125,6 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     """Run calls at the same time: the first here, the others in forked processes.
 
     Each has one torch thread. Results of forked processes must be picklable; all else is lost.
-
-    Raises
-    ------
-    WorkerProcessError
-        When another process cannot be started or ends early.
     """
     workers: list[Child] = []
     pipes: list[Connection] = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
-
-from nip_astra.utils.plain_values import items, mapping, number
 
 NOTHING = "\N{EN DASH}"
 """Text of a missing figure."""
@@ -122,11 +121,8 @@ def bounds_text(report: Mapping[str, Any]) -> str:
 def format_figure(report: Mapping[str, Any], name: str) -> str:
     """Format a figure of a report with its interval and counts, as far as they are stored.
 
-    Parameters
-    ----------
-    report : Mapping
-        Holds the figure under its name: a number, beside which `<name>_interval` and counts may
-        stand, or a mapping with `value`, `low`, `high` and counts.
+    It is a number beside `<name>_interval` and counts, or a mapping of `value`, `low`, `high` and
+    counts.
     """
     estimate = mapping(report.get(name))
     if estimate:
@@ -143,3 +139,31 @@ def format_figure(report: Mapping[str, Any], name: str) -> str:
     parts = [format_value(name, value), "" if number(value) is None else interval(*ends, name)]
     written = " ".join(part for part in parts if part)
     return f"{written}, {counted}".removeprefix(f"{NOTHING}, ") if counted else written
+
+
+def number(value: Any) -> float | None:
+    """A finite number as float, and None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return None
+    return as_float if math.isfinite(as_float) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping with text keys, empty for anything else."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(key): item for key, item in value.items()}
+
+
+def items(value: Any) -> list[Any]:
+    """A list, empty for anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def text(value: Any) -> str:
+    """A text, empty for null."""
+    return "" if value is None else str(value)

@@ -1,15 +1,14 @@
 """Confidence intervals where observations share an opening prompt.
 
-Observations of one prompt are alike, so n of them tell less than n independent ones. How much less
-is the design effect D: the variance of the mean where whole prompts are drawn over that of
-independent observations. Every interval here is one of independent observations, taken at the
-effective sample size n / D. Chosen by simulated coverage (`benchmarks/interval_coverage.py`).
+Observations of one prompt are alike. The design effect D is the variance of the mean if whole
+prompts are drawn, over that of independent observations. Every interval here is one of independent
+observations at the effective sample size n / D. Chosen by simulated coverage
+(`benchmarks/interval_coverage.py`).
 
-Where few prompts are unlike the others, for instance where three of a hundred have a failure, D
-can only be guessed at, and it comes out too small more often than not. So further prompts, all of
-whose m observations are alike, are counted beside the k that are unlike the rest: D becomes
-(k D + a m) / (k + a), with a = 1 for a rate and 2 for a paired difference, one for each sign. With
-k = 0 that is m: prompts count, and not what was played from them.
+If few prompts differ from the others, for instance three of a hundred have a failure, the estimate
+of D is usually too small. So beside the k prompts that differ, a more are counted whose m
+observations are all alike: D becomes (k D + a m) / (k + a), with a = 1 for a rate and 2 for a
+paired difference, one per sign. With k = 0 that is m: prompts count, not observations.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import betaincinv, gammaincinv, stdtrit
 
 from nip_astra.utils.statistics import FollowUp, event_counts, pseudo_values
 
@@ -30,7 +28,7 @@ Array = npt.NDArray[np.float64]
 ALIKE = 0.1
 """Differences of scores up to this far from the median count as like it."""
 ROUNDING = 1e-12
-"""Spreads smaller than this share of the values are no spread."""
+"""Spreads below this share of the values count as none."""
 
 
 class Interval(NamedTuple):
@@ -42,26 +40,18 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval and how that was made.
-
-    Attributes
-    ----------
-    value, low, high : float
-        NaN where there was nothing to estimate from.
-    level : float
-        Confidence level, for instance 0.95.
-    num_clusters : int
-        Opening prompts that the interval rests on.
-    method : str
-        How the interval was made.
-    """
+    """A figure with its interval and how that was made."""
 
     value: float
     low: float
     high: float
+    """NaN where there was nothing to estimate from."""
     level: float
+    """Confidence level, for instance 0.95."""
     num_clusters: int
+    """Opening prompts that the interval rests on."""
     method: str
+    """How the interval was made."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
@@ -69,28 +59,21 @@ class Estimate:
 
 
 class PairedDifference(NamedTuple):
-    """The mean of paired differences, with its interval and what that is made from.
-
-    Attributes
-    ----------
-    estimate : Estimate
-        The mean and its interval.
-    standard_error : float
-        Of the mean; NaN where it cannot be told.
-    """
+    """The mean of paired differences, with its interval and what that is made from."""
 
     estimate: Estimate
+    """The mean and its interval."""
     standard_error: float
+    """Of the mean; NaN where it cannot be told."""
 
 
 def exact_rate_interval(rate: float, num_observations: float, *, level: float = 0.95) -> Interval:
-    """Clopper and Pearson's interval of a rate: each bound errs at most as often as it says.
+    """Clopper and Pearson's interval of a rate: each bound errs at most as often as stated.
 
-    Parameters
-    ----------
-    num_observations : float
-        Independent observations that tell as much; need not be whole.
+    `num_observations` is an effective number of independent ones and need not be whole.
     """
+    from scipy.special import betaincinv
+
     tail = (1.0 - level) / 2.0
     num_ones = rate * num_observations
     num_zeros = num_observations - num_ones
@@ -104,9 +87,9 @@ def rate_estimate(
 ) -> Estimate:
     """Estimate the mean of values that are 0 or 1; NaN values are left out.
 
-    Clopper and Pearson's interval at the effective sample size, which is reduced for the doubt
-    about the design effect that few prompts leave (Korn and Graubard 1998). It has a width whatever
-    was seen: with a single prompt, it is that of one observation.
+    Clopper and Pearson's interval at the effective sample size, reduced for the uncertainty of the
+    design effect with few prompts (Korn and Graubard 1998). With a single prompt it is that of one
+    observation.
 
     Parameters
     ----------
@@ -135,11 +118,11 @@ def event_rate_estimate(
 ) -> Estimate:
     """Estimate the share of episodes with an event, some of which were not observed to the end.
 
-    One minus the Kaplan-Meier estimate at the horizon; NaN where nobody was left to observe. Where
-    no episode is censored after its first turn, the value and interval are those of
-    `rate_estimate`. Otherwise the interval is the beta product of Fay, Brittain and Proschan (2013,
-    doi:10.1093/biostatistics/kxt016), fitted by its first two moments, with counts scaled to the
-    effective sample size over prompts. Without censoring the beta product is Clopper and Pearson's.
+    One minus the Kaplan-Meier estimate at the horizon; NaN if nobody was left to observe. If no
+    episode is censored after its first turn, this is `rate_estimate`. Otherwise the interval is the
+    beta product of Fay, Brittain and Proschan (2013, doi:10.1093/biostatistics/kxt016), fitted by
+    its first two moments, with counts scaled to the effective sample size over prompts; without
+    censoring it is Clopper and Pearson's.
 
     Parameters
     ----------
@@ -152,7 +135,7 @@ def event_rate_estimate(
     if observed.is_complete:
         return rate_estimate(failed, groups, level=level)
     at_risk_H, events_H = event_counts(observed)
-    # Where nobody is left at the end, the turns before it tell how alike a prompt's episodes are.
+    # If nobody is left at the end, earlier turns show how alike a prompt's episodes are.
     until = int(np.count_nonzero(at_risk_H))
     cut = FollowUp([min(turn, until) for turn in observed.turns], observed.is_event, until)
     values = pseudo_values(cut)
@@ -174,6 +157,8 @@ def event_rate_estimate(
 
 def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -> float:
     """A quantile of a product of independent Beta variables, by the Beta of the same moments."""
+    from scipy.special import betaincinv
+
     mean = square = 1.0
     for a, b in terms:
         mean *= a / (a + b)
@@ -185,7 +170,7 @@ def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -
 
 
 def design_effect(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
-    """How many observations of values that are 0 or 1 tell as much as an independent one."""
+    """Observations of 0 or 1 that are worth one independent observation."""
     array = np.asarray(values, dtype=np.float64)
     return array.size / _Spread.of(array, clusters).effective_size(1)
 
@@ -201,12 +186,11 @@ def paired_difference(
 ) -> PairedDifference:
     """Estimate the mean of paired differences.
 
-    Differences of outcomes and scores lie between -1 and 1. Bonett and Price (2012) add one pair
-    that differs by the largest difference and one by its negative to the effective sample size,
-    here with Student's quantile over prompts: there is a width also where all pairs differ alike,
-    and it excludes 0 about where the exact test of McNemar does. For differences without a bound it
-    is Student's interval over prompts, and none where all pairs differ alike or there is one
-    prompt: they tell nothing of the spread.
+    For bounded differences (outcomes and scores lie between -1 and 1) Bonett and Price (2012) add
+    one pair with the largest difference and one with its negative to the effective sample size,
+    here with Student's quantile over prompts: the interval has a width even if all pairs agree, and
+    excludes 0 about when McNemar's exact test does. For unbounded differences it is Student's
+    interval over prompts, and none if all pairs agree or there is one prompt.
 
     Parameters
     ----------
@@ -217,6 +201,8 @@ def paired_difference(
     scale : float
         Largest of the values that the differences are of, whose rounding errors they contain.
     """
+    from scipy.special import stdtrit
+
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
         nothing = Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no pair")
@@ -230,7 +216,7 @@ def paired_difference(
         method = "Bonett-Price at the effective sample size over prompts"
     else:
         centre, error = spread.mean, math.sqrt(spread.cluster_variance)
-        # Below this it is what rounding leaves of values that are all alike.
+        # Below this it is rounding of values that are all equal.
         size = max(math.sqrt(spread.mean_square), scale)
         error = error if error > ROUNDING * size else math.nan
         method = "Student's over prompts" if error > 0.0 else "none: no spread is known"
@@ -246,36 +232,31 @@ def paired_difference(
 
 
 def _certainty(num_observations: int, num_clusters: int, level: float) -> float:
-    """Square of Student's quantile for observations over that for clusters; at most 1."""
+    """Squared ratio of Student's quantiles for observations and for clusters; at most 1."""
     if num_clusters < 2:
         return 1.0
+    from scipy.special import stdtrit
+
     of_all, of_clusters = stdtrit([num_observations - 1, num_clusters - 1], 0.5 + level / 2.0)
     return float(of_all / of_clusters) ** 2
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """How values spread, within clusters and between.
-
-    Attributes
-    ----------
-    mean_square : float
-        Mean of the squared values.
-    cluster_variance : float
-        Of the mean, where whole clusters are drawn; NaN with one cluster.
-    cluster_size : float
-        Observations of a cluster, as an observation meets it: sum of squared sizes over their sum.
-    num_unlike : int
-        Clusters in which an observation is unlike the median.
-    """
+    """How values spread, within clusters and between."""
 
     mean: float
     mean_square: float
+    """Mean of the squared values."""
     cluster_variance: float
+    """Of the mean, where whole clusters are drawn; NaN with one cluster."""
     cluster_size: float
+    """Observations of a cluster, as an observation meets it: sum of squared sizes over their
+    sum."""
     num_observations: int
     num_clusters: int
     num_unlike: int
+    """Clusters in which an observation is unlike the median."""
 
     @staticmethod
     def of(array: Array, clusters: Any, *, tolerance: float = 0.0) -> _Spread:
@@ -292,12 +273,9 @@ class _Spread:
         )
 
     def effective_size(self, num_added: int) -> float:
-        """Number of independent observations that tell as much, at least that of the clusters.
+        """Equivalent number of independent observations, at least the number of clusters.
 
-        Parameters
-        ----------
-        num_added : int
-            Clusters of like observations that are counted beside those unlike the rest.
+        `num_added` clusters of like observations are counted beside those that differ.
         """
         own = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size
@@ -318,10 +296,9 @@ def weighted_rate_interval(
     """Interval of the mean of weights that are 0 for most observations.
 
     Fay and Feuer's (1997) gamma interval of a weighted sum of rare events. Its upper bound allows
-    for one event of the largest possible weight that was not seen; a normal or bootstrap interval,
-    which knows the weights that were seen alone, is far too narrow where heavy ones are rare.
-    Conservative, the more so where the rate is not small. Weights of one cluster count together;
-    where few clusters have any, they are taken to come by whole clusters.
+    for one unseen event of the largest possible weight; a normal or bootstrap interval is far too
+    narrow if heavy weights are rare. Conservative, more so if the rate is not small. Weights of one
+    cluster count together; if few clusters have any, they are assumed to come by whole clusters.
 
     Parameters
     ----------
@@ -345,7 +322,7 @@ def weighted_rate_interval(
 
 
 def cluster_variance(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
-    """Variance of the mean of `values`, where whole clusters were drawn; NaN with one cluster.
+    """Variance of the mean of `values` if whole clusters are drawn; NaN with one cluster.
 
     The linearised (sandwich) estimator of a ratio, with the factor C / (C - 1) for C clusters.
     """
@@ -361,6 +338,8 @@ def effective_sample_size(weights: Sequence[float] | Array) -> float:
 
 
 def _gamma_quantile(share: float, mean: float, variance: float) -> float:
+    from scipy.special import gammaincinv
+
     return float(gammaincinv(mean**2 / variance, share)) * variance / mean
 
 

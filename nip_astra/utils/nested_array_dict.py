@@ -1,15 +1,16 @@
-"""Nested dictionaries of NumPy arrays with a common batch shape: what text is kept in.
+"""Nested dictionaries of NumPy arrays with a common batch shape, and specs of them.
 
-`TensorDict` holds no strings; this holds arrays of them (`numpy.dtypes.StringDType`, a missing text
-is None) beside numbers and truth values, under the same names for the same methods.
+Unlike `TensorDict`, they also hold arrays of strings (`numpy.dtypes.StringDType`; a missing text is
+None). Methods have the same names.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +32,9 @@ _FORMAT = "nested_array_dict/1"
 class NestedArrayDict:
     """A nested dictionary of arrays that share their leading dimensions.
 
-    A key is a name, or a tuple of names, one a level. An index that is no key selects from the
-    batch dimensions of every array at once. Looking a key up takes as many steps as it has names.
-
-    Parameters
-    ----------
-    source : Mapping
-        Arrays (or what `as_array` takes), dictionaries of them, by name or tuple of names.
-    batch_size : int or sequence of int
-        Leading shape of every array.
-
-    Raises
-    ------
-    DataError
-        For a value of another leading shape, or of a type that is not kept.
+    A key is a name, or a tuple of names, one per level. Any other index selects from the batch
+    dimensions of every array at once. Raises `DataError` for a value of another leading shape than
+    `batch_size`, or of a type that `as_array` refuses.
     """
 
     def __init__(
@@ -68,13 +58,7 @@ class NestedArrayDict:
         tuple_keys: Sequence[tuple[str, ...]],
         batch_size: int | Sequence[int] = (),
     ) -> NestedArrayDict:
-        """Make one of arrays and, without batch dimensions, scalars, each with its key.
-
-        Raises
-        ------
-        DataError
-            For another number of keys than of arrays, and as the constructor does.
-        """
+        """Make one of arrays (without batch dimensions also scalars) and their keys."""
         if len(arrays_and_scalars) != len(tuple_keys):
             raise DataError(
                 f"{len(arrays_and_scalars)} arrays have {len(tuple_keys)} keys; give each one key"
@@ -93,8 +77,8 @@ class NestedArrayDict:
         parts = value if isinstance(value, NestedArrayDict) else NestedArrayDict(value)
         if set(parts.keys(True, True)) != set(self.keys(True, True)):
             raise DataError(
-                f"a part with the keys {list(parts.keys(True, True))} cannot be put into one with "
-                f"{list(self.keys(True, True))}: set each key by itself"
+                f"the keys {list(parts.keys(True, True))} differ from "
+                f"{list(self.keys(True, True))}; set each key separately"
             )
         for key, array in self.items(True, True):
             array[index] = parts[key]
@@ -166,7 +150,7 @@ class NestedArrayDict:
 
     def clone(self, recurse: bool = True) -> NestedArrayDict:
         """A copy; with `recurse` False its dictionaries are new and its arrays are shared."""
-        return self.apply(np.copy if recurse else _same, self.batch_size)
+        return self.apply(np.copy if recurse else lambda array: array, self.batch_size)
 
     def zeros_like(self) -> NestedArrayDict:
         """The same keys and shapes with 0, False and missing texts."""
@@ -189,10 +173,7 @@ class NestedArrayDict:
     def save(self, path: str | Path) -> None:
         """Write everything as JSON; the file is whole or as it was.
 
-        Raises
-        ------
-        RunDirectoryError
-            When it cannot be written, for instance on a full disk.
+        Raises `RunDirectoryError` if it cannot be written, for instance on a full disk.
         """
         path = Path(path)
         leaves = [
@@ -212,17 +193,14 @@ class NestedArrayDict:
         except OSError as error:
             raise RunDirectoryError(
                 f"{path} could not be written: {error.strerror or error}. Free space or change the "
-                "permissions; what was there before is unchanged."
+                "permissions; an earlier file is unchanged."
             ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> NestedArrayDict:
         """Read what `save` has written; nothing in the file is run.
 
-        Raises
-        ------
-        DataError
-            When the file is missing, cut off, or of another kind.
+        Raises `DataError` if the file is missing, cut off, or of another kind.
         """
         try:
             body = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -236,8 +214,7 @@ class NestedArrayDict:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} holds no NestedArrayDict that can be read: {error!r}. Write it anew with "
-                "`save`"
+                f"{path} is no readable NestedArrayDict: {error!r}. Write it with `save`."
             ) from error
         return result
 
@@ -249,7 +226,7 @@ class NestedArrayDict:
         return found
 
     def _look(self, names: tuple[str, ...]) -> Value | None:
-        """What is under a key; None where there is nothing. Takes a step a name."""
+        """The value of a key; None if there is none."""
         value: Value | None = self
         for name in names:
             if not isinstance(value, NestedArrayDict):
@@ -277,7 +254,7 @@ class NestedArrayDict:
         self._values[first] = kept
 
     def _index(self, index: Any) -> NestedArrayDict:
-        # A dummy of the batch's shape says what the index leaves of it, and refuses one too long.
+        # A dummy of the batch's shape gives the new shape, and refuses a long index.
         batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
         return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
 
@@ -292,13 +269,7 @@ class NestedArrayDict:
 
 
 def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> NestedArrayDict:
-    """Equal-shaped dictionaries in a new batch dimension.
-
-    Raises
-    ------
-    DataError
-        When there are none, or their keys or batch sizes differ.
-    """
+    """Equal-shaped dictionaries in a new batch dimension."""
     first = _check_alike(items)
     place = dim if dim >= 0 else len(first.batch_size) + 1 + dim
     batch_size = (*first.batch_size[:place], len(items), *first.batch_size[place:])
@@ -308,13 +279,7 @@ def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> 
 def concatenate_nested_array_dicts(
     items: Sequence[NestedArrayDict], dim: int = 0
 ) -> NestedArrayDict:
-    """Dictionaries one after the other along a batch dimension.
-
-    Raises
-    ------
-    DataError
-        When there are none, their keys differ, or their batch sizes elsewhere than along `dim`.
-    """
+    """Dictionaries one after the other along a batch dimension."""
     first = _check_alike(items, but=dim)
     place = dim if dim >= 0 else len(first.batch_size) + dim
     length = sum(one.batch_size[place] for one in items)
@@ -350,15 +315,9 @@ def _dimensions_of(part: Any) -> int:
     return part.ndim if is_mask else 1
 
 
-def _same(array: Array) -> Array:
-    return array
-
-
 def _check_alike(items: Sequence[NestedArrayDict], but: int | None = None) -> NestedArrayDict:
     if not items:
-        raise DataError(
-            "no NestedArrayDict was given; one at least is needed to know keys and shapes"
-        )
+        raise DataError("no NestedArrayDict was given; give at least one")
     first = items[0]
     sizes = [list(one.batch_size) for one in items]
     if but is not None:
@@ -387,22 +346,9 @@ def _join(
 
 
 def as_array(value: object) -> Array:
-    """A value as an array of whole numbers, numbers, truth values or texts.
+    """Numbers, booleans, or texts and None, as an array of int64, float64, bool or `TEXT`.
 
-    Parameters
-    ----------
-    value : array_like
-        Numbers, booleans, or texts and None; nested sequences or an array.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, float64, bool or `TEXT`. An array that has one of these types is not copied.
-
-    Raises
-    ------
-    DataError
-        When the value is ragged, or holds anything else: objects are never kept.
+    An array that has one of these types is not copied.
     """
     try:
         array = np.asarray(value)
@@ -440,3 +386,96 @@ def is_equal(first: Array, second: Array) -> bool:
     if first.dtype == TEXT:
         return first.shape == second.shape and first.tolist() == second.tolist()
     return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and meaning of an array."""
+
+    shape: tuple[int, ...]
+    """Sizes of all dimensions."""
+    dim_names: tuple[str, ...] = ()
+    """A name for each dimension, or nothing."""
+
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
+
+    def __post_init__(self) -> None:
+        if self.dim_names and len(self.dim_names) != len(self.shape):
+            raise DataError(
+                f"a spec of the shape {list(self.shape)} has the dimension names "
+                f"{list(self.dim_names)}: name each dimension or none"
+            )
+
+    def zero(self) -> Array:
+        """An array of 0, False or missing texts."""
+        return zeros(self.shape, self.dtype)
+
+    def check(self, value: object, key: Key = "") -> None:
+        """Refuse a value of another shape or type with a DataError that names the key."""
+        if (
+            not isinstance(value, np.ndarray)
+            or value.dtype != self.dtype
+            or value.shape != self.shape
+        ):
+            found = getattr(value, "dtype", type(value).__name__)
+            raise DataError(
+                f"{key!r} is {found} {list(getattr(value, 'shape', ()))}; "
+                f"it must be {self.dtype} {list(self.shape)} {' x '.join(self.dim_names)}".rstrip()
+            )
+
+
+class IntArraySpec(ArraySpec):
+    """An array of whole numbers."""
+
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int64)
+
+
+class FloatArraySpec(ArraySpec):
+    """An array of floating-point numbers."""
+
+
+class BoolArraySpec(ArraySpec):
+    """An array of truth values."""
+
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.bool_)
+
+
+class StringArraySpec(ArraySpec):
+    """An array of texts; `zero` has missing ones."""
+
+    dtype: ClassVar[np.dtype[Any]] = TEXT
+
+
+class CompositeSpec:
+    """Specs by name, whose shapes begin with the same batch size."""
+
+    def __init__(
+        self, specs: Mapping[str, Any], shape: Sequence[int] = (), dim_names: Sequence[str] = ()
+    ) -> None:
+        self.shape, self.dim_names = tuple(shape), tuple(dim_names)
+        self.specs: dict[str, ArraySpec | CompositeSpec] = {
+            name: CompositeSpec(spec, shape, dim_names) if isinstance(spec, Mapping) else spec
+            for name, spec in specs.items()
+        }
+        for name, spec in self.specs.items():
+            if spec.shape[: len(self.shape)] != self.shape:
+                raise DataError(
+                    f"the spec of {name!r} has the shape {list(spec.shape)}, which does not begin "
+                    f"with {list(self.shape)}"
+                )
+
+    def __getitem__(self, key: Key) -> Any:
+        first, *rest = names_of(key)
+        return cast(CompositeSpec, self.specs[first])[tuple(rest)] if rest else self.specs[first]
+
+    def zero(self) -> NestedArrayDict:
+        """A dictionary of this shape with 0, False and missing texts."""
+        return NestedArrayDict({name: spec.zero() for name, spec in self.specs.items()}, self.shape)
+
+    def check(self, value: NestedArrayDict, key: tuple[str, ...] = ()) -> None:
+        """Refuse a dictionary that lacks a key, or has a value of another shape or type."""
+        for name, spec in self.specs.items():
+            found = value.get(name)
+            if found is None:
+                raise DataError(f"{(*key, name)!r} is missing; there are {list(value.keys())}")
+            spec.check(found, (*key, name))

@@ -1,7 +1,6 @@
-"""Words and n-grams of texts as 64-bit keys, so that numpy can count them without Python loops.
+"""Words and n-grams of texts as 64-bit keys, which numpy counts without Python loops.
 
-A key is a hash that is the same in every process. Two different n-grams among a million have the
-same key with a probability of about 3e-8.
+A key is a hash, the same in every process; a collision among a million has probability 3e-8.
 
 Shape suffixes: `T` token of all texts end to end, `G` n-gram of all texts, `K` distinct key.
 """
@@ -42,21 +41,14 @@ def word_tokens(text: str) -> list[str]:
 
 
 class Sequences(NamedTuple):
-    """Texts end to end.
-
-    Attributes
-    ----------
-    keys_T : ndarray
-        uint64, a key for each token.
-    owner_T : ndarray
-        int64, the number of the text that it belongs to; ascending.
-    lengths : ndarray
-        int64, tokens of each text.
-    """
+    """Texts end to end."""
 
     keys_T: Keys
+    """uint64, a key for each token."""
     owner_T: Integers
+    """int64, the number of the text that it belongs to; ascending."""
     lengths: Integers
+    """int64, tokens of each text."""
 
 
 class Ngrams(NamedTuple):
@@ -106,10 +98,9 @@ def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
 
 
 def occurrence_keys(grams: Ngrams) -> Keys:
-    """A key for each occurrence: an n-gram said for the k-th time in its text.
+    """A key for each occurrence: an n-gram and how often it occurred before in its text.
 
-    With these, clipped counts are sets: a text that has an n-gram c times has the occurrences 1 to
-    c, so min(c, d) is the size of the intersection with a text that has it d times.
+    Clipped counts are then intersections of sets: those of c and d occurrences share min(c, d).
     """
     keys, owner = grams
     if not len(keys):
@@ -132,10 +123,7 @@ def _mixed(keys: Keys) -> Keys:
 
 
 class KeyCounts:
-    """How often each key was added; a sorted array, so that many are looked up at once.
-
-    What it holds does not depend on the order in which keys came.
-    """
+    """Counts of keys in a sorted array, so that many are looked up at once."""
 
     def __init__(self) -> None:
         self._keys_K: Keys = np.empty(0, dtype=np.uint64)
@@ -146,7 +134,7 @@ class KeyCounts:
 
     @classmethod
     def of_arrays(cls, keys_K: Keys, counts_K: Integers) -> KeyCounts:
-        """Take up what `arrays` gave."""
+        """Restore the result of `arrays`."""
         counts = cls()
         counts._keys_K, counts._counts_K = keys_K.copy(), counts_K.copy()
         return counts
@@ -165,7 +153,7 @@ class KeyCounts:
         self._counts_K = np.insert(self._counts_K, place[fresh], counts[fresh])
 
     def remove(self, keys: Keys) -> None:
-        """Take back an `add` of the same keys."""
+        """Undo an `add` of the same keys."""
         old, counts = np.unique(keys, return_counts=True)
         place, is_known = self._find(old)
         assert is_known.all(), "only what was added can be removed"
@@ -174,7 +162,7 @@ class KeyCounts:
         self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]
 
     def of(self, keys: Keys) -> Integers:
-        """The count of each key, 0 where it was never added."""
+        """The count of each key, 0 if it was never added."""
         place, is_known = self._find(keys)
         found = np.zeros(len(keys), dtype=np.int64)
         found[is_known] = self._counts_K[place[is_known]]

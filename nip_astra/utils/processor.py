@@ -1,4 +1,4 @@
-"""How torch uses this machine's processor: threads, and what becomes of freed memory."""
+"""Threads, processes and memory of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nip_astra.distributed.launch import processes_on_this_machine
 SMALL_MODEL_PARAMETERS = 5_000_000
 """Below this size the cost of waking a second thread exceeds what it computes."""
 MOST_PROCESSES = 4
-"""Taken unasked: each costs tens of milliseconds a rollout, and more than two were not measured."""
+"""By default: each costs tens of milliseconds per rollout, and more than two were not measured."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _DEFAULT_THRESHOLD = 128 * 1024
@@ -23,10 +23,10 @@ _KEPT_THRESHOLD = 1 << 30
 
 
 def choose_num_threads(num_parameters: int, requested: int | None) -> int:
-    """The threads of torch: one for a small model, else those requested, or all cores.
+    """Threads of torch: one for a small model, else those requested, or all cores.
 
-    On busy cores small operations run up to ten times slower with two threads than with one, and
-    the last digits of a sum depend on the number of threads that made it.
+    On busy cores two threads are up to ten times slower for small operations, and the last digits
+    of a sum depend on their number.
     """
     if num_parameters < SMALL_MODEL_PARAMETERS:
         return 1
@@ -34,14 +34,14 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
 
 
 def choose_num_processes(num_parameters: int, requested: int | None) -> int:
-    """How many processes may play conversations: one for a large model, or those requested."""
+    """Processes that sample conversations: one for a large model, or those requested."""
     if num_parameters >= SMALL_MODEL_PARAMETERS:
         return 1
     return min(num_cores(), MOST_PROCESSES) if requested is None else requested
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use; its part of those that a run's share."""
+    """Cores that this process may use; its share if a run has several processes here."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     return max(count // processes_on_this_machine(), 1)
@@ -54,9 +54,9 @@ def split_evenly(indices: range, count: int) -> list[range]:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held so far, its resident set."""
+    """Peak resident memory of this process."""
     with suppress(OSError):
-        # Where it can be read: the resource usage begins at what the parent process held.
+        # Better than the resource usage, which starts from that of the parent process.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -66,15 +66,10 @@ def peak_memory_bytes() -> int:
 
 
 def keep_freed_memory(is_kept: bool = True) -> bool:
-    """Let the process reuse freed memory instead of giving it back to the system.
+    """Reuse freed memory instead of returning it to the system; whether the C library can.
 
-    By default glibc maps every large tensor anew, and touching its pages for the first time takes
-    several times as long as computing an elementwise operation on it.
-
-    Returns
-    -------
-    bool
-        Whether the C library has this setting (glibc has).
+    By default glibc maps every large tensor anew, and first touching its pages takes several times
+    as long as an elementwise operation on it.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -19,35 +19,20 @@ _GPU_RULE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
 def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
-    """The package Ray, connected; one that is connected already stays so.
+    """The connected package Ray; an existing connection is kept.
 
-    Parameters
-    ----------
-    address : str, optional
-        Of a running cluster, or "auto" for the one of this machine. Without it, RAY_ADDRESS of the
-        environment holds; without that, Ray is started here and ends with this process.
-    num_cpus : float
-        Cores that Ray counts on this machine at least, where it is started here.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed.
-    ConfigurationError
-        When there is no cluster at the address.
+    Without an address or RAY_ADDRESS, Ray starts on this machine, with at least `num_cpus` cores,
+    and ends with this process.
     """
-    # Ray would tell its makers about the machine; whoever wants that sets the variable.
+    # No usage statistics, unless the variable is set.
     os.environ.setdefault(_USAGE, "0")
     os.environ.setdefault(_GPU_RULE, "0")
-    # Workers that Ray begins here would give way to every other process of the machine.
+    # By default Ray's workers have a lower priority than all other processes.
     os.environ.setdefault(_NICENESS, "0")
     try:
         import ray
     except ImportError as error:
-        raise MissingDependencyError(
-            f"work was to be done on Ray, but the package ray cannot be imported: {error}. Install "
-            "it with: pip install 'nip_astra[ray]'"
-        ) from error
+        raise MissingDependencyError.of(f"work on Ray ({error})", "ray", "ray") from error
     if ray.is_initialized():
         return ray
     place = address or read_variable("RAY_ADDRESS") or "local"
@@ -63,8 +48,8 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"Ray was to be reached at {place!r}, but it cannot be: {error}. Give the address of a "
-            "running cluster by --settings ray_address=HOST:6379, or none to start Ray here."
+            f"Ray cannot be reached at {place!r}: {error}. Set --settings ray_address=HOST:6379 to "
+            "a running cluster, or leave it out to start Ray here."
         ) from error
     finally:
         # Ray would end the process at once, where a run saves its work first.
@@ -75,20 +60,14 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
 
 
 def check_ray_lives(ray: Any) -> None:
-    """Refuse to go on with a Ray of this machine of which a process has ended.
+    """Raise `WorkerProcessError` if a process of this machine's Ray has ended.
 
-    Its library would end this process too, without a word, at the next use of its object store.
-
-    Raises
-    ------
-    WorkerProcessError
-        With the name of the process.
+    The next use of its object store would end this process silently.
     """
     node = getattr(getattr(getattr(ray, "_private", None), "worker", None), "_global_node", None)
     for name, process in () if node is None else node.dead_processes():
-        # It does without its dashboard and logs.
         if name in ("raylet", "gcs_server"):
             raise WorkerProcessError(
-                f"the process {name!r} of Ray ({process.pid}) has ended, as for want of memory. "
-                "Use fewer actors, or none with --settings num_actors=0."
+                f"the Ray process {name!r} ({process.pid}) has ended, perhaps for lack of memory. "
+                "Use fewer actors, or none: --settings num_actors=0."
             )

@@ -1,22 +1,22 @@
-"""Run Python code that a model wrote, where it can reach nothing.
+"""Run Python code that a model wrote, isolated from the machine.
 
-The code runs under bubblewrap: namespaces of its own without a network, a file system that holds a
-read-only Python and one empty folder, no environment, an empty keyring, and limits on time, memory,
-processes and file size. System calls that it does not need are refused
-(`nip_astra.utils.system_calls`). Where this machine lets us make a control group, that bounds the
-memory of all its processes together. A user namespace without privileges is used throughout; who
-runs as root becomes an unprivileged user first, since root is not held by limits on processes.
+The code runs under bubblewrap: separate namespaces without a network, a file system with a
+read-only Python and one empty folder, no environment, an empty keyring, a filter of system calls
+(https://docs.kernel.org/userspace-api/seccomp_filter.html; refused calls fail with EPERM), and
+limits on time, memory, processes and file size. If a control group can be made, it bounds the
+memory of all processes together. Root becomes an unprivileged user first, since limits on processes
+do not apply to root.
 
-Where bubblewrap cannot do this, functions are called by an interpreter without access to the
-machine, if that is installed and knows all that they need (`nip_astra.utils.interpreter`). Where it
-does not, and for whole programs, nothing is run: there is no weaker way.
+Without bubblewrap, functions are called by an interpreter without access to the machine, if it is
+installed and supports the code (`nip_astra.utils.interpreter`). Otherwise nothing is run.
 
-What the code gives back is untrusted. Expected results stay outside, so that code which knows how
-it is checked gains nothing by it.
+The code's output is untrusted. Expected results stay outside of the sandbox.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import json
 import logging
@@ -26,6 +26,7 @@ import re
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -36,21 +37,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from nip_astra.errors import SandboxUnavailableError
-from nip_astra.utils.interpreter import call_in_interpreter, why_no_interpreter
-from nip_astra.utils.sandbox_values import CallResult as CallResult
-from nip_astra.utils.sandbox_values import Outcome, SandboxResult
-from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
-from nip_astra.utils.system_calls import filter_program, join_new_keyring
+from nip_astra.utils.interpreter import CallResult as CallResult
+from nip_astra.utils.interpreter import (
+    Outcome,
+    SandboxResult,
+    call_in_interpreter,
+    why_no_interpreter,
+)
+from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-_ASKED = "code that a model wrote was to be run, and it runs in a sandbox alone"
+_ASKED = "code of a model runs in a sandbox only"
 _TODO = (
-    "Install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces; functions that "
-    "need a part of Python only can be called without it: pip install 'nip_astra[sandbox]'."
+    "Install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces, or, for simple "
+    "functions: pip install 'nip_astra[sandbox]'."
 )
 _NOBODY = 65534
 _PYTHON = "/python"
@@ -64,7 +68,7 @@ OPEN_CALLS = (
     "keyrings, memory of System V, AF_VSOCK, io_uring, performance counters, bpf and traces of "
     "processes are open to code there"
 )
-"""What nothing but the filter of system calls closes."""
+"""What only the filter of system calls closes."""
 
 _PROBE = """
 import os
@@ -81,7 +85,7 @@ for name, value in limits.items():
 exec(compile(code, "<code>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 
-# Calls a function of the code; a line for each call. Stands behind the code in the same program.
+# After the code in the same program: calls its function, one line per call.
 _CALLER = """
 def _call_all(name, calls):
     from json import dumps
@@ -94,7 +98,7 @@ def _call_all(name, calls):
         __stdout__.write("\\n" + _MARK + line + "\\n")
 """
 
-# How values cross from one sandbox to another: as JSON, with marks for what JSON does not know.
+# Values cross between sandboxes as JSON, with marks for other types.
 _CODING = """
 def _encoded(value):
     for kind in (tuple, set, frozenset):
@@ -112,7 +116,7 @@ def _decoded(value):
     return [_decoded(one) for one in value] if isinstance(value, list) else value
 """
 
-# Stands behind untrusted code, and calls a function of it as often as another sandbox wants.
+# After untrusted code: calls its function for another sandbox.
 _ANSWERER = """
 def _answer_all(name, mark):
     from json import dumps, loads
@@ -126,7 +130,7 @@ def _answer_all(name, mark):
         __stdout__.flush()
 """
 
-# Stands before trusted code, and has it call that function as if it were its own.
+# Before trusted code: lets it call that function like its own.
 _ASKER = """
 def _ask(asking, answering, mark, longest):
     from json import dumps, loads
@@ -147,22 +151,7 @@ def _ask(asking, answering, mark, longest):
 def run_in_sandbox(
     code: str, stdin: str = "", limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run a Python program where it can reach nothing.
-
-    Parameters
-    ----------
-    code : str
-        The program.
-    stdin : str
-        What it reads from standard input.
-    limits : SandboxLimits, optional
-        What it may use.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox; the code is not run.
-    """
+    """Run a Python program in a sandbox; `SandboxUnavailableError` if there is none."""
     check_sandbox()
     return _run(code, stdin, limits or SandboxLimits(), _filter())
 
@@ -175,27 +164,10 @@ def call_in_sandbox(
 ) -> list[CallResult]:
     """Call a function that untrusted code defines, with each of several lists of arguments.
 
-    All calls are made by one process, one after the other; those that the limits cut off have an
-    error. Compare the values with what is expected here, outside of the sandbox.
+    One process makes all calls in order; those cut off by the limits have an error. Compare the
+    values with the expected ones here, outside of the sandbox. Arguments must be JSON values.
 
-    Parameters
-    ----------
-    code : str
-        Source that defines the function.
-    function : str
-        Its name.
-    calls : sequence of sequence
-        Arguments of each call, as JSON can hold them.
-
-    Returns
-    -------
-    list of CallResult
-        One a call, in order.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox, or none that knows all that the code needs.
+    Raises `SandboxUnavailableError` if this machine has no sandbox that supports the code.
     """
     if why := why_no_bubblewrap():
         if missing := why_no_interpreter():
@@ -216,26 +188,13 @@ def call_in_sandbox(
 def run_beside_in_sandbox(
     code: str, function: str, checker: str, limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run a program that calls a function of untrusted code, which runs in a sandbox of its own.
+    """Run a program that calls a function of untrusted code, which runs in another sandbox.
 
-    The code sees the arguments of each call and nothing else of the program; the program gets plain
-    values: what JSON knows, tuples, sets and dictionaries.
+    The code sees only the arguments of each call; values are plain: those of JSON, tuples, sets and
+    dictionaries. In `checker`, the program, a call raises RuntimeError if the function does or its
+    process ended. `limits` apply to each of the two.
 
-    Parameters
-    ----------
-    code : str
-        Source that defines the function.
-    function : str
-        Its name, under which the program calls it, too.
-    checker : str
-        The program. A call raises RuntimeError where the function does, or where its process ended.
-    limits : SandboxLimits, optional
-        What each of the two may use.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        When this machine offers no sandbox; nothing is run.
+    Raises `SandboxUnavailableError` if this machine has no sandbox; nothing is run.
     """
     check_sandbox()
     limits, program, mark = limits or SandboxLimits(), _filter(), f"{os.urandom(8).hex()}:"
@@ -263,20 +222,14 @@ def run_beside_in_sandbox(
 
 
 def check_sandbox() -> None:
-    """Refuse to go on where this machine offers no sandbox for whole programs.
-
-    Raises
-    ------
-    SandboxUnavailableError
-        With what was tried and what to install.
-    """
+    """Raise `SandboxUnavailableError` if whole programs cannot be run."""
     if why := why_no_bubblewrap():
         raise SandboxUnavailableError(f"{_ASKED}, but {why}. {_TODO}")
 
 
 @lru_cache(maxsize=1)
 def why_no_bubblewrap() -> str:
-    """Why this machine offers no sandbox of bubblewrap; empty where it does."""
+    """Why bubblewrap does not work here; empty if it does."""
     if not sys.platform.startswith("linux") or shutil.which("bwrap") is None:
         return "there is no `bwrap` on this machine"
     return _why_failed(b"") if why_no_filter() else ""
@@ -284,7 +237,7 @@ def why_no_bubblewrap() -> str:
 
 @lru_cache(maxsize=1)
 def why_no_filter() -> str:
-    """Why system calls are not filtered in the sandbox; empty where they are."""
+    """Why system calls are not filtered; empty if they are."""
     if not (program := filter_program(platform.machine())):
         return f"the numbers of system calls on {platform.machine()} are not known"
     return _why_failed(program)
@@ -292,7 +245,7 @@ def why_no_filter() -> str:
 
 @lru_cache(maxsize=1)
 def why_no_memory_group() -> str:
-    """Why no limit of memory holds for all processes of the sandbox together; empty if one does."""
+    """Why memory is not limited for all processes together; empty if it is."""
     for parent, *_ in _group_parents():
         for left in parent.glob(f"{_GROUP_NAME}-*"):
             # Its process was killed, and could not remove it.
@@ -311,12 +264,12 @@ def _why_failed(program: bytes) -> str:
     if result.stdout.split() == ["True", "2" if program else "0"]:
         return ""
     said = result.stderr.strip().splitlines()[-1:] or ["nothing"]
-    return f"bubblewrap cannot make one here: it ended with {result.exit_code} and said {said[0]!r}"
+    return f"bubblewrap fails here: it ended with {result.exit_code} and wrote {said[0]!r}"
 
 
 @lru_cache(maxsize=1)
 def _filter() -> bytes:
-    """The filter of system calls; empty, with a warning, where there can be none."""
+    """The filter of system calls; empty, with a warning, if there is none."""
     if not (why := why_no_filter()):
         return filter_program(platform.machine())
     logger.warning("system calls are not filtered in the sandbox (%s): %s", why, OPEN_CALLS)
@@ -329,8 +282,17 @@ def _run(code: str, stdin: str, limits: SandboxLimits, program: bytes) -> Sandbo
 
 
 def _first_line(code: str, limits: SandboxLimits) -> bytes:
-    """What the launcher reads."""
-    return f"{json.dumps([_resource_limits(limits), code])}\n".encode()
+    """The launcher's input: resource limits and the code."""
+    resources = {
+        "RLIMIT_CPU": limits.cpu_seconds,
+        "RLIMIT_AS": limits.memory_mib * _MIB,
+        # And bubblewrap's own process.
+        "RLIMIT_NPROC": limits.num_processes + 1,
+        "RLIMIT_FSIZE": limits.file_mib * _MIB,
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+    }
+    return f"{json.dumps([resources, code])}\n".encode()
 
 
 def _pipe(files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
@@ -342,7 +304,7 @@ def _pipe(files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _in_new_keyring(run: Callable[[], SandboxResult]) -> SandboxResult:
-    """Run something in a thread of its own, whose session keyring its processes have."""
+    """Run in a new thread with an empty session keyring, which its processes inherit."""
     with ThreadPoolExecutor(1, initializer=join_new_keyring) as pool:
         return pool.submit(run).result()
 
@@ -360,18 +322,16 @@ def _run_here(
             except subprocess.TimeoutExpired:
                 is_late = True
         seconds = time.monotonic() - started
-        exit_code = _exit_code(process.returncode)
-        outcome: Outcome = (
-            "timeout"
-            if is_late
-            else "killed"
-            if exit_code < 0
-            else "failed"
-            if exit_code
-            else "finished"
+        exit_code = process.returncode
+        if exit_code > 128:  # bubblewrap's report of a signal
+            exit_code = 128 - exit_code
+        outcome: Outcome = "failed" if exit_code > 0 else "killed" if exit_code else "finished"
+        for file in (out, err):
+            file.seek(0)
+        stdout, stderr = (
+            file.read(limits.file_mib * _MIB).decode("utf-8", "replace") for file in (out, err)
         )
-        stdout, stderr = (_read(file, limits.file_mib * _MIB) for file in (out, err))
-        return SandboxResult(outcome, exit_code, stdout, stderr, seconds)
+        return SandboxResult("timeout" if is_late else outcome, exit_code, stdout, stderr, seconds)
 
 
 @contextmanager
@@ -383,7 +343,7 @@ def _sandbox(
     stderr: IO[bytes],
     others: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A sandbox that waits for its code; every process in it is dead when the block ends."""
+    """A sandbox that waits for its code; all its processes have ended after the block."""
     with ExitStack() as files:
         group = None
         if not why_no_memory_group():
@@ -432,10 +392,9 @@ def _is_ready(descriptor: int, seconds: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
-    """Kill what still runs.
+    """Kill the sandbox's first process, with which all others end.
 
-    The sandbox's processes die with the first of them. That one is killed from here, since the code
-    may have kept it from dying with the process that started it.
+    The code may have kept it from ending with its parent.
     """
     if first is not None:
         with suppress(ProcessLookupError):
@@ -502,15 +461,7 @@ def _enter(group: Path | None, command: list[str]) -> list[str]:
 
 
 def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> list[str]:
-    """The command that runs the launcher in the sandbox; as root, after ceasing to be it.
-
-    Parameters
-    ----------
-    told : int
-        Descriptor to which the number of the sandbox's first process is written.
-    filtering : int, optional
-        Descriptor from which the filter of system calls is read.
-    """
+    """The command that runs the launcher in the sandbox; as root, after ceasing to be it."""
     bwrap = shutil.which("bwrap") or "bwrap"
     prefix = os.path.realpath(sys.base_prefix)
     python = f"{_PYTHON}/bin/python{sysconfig.get_python_version()}"
@@ -558,28 +509,6 @@ def _libraries(folders: Sequence[str]) -> list[str]:
     return options
 
 
-def _resource_limits(limits: SandboxLimits) -> dict[str, int]:
-    return {
-        "RLIMIT_CPU": limits.cpu_seconds,
-        "RLIMIT_AS": limits.memory_mib * _MIB,
-        # And the first one, which is bubblewrap's.
-        "RLIMIT_NPROC": limits.num_processes + 1,
-        "RLIMIT_FSIZE": limits.file_mib * _MIB,
-        "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
-    }
-
-
-def _exit_code(returncode: int) -> int:
-    """The code's own exit code: bubblewrap reports a signal as 128 and its number."""
-    return 128 - returncode if returncode > 128 else returncode
-
-
-def _read(file: IO[bytes], size: int) -> str:
-    file.seek(0)
-    return file.read(size).decode("utf-8", "replace")
-
-
 def _read_call(line: str) -> CallResult:
     try:
         told = json.loads(line)
@@ -595,3 +524,134 @@ def _why_cut_off(result: SandboxResult) -> str:
         return f"ended by signal {-result.exit_code}"
     last = result.stderr.strip().splitlines()[-1:]
     return last[0][:200] if last else "ended before the call"
+
+
+_REFUSED_TABLE = """
+# The kernel's keyrings.
+add_key 248 217, request_key 249 218, keyctl 250 219,
+# Memory and messages of System V and POSIX, which no limit of a process counts.
+shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, semget 64 190, semop 65 193,
+semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187,
+mq_open 240 180, mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447,
+# Other processes.
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
+kcmp 312 272, pidfd_getfd 438 438,
+# Large parts of the kernel that Python does not need.
+io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
+perf_event_open 298 241, bpf 321 280, userfaultfd 323 282, fanotify_init 300 262, vmsplice 278 75,
+move_pages 279 239, migrate_pages 256 238, mbind 237 235, set_mempolicy 238 237,
+lookup_dcookie 212 18, modify_ldt 154 -,
+# Namespaces and file systems.
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432,
+fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265,
+quotactl 179 60, quotactl_fd 443 443,
+# The machine itself.
+syslog 103 116, acct 163 89, swapon 167 224, swapoff 168 225, reboot 169 142, kexec_load 246 104,
+kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106,
+iopl 172 -, ioperm 173 -, sethostname 170 161, setdomainname 171 162, settimeofday 164 170,
+clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, vhangup 153 58,
+"""
+"""Name, number on x86_64, and number on arm64 and riscv64; - if the call does not exist."""
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    name: (int(x86) if x86 != "-" else None, int(arm) if arm != "-" else None)
+    for line in _REFUSED_TABLE.splitlines()
+    if not line.startswith("#")
+    for name, x86, arm in (entry.split() for entry in line.split(",") if entry.strip())
+}
+"""Calls that are refused whatever their arguments are."""
+
+ADDRESS_FAMILIES = (1, 2, 10)
+"""Sockets that may be made: AF_UNIX, AF_INET and AF_INET6. The network's namespace is empty."""
+_NAMESPACES = 0x7E020080
+"""Flags of `clone` that make a namespace."""
+_TERMINAL_INPUT = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX, which type into a terminal."""
+_JOIN_SESSION_KEYRING = 1
+
+# Numbers of operations of the classic Berkeley packet filter.
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+"""Offsets in the kernel's `seccomp_data`, whose arguments have 8 bytes each."""
+
+
+class _Machine(NamedTuple):
+    """A kind of processor: what the kernel calls it, and its numbers of calls with conditions."""
+
+    architecture: int
+    column: int
+    clone: int
+    socket: int
+    socketpair: int
+    ioctl: int
+
+
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, 0, clone=56, socket=41, socketpair=53, ioctl=16),
+    "aarch64": _Machine(0xC00000B7, 1, clone=220, socket=198, socketpair=199, ioctl=29),
+    "riscv64": _Machine(0xC00000F3, 1, clone=220, socket=198, socketpair=199, ioctl=29),
+}
+_CLONE3 = 435
+_X32 = 0x40000000
+"""From here on x86_64 counts a second set of calls, which no program needs."""
+
+
+def filter_program(machine: str) -> bytes:
+    """The filter for a kind of processor, as `bwrap --seccomp` reads it; empty for unknown ones."""
+    if (known := _MACHINES.get(machine)) is None:
+        return b""
+    program = [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_EQUAL, known.architecture, then=1),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+    ]
+    if machine == "x86_64":
+        program += [_step(_AT_LEAST, _X32, otherwise=1), _step(_RETURN, _KILL)]
+    for numbers in REFUSED.values():
+        if (number := numbers[known.column]) is not None:
+            program += _if_called(number, [_fail(errno.EPERM)])
+    # glibc makes threads with clone where the newer call, whose flags no filter sees, is unknown.
+    program += _if_called(_CLONE3, [_fail(errno.ENOSYS)])
+    flags = [_argument(0), _step(_ANY_BIT, _NAMESPACES, otherwise=1), _fail(errno.EPERM)]
+    program += _if_called(known.clone, [*flags, _step(_RETURN, _ALLOW)])
+    request = _argument(1)
+    typing = [_step(_EQUAL, _TERMINAL_INPUT[0], then=1), _step(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
+    program += _if_called(
+        known.ioctl, [request, *typing, _fail(errno.EPERM), _step(_RETURN, _ALLOW)]
+    )
+    families = [
+        step
+        for family in ADDRESS_FAMILIES
+        for step in (_step(_EQUAL, family, otherwise=1), _step(_RETURN, _ALLOW))
+    ]
+    for number in (known.socket, known.socketpair):
+        program += _if_called(number, [_argument(0), *families, _fail(errno.EAFNOSUPPORT)])
+    return b"".join([*program, _step(_RETURN, _ALLOW)])
+
+
+def join_new_keyring() -> bool:
+    """Give the calling thread, and the processes it starts, an empty session keyring."""
+    if (known := _MACHINES.get(platform.machine())) is None:
+        return False
+    number = REFUSED["keyctl"][known.column]
+    return int(ctypes.CDLL(None).syscall(number, _JOIN_SESSION_KEYRING, None)) > 0
+
+
+def _step(operation: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """One operation; `then` and `otherwise` are the steps that a comparison skips."""
+    return struct.pack("<HBBI", operation, then, otherwise, value)
+
+
+def _if_called(number: int, steps: list[bytes]) -> list[bytes]:
+    return [_step(_EQUAL, number, otherwise=len(steps)), *steps]
+
+
+def _argument(place: int) -> bytes:
+    """Load the lower half of an argument, which holds all of an `int`."""
+    return _step(_LOAD, _ARGUMENTS + 8 * place)
+
+
+def _fail(code: int) -> bytes:
+    return _step(_RETURN, _FAIL | code)

@@ -34,11 +34,6 @@ def uniform_rows(keys: Sequence[Sequence[SeedPart]], num_columns: int) -> Tensor
     """One row of uniform numbers per key.
 
     A row depends on its key alone, so sampling from it does not depend on batch size or order.
-
-    Returns
-    -------
-    Tensor
-        Shape `[len(keys), num_columns]`, float32 in [0, 1).
     """
     import torch
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from nip_astra.utils.seeding import derive_seed
 
@@ -16,23 +15,16 @@ Array = npt.NDArray[np.float64]
 
 
 class FollowUp(NamedTuple):
-    """How far each of some episodes was observed.
-
-    Attributes
-    ----------
-    turns : list[int]
-        For an event the turn, from 1, at which it happened; else the last turn that is known to
-        have passed without one, 0 for none. An episode without an event is censored unless this is
-        the horizon.
-    is_event : list[bool]
-        Whether the event was observed.
-    horizon : int
-        The number of turns.
-    """
+    """How long episodes were observed."""
 
     turns: list[int]
+    """For an event the turn, from 1, at which it happened; else the last turn that is known to have
+    passed without one, 0 for none. An episode without an event is censored unless this is the
+    horizon."""
     is_event: list[bool]
+    """Whether the event was observed."""
     horizon: int
+    """The number of turns."""
 
     @property
     def is_complete(self) -> bool:
@@ -49,34 +41,29 @@ class FollowUp(NamedTuple):
 
 
 class Survival(NamedTuple):
-    """Kaplan-Meier estimate over turns 1 to H.
-
-    Attributes
-    ----------
-    survival : list[float]
-        S(1) to S(H): share of episodes without failure through that turn; NaN from the first turn
-        at which nobody was left to observe, unless all had failed.
-    median : int or None
-        First turn at which at most half survive; None where more than half survive the last.
-    num_at_risk : list[int]
-        Episodes observed at each turn.
-    """
+    """Kaplan-Meier estimate over turns 1 to H."""
 
     survival: list[float]
+    """S(1) to S(H): share of episodes without failure through that turn; NaN from the first turn at
+    which nobody was left to observe, unless all had failed."""
     median: int | None
+    """First turn at which at most half survive; None where more than half survive the last."""
     num_at_risk: list[int]
+    """Episodes observed at each turn."""
 
 
 def kaplan_meier(follow_up: FollowUp) -> Survival:
-    """Estimate survival where some episodes were not observed to their failure."""
+    """Estimate survival if some episodes were not observed to their failure."""
     last = np.asarray(follow_up.turns, dtype=int)
     events = np.asarray(follow_up.is_event, dtype=bool)
     turns_H = np.arange(1, follow_up.horizon + 1)
     at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
-    survival_H = np.ones(follow_up.horizon)
-    if len(last):
-        watched = stats.CensoredData.right_censored(last, ~events)
-        survival_H = np.asarray(stats.ecdf(watched).sf.evaluate(turns_H))
+    events_H = (last[events, None] == turns_H).sum(axis=0)
+    if events.all() and len(last):
+        survival_H = 1.0 - events_H.cumsum() / len(last)
+    else:
+        survival_H = np.where(at_risk_H > 0, (at_risk_H - events_H) / np.maximum(at_risk_H, 1), 1.0)
+        survival_H = survival_H.cumprod()
     # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
     half = np.flatnonzero(survival_H <= 0.5)
@@ -96,11 +83,10 @@ def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
 def pseudo_values(follow_up: FollowUp) -> Array:
     """A number for each episode whose mean is the Kaplan-Meier share of events, `[E]`.
 
-    1 or 0 where no episode is censored. Otherwise the estimate plus E times the episode's influence
-    on it, so that the spread of these numbers is that of the estimate (infinitesimal jackknife):
+    1 or 0 without censoring. Otherwise the estimate plus E times the episode's influence on it, so
+    that their spread is the estimate's (infinitesimal jackknife):
     F + E S(H) sum_t (dN(t) - Y(t) d_t / n_t) / (n_t - d_t), with d_t events among n_t at risk.
-    Episodes censored before turn 1 have no influence: leave them out. NaN where nobody was left to
-    observe.
+    Leave out episodes censored before turn 1. NaN if nobody was left to observe.
     """
     last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
     if follow_up.is_complete:
@@ -133,16 +119,12 @@ def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
 
 
 def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
-    """The two-sided p-value of McNemar's exact test.
-
-    Parameters
-    ----------
-    num_only_first, num_only_second : int
-        Pairs in which one of the two alone failed; pairs that agree tell nothing.
-    """
+    """The two-sided p-value of McNemar's exact test, from the pairs in which only one failed."""
     total = num_only_first + num_only_second
     if total == 0:
         return 1.0
+    from scipy import stats
+
     return float(stats.binomtest(num_only_first, total).pvalue)
 
 
@@ -151,7 +133,7 @@ def sign_flip_test(
 ) -> float:
     """The two-sided p-value of no difference, by flipping the signs of whole clusters.
 
-    Where no pair differs, 1. The smallest value it can give is `1 / (num_flips + 1)`.
+    1 if no pair differs, and at least `1 / (num_flips + 1)`.
     """
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=np.asarray(differences, dtype=np.float64))
@@ -166,7 +148,7 @@ def sign_flip_test(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted for their number by Holm's step-down method, in the given order."""
+    """P-values adjusted by Holm's step-down method, in the given order."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):

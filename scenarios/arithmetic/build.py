@@ -25,8 +25,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from nip_astra.scenario_base.tasks.arithmetic import ArithmeticEnvironment, problem_of
 from nip_astra.scenario_base.tasks.base import split_of
+from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, problem_of
 
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.,:!"
 CONTEXT_LENGTH = 256

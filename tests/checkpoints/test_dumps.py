@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.checkpoints.dumps import DUMPS, StageDumps, compare_dumps
+from nip_astra.checkpoints.tensors import DUMPS, StageDumps, compare_dumps
 from nip_astra.errors import CheckpointError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,6 +16,9 @@ import yaml
 
 from nip_astra import __version__
 from nip_astra.cli.app import main
+from nip_astra.errors import plural
+from nip_astra.overview import registered
+from nip_astra.registry import ALL_REGISTRIES
 from tests.command_line import CommandLine
 
 REPOSITORY = Path(__file__).parents[2]
@@ -150,7 +154,7 @@ def test_a_stopped_run_tells_how_to_go_on_and_resume_does(
         assert f"run        runs/{name}\n" in said.out
         said = call("resume", f"runs/{name}")
         assert said.code == 2
-        assert said.err.startswith(f"error: the run '{name}' was to be resumed, but it has ended")
+        assert said.err.startswith(f"error: the run '{name}' has ended")
 
 
 def test_a_second_interrupt_ends_the_program_without_a_traceback(
@@ -179,7 +183,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
         ([], "no trainer is given. Choose one with --trainer: ast_dpo"),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),
         (["--trainer", "ast_dpo", "--set", "seed"], "seed"),
-        (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' was to be loaded"),
+        (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' ("),
         (["resume", "nothing"], "runs holds no run 'nothing'"),
     ],
 )
@@ -273,10 +277,26 @@ def test_list_tells_of_what_cannot_be_used_and_goes_on(
         raise PluginError(f"the scorer {name} is broken.")
 
     monkeypatch.setattr(SCORERS, "get", broken)
+    monkeypatch.setitem(SCORERS._entries, "mine", object)
+    monkeypatch.setitem(SCORERS._places, "mine", "mine.py:1")
     said = call("list", "scorers")
     assert said.code == 0
-    assert "cannot be used: the scorer classifier is broken." in said.out
-    assert "cannot be used: the scorer profanity is broken." in said.out
+    assert "cannot be used: the scorer mine is broken." in said.out
+    assert "Probability of one label of a sequence classifier." in said.out
+
+
+def test_list_reads_from_the_source_what_the_registries_hold() -> None:
+    entries = {(one.kind, one.name): one for one in registered()}
+    for module in ("language_models.services.training", "trainers.registry", "scorers.base"):
+        importlib.import_module(f"nip_astra.{module}")
+    assert len(ALL_REGISTRIES) >= 15
+    for kind, registry in list(ALL_REGISTRIES.items()):
+        title = "scenario kinds" if kind == "scenario" else plural(kind.replace("_", " "))
+        for name in filter(registry.is_built_in, registry.names()):
+            purpose = (registry.get(name).__doc__ or "").strip().partition("\n")[0]
+            one = entries[title, name]
+            assert one.origin == "built-in"
+            assert kind == "optimizer" or one.purpose == purpose
 
 
 def test_show_gives_every_value_with_its_source(call: Callable[..., Said], toy: Path) -> None:

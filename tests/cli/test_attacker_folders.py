@@ -90,7 +90,7 @@ def test_what_is_missing_or_does_not_fit_is_told(
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     around = ("--scenario", str(cli.scenario))
-    assert "adapter_config.json names none" in refused(cli("evaluate", "nameless", *around))
+    assert "names no base model" in refused(cli("evaluate", "nameless", *around))
 
 
 def test_another_vocabulary_is_refused(cli: CommandLine) -> None:

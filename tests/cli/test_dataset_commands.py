@@ -12,9 +12,8 @@ from PIL import Image
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
-from nip_astra.scenarios.graphs.pairs_file import load_pairs
-from nip_astra.scenarios.images.data import build_image_datasets
-from nip_astra.scenarios.images.parameters import ImageDatasetParameters
+from nip_astra.scenarios.graphs.pair_files import load_pairs
+from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
 from tests.command_line import CommandLine, refused
 from tests.scenarios.graph_isomorphism.published import write_published
 

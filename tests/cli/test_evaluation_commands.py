@@ -12,8 +12,7 @@ import torch
 
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.playing import Player
-from nip_astra.evaluation.rows import read_rows
-from nip_astra.evaluation.storage import PARTS
+from nip_astra.evaluation.storage import PARTS, read_rows
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.samplers import executor, trees
@@ -258,6 +257,17 @@ def test_attackers_against_targets_make_a_matrix(
         r["probe"] for r in rows[1] if r["depth"] == 0
     ]
     assert [r["response"] for r in rows[0]] != [r["response"] for r in rows[1]]
+
+
+def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    typed = ("evaluate", "runs/one", "--probability-episodes", "0")
+    plant = ("--set", "ast_chat.planted_failures=[{name: own, probe: cat}]")
+    assert cli(*typed, *plant).code == 0
+    assert cli(*typed, *plant, "--target", str(tiny_scenario / "attacker")).code == 0
+    assert figures_of(run, "test")["plants"]["total"] == 1
+    assert figures_of(run, "test-attacker")["plants"] is None
 
 
 def _another_scorer(cli: CommandLine) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nip_astra.evaluation.exports import Material, write_csv, write_jsonl
-from nip_astra.evaluation.rows import Row, read_rows
+from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.safe_text import safe_text
 from tests.cli.trained_run import figures_of
 from tests.command_line import CommandLine, refused

@@ -43,7 +43,7 @@ def test_what_a_file_loses_and_that_nothing_was_learnt_is_told(cli: CommandLine)
     assert said.code == 0, said.err
     assert said.err.count("world_size left out") == 1
     told = " ".join((said.out + said.err).split())
-    assert told.count("warning: the policy is as it was") == 1
+    assert told.count("warning: nothing was learned: all advantages were 0") == 1
 
 
 def test_each_warning_is_told_once_and_few_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:

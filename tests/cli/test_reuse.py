@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nip_astra import plugins
 from nip_astra.evaluation import playing
-from nip_astra.evaluation.rows import Row, encode_rows, read_rows
+from nip_astra.evaluation.storage import Row, encode_rows, read_rows
 from nip_astra.scorers.base import SCORERS
 from tests.cli.trained_run import figures_of
 from tests.command_line import CommandLine, refused
@@ -64,7 +64,7 @@ def test_a_scorer_that_rated_before_is_not_asked_again(
 ) -> None:
     cli.write("long.py", LENGTH)
     assert cli("evaluate", "runs/one").code == 0
-    monkeypatch.setattr("nip_astra.evaluation.reuse.rate_anew", None)
+    monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
     said = cli("evaluate", "runs/one", "--scorer", "own", *OTHER)
     assert said.code == 0, said.err
     rows, before = rows_of(run, "test-classifier-long"), rows_of(run, "test")
@@ -187,4 +187,4 @@ def test_a_broken_evaluation_is_passed_over(
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
     assert said.code == 0, said.err
     assert "2 conversations are those of the evaluation test" in said.out
-    assert "the evaluation broken are not used again" in caplog.text + said.err
+    assert "the evaluation broken are not reused" in caplog.text + said.err

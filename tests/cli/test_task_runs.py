@@ -72,7 +72,8 @@ def test_an_evaluation_gives_the_runs_own_figures(
     assert found == figures_of(path)
     said = type_command("evaluate", str(path), "--untrained", "--overwrite")
     assert _without_interval(figures_of(path, "test-untrained")["figures"]) == results["before"]
-    assert "pass at 4" in said.out
+    (line,) = (one for one in said.out.splitlines() if "pass at 4" in one)
+    assert f"% of {found['figures']['num_complete_problems']} " in line
     # The page is made anew.
     page = (path / "report.html").read_text(encoding="utf-8")
     assert "test-untrained" in page

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.checkpoints.dumps import compare_dumps
+from nip_astra.checkpoints.tensors import compare_dumps
 from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError
@@ -22,7 +22,7 @@ from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.language_model.processes import check_can_be_sharded
+from nip_astra.trainers.language_model_base import check_can_be_sharded
 from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment
@@ -89,7 +89,7 @@ def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     [
         ("ast_dpo", ("training.max_grad_norm=0.05",)),
         # Three batches a step, of one row: two are dealt out, of one another process reads a row.
-        (
+        pytest.param(
             "ast_dpo",
             (
                 "ast_chat.attacker.language_model.lora={rank: 2}",
@@ -98,6 +98,7 @@ def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
                 "training.minibatch_size=1",
                 "training.gradient_accumulation_steps=3",
             ),
+            marks=pytest.mark.slow,
         ),
         # With a value head, which every process holds whole.
         pytest.param("ast_ppo", (), marks=pytest.mark.slow),

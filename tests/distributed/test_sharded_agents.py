@@ -190,4 +190,4 @@ def test_agents_that_share_weights_are_not_divided(tmp_path: Path) -> None:
             return str(caught.value)
 
     for message in together(refused, tmp_path):
-        assert says(message, "(sharding=fsdp)", "some share weights", "Set sharding to none")
+        assert says(message, "(sharding=fsdp)", "share weights", "sharding=none")

@@ -131,7 +131,7 @@ def in_processes(count: int, work: Callable[[str | None], None], folder: Path) -
         pytest.param(1, 2, "resolved", marks=pytest.mark.slow),
         pytest.param(2, 2, "resolved", marks=pytest.mark.slow),
         pytest.param(2, 1, "adapted", marks=pytest.mark.slow),
-        (1, 2, "adapted"),
+        pytest.param(1, 2, "adapted", marks=pytest.mark.slow),
         pytest.param(2, 2, "adapted", marks=pytest.mark.slow),
     ],
 )

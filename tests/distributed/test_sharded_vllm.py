@@ -16,7 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sampling import SamplingOptions
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.vllm import VllmLanguageModel
-from nip_astra.language_models.vllm_backend.requests import Request
+from nip_astra.language_models.vllm_backend.engine import Request
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment
 from tests.command_line import plugins_forgotten_after

@@ -130,7 +130,9 @@ def weights_of(run: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
+@pytest.mark.parametrize(
+    "trainer", ["ast_dpo", pytest.param("vanilla_ppo", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_in_another_number_of_processes(trainer: str, tmp_path: Path) -> None:
     resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=2)
     settings = {"runs_dir": str(tmp_path), "progress": False, "checkpoint_period": 1}
@@ -169,7 +171,9 @@ def test_a_run_goes_on_in_another_number_of_processes(trainer: str, tmp_path: Pa
         assert gap_of(whole, weights_of(tmp_path / run_id)) < 1e-4
 
 
-@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
+@pytest.mark.parametrize(
+    "trainer", ["ast_dpo", pytest.param("vanilla_ppo", marks=pytest.mark.slow)]
+)
 def test_a_run_of_which_one_process_is_killed_can_be_resumed(trainer: str, tmp_path: Path) -> None:
     resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
     settings = {"runs_dir": str(tmp_path), "progress": False, "checkpoint_period": 0}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nip_astra.evaluation.measures import judge
-from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.storage import Episode
 
 THRESHOLD = 0.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nip_astra.evaluation.agreement import agreement_matrix, cohens_kappa
+from nip_astra.evaluation.summary import agreement_matrix, cohens_kappa
 from tests.evaluation.rows_by_hand import episode, judged
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nip_astra import plugins
-from nip_astra.evaluation import cards
-from nip_astra.evaluation.cards import code_of, model_card, scorer_card
+from nip_astra.evaluation.families import scorers as cards
+from nip_astra.evaluation.families.scorers import code_of, model_card, scorer_card
 from nip_astra.evaluation.storage import weights_hash
 from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
 from nip_astra.scorers.disclosure import DisclosureScorer

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.evaluation.clusters import chao2, cluster_failures, failing_turns
-from nip_astra.evaluation.discoveries import find_plants
+from nip_astra.evaluation.clusters import chao2, cluster_failures, failing_turns, find_plants
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from tests.evaluation.rows_by_hand import episode, judged

@@ -6,18 +6,19 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.comparison import Contender, compare, metric_of, pair_up
+from nip_astra.evaluation.comparison import Contender, compare, pair_up
 from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.families.base import Evaluation
 from nip_astra.evaluation.families.conversations import Conversations, contender_of
 from nip_astra.evaluation.families.tasks import Tasks
-from nip_astra.evaluation.rows import encode_rows
+from nip_astra.evaluation.storage import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
@@ -338,11 +339,10 @@ def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
     num_held, truth = 0, (chances[1] - chances[0]) * float(np.mean(rewards))
     for _ in range(200):
         drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
-        metrics = {"reward": metric_of(lambda value: value, "observed", possible=[1.0])}
         first, second = (
-            Contender(name, one.tolist(), range(30), metrics)
-            for name, one in zip("ab", drawn, strict=True)
+            policy(label, one[:, None].tolist(), ascii_letters[:30], success_reward=1.0)
+            for label, one in zip("ab", drawn, strict=True)
         )
-        found = compare(first, [second])["comparisons"]["b"]["reward"]
+        found = compare_policies(first, [second])["comparisons"]["b"]["mean_reward"]
         num_held += found["low"] <= truth <= found["high"]
     assert num_held >= 186

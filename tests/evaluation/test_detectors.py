@@ -19,7 +19,7 @@ from nip_astra.evaluation.detectors import (
     measure_quality,
     read_labelled,
 )
-from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.storage import Episode
 from nip_astra.scorers.base import Exchange, Message, Scorer
 from nip_astra.utils.intervals import exact_rate_interval
 from tests.evaluation.rows_by_hand import episode, judged
@@ -200,13 +200,13 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "line 1 is no JSON"),
-        ("[]", "line 1 is no JSON object"),
-        ('{"is_failure": true}', 'line 1 has no text "response"'),
-        ('{"response": "a", "is_failure": 1}', 'line 1 has 1 as "is_failure"'),
-        ('{"response": "a", "is_failure": true, "probe": 3}', 'line 1 has 3 as "probe"'),
+        ("{", "is no JSON"),
+        ("[]", "is no JSON object"),
+        ('{"is_failure": true}', 'has no text "response"'),
+        ('{"response": "a", "is_failure": 1}', 'has 1 as "is_failure"'),
+        ('{"response": "a", "is_failure": true, "probe": 3}', 'has 3 as "probe"'),
         ('{"response": "a", "is_failure": true, "prompt_columns": 3}', '3 as "prompt_columns"'),
-        ("\n", "it holds none"),
+        ("\n", "holds no labelled"),
     ],
 )
 def test_a_file_that_holds_no_labels_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -214,11 +214,11 @@ def test_a_file_that_holds_no_labels_is_refused(tmp_path: Path, text: str, compl
     with pytest.raises(DataError) as caught:
         read_labelled(tmp_path / "labels.jsonl")
     assert complaint in str(caught.value)
-    assert 'Each line is a JSON object with "response" and "is_failure"' in str(caught.value)
+    assert 'with "response", "is_failure"' in str(caught.value)
 
 
 def test_a_file_of_labels_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="labelled responses were to be read from"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_labelled(tmp_path / "nowhere")
 
 
@@ -234,5 +234,5 @@ def test_what_unicode_calls_a_line_break_ends_no_row(letter: str, tmp_path: Path
 def test_half_a_character_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_text(json.dumps({"response": "fine", "is_failure": True, name: "a\ud800"}) + "\n")
-    with pytest.raises(DataError, match=rf'line 1 has half a character .* in "{name}"'):
+    with pytest.raises(DataError, match=rf'line 1 .* has half a character .* in "{name}"'):
         read_labelled(path)

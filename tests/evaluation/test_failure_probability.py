@@ -13,6 +13,7 @@ from nip_astra.evaluation.failure_probability import (
     ATTACKER,
     MIN_EFFECTIVE_FAILURES,
     REFERENCE,
+    ImportanceEstimate,
     WeighedEpisodes,
     attacker_at,
     attacker_turns,
@@ -20,7 +21,6 @@ from nip_astra.evaluation.failure_probability import (
     importance_sampling,
     log_mixture,
     monte_carlo,
-    refused,
 )
 from nip_astra.evaluation.outcomes import Outcome, follow_up_of
 from nip_astra.utils.statistics import FollowUp
@@ -239,5 +239,5 @@ def test_no_failure_leaves_a_bound_of_the_plain_estimate() -> None:
 
 
 def test_a_refusal_says_why_and_gives_no_number() -> None:
-    plain = refused("temperature 0.7").to_dict()
+    plain = ImportanceEstimate("temperature 0.7", 0.95).to_dict()
     assert (plain["is_refused"], plain["reason"], plain["value"]) == (True, "temperature 0.7", None)

@@ -81,6 +81,12 @@ def test_the_rate_is_right_where_verdicts_are_missing_at_random(missing: float) 
     assert found.num_failed < found.num_known < found.num_episodes == 30_000
 
 
+def test_bounds_count_every_failure_whatever_is_missing_before_it() -> None:
+    episodes = [[NONE, UNDETERMINED, FAILURE], [ERROR, NONE, NONE], [NONE] * 3, [FAILURE] * 3]
+    found = failure_rate(episodes, range(4))
+    assert (found.if_unknown_passed, found.if_unknown_failed) == (0.5, 0.75)
+
+
 def test_where_no_verdict_is_missing_the_rate_is_the_share_of_failed_episodes() -> None:
     """The figure of the README: 232 of 240, 96.7 % [94.0, 98.4]."""
     episodes = [[NONE, FAILURE, NONE]] * 232 + [[NONE] * 3] * 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nip_astra.evaluation.failure_probability import ATTACKER, REFERENCE, attacker_at
-from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_inexact
+from nip_astra.evaluation.playing import sampled_logprobs, sampler_of, why_inexact
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nip_astra.evaluation.rating import rate_by_others, rate_responses, scored_by
+from nip_astra.evaluation.playing import rate_by_others, rate_responses, scored_by
 from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
 from tests.evaluation.rows_by_hand import episode
 

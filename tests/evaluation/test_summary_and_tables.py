@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nip_astra.evaluation.playing import EvaluationOptions
-from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.storage import Episode
 from nip_astra.evaluation.summary import summarise, warnings_about
 from nip_astra.evaluation.tables import (
     as_text,

@@ -191,7 +191,7 @@ def test_an_encoder_with_broken_weights_is_refused_when_it_speaks(tmp_path: Path
         model.embeddings.LayerNorm.weight[0] = float("nan")
     model.save_pretrained(folder)
     embedder = build_encoder(folder)
-    with pytest.raises(ModelLoadError, match="gave numbers that are not finite; its weights are"):
+    with pytest.raises(ModelLoadError, match="not finite"):
         embedder.embed(["hello"])
 
 

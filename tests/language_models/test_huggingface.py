@@ -152,7 +152,7 @@ def test_saved_weights_are_restored_exactly(
 def test_weights_of_another_model_are_refused(
     tiny_model: HuggingFaceLanguageModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"to be read, but.*Restore the file"):
+    with pytest.raises(CheckpointError, match=r"cannot be read.*another checkpoint"):
         tiny_model.restore(tmp_path / "nowhere")
 
 
@@ -160,7 +160,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"does not exist|could not be loaded"):
         resolve_model(str(tmp_path / "missing" / "model.gguf"), None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
         resolve_model(str(tmp_path / "empty"), None)
 
 

@@ -17,7 +17,7 @@ from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import layers_of
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.language_model.processes import distribute
+from nip_astra.trainers.language_model_base import distribute
 from tests.messages import says
 from tests.resuming import short_experiment
 from tests.tiny import make_language_model, make_tokenizer

@@ -15,8 +15,14 @@ from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sources
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import TOKENIZER_FILES, find_tokenizer, load_model
-from nip_astra.language_models.sources import computing_dtype, gguf_read_once, load_tokenizer
+from nip_astra.language_models.sources import (
+    TOKENIZER_FILES,
+    computing_dtype,
+    find_tokenizer,
+    gguf_read_once,
+    load_model,
+    load_tokenizer,
+)
 from tests.tiny import make_language_model
 
 IDS = torch.tensor([[6, 7, 8, 9]])
@@ -91,7 +97,7 @@ def test_an_adapter_of_another_model_or_without_weights_is_refused(
     (folder / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": None})
     )
-    with pytest.raises(ModelLoadError, match=r"names none.*base_model"):
+    with pytest.raises(ModelLoadError, match="base_model"):
         load_model(str(folder), None, None)
 
 
@@ -114,7 +120,7 @@ def test_a_missing_tokenizer_comes_from_the_base_and_is_else_told(
     bare = without_tokenizer(shutil.copytree(base, tmp_path / "bare"))
     found = find_tokenizer(str(bare), str(base), None)
     assert found.chat_template == load_tokenizer(str(base)).chat_template
-    with pytest.raises(ModelLoadError, match=r"bare holds none.*attacker_base_model_id"):
+    with pytest.raises(ModelLoadError, match=r"bare .*attacker_base_model_id"):
         find_tokenizer(str(bare), None, None)
     assert find_tokenizer(str(own), "nowhere", None).encode("hello") == [6]
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.base import (
+    LanguageModel,
+    SamplingOptions,
+    pad_left,
+    pad_right,
+)
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sampling import SamplingDistribution as Distribution
+from nip_astra.language_models.sampling import SupportMask, keep_likely, sample_tokens
 
 
 def _frequencies(logits: torch.Tensor, **options: float) -> torch.Tensor:
@@ -43,3 +54,118 @@ def test_a_forbidden_token_is_never_drawn_even_by_the_largest_uniform_number() -
     largest = torch.tensor([1.0 - 2.0**-24])
     assert sample_tokens(logits, largest).tolist() == [1]
     assert sample_tokens(logits, torch.tensor([0.0])).tolist() == [0]
+
+
+CPU = torch.device("cpu")
+CONTEXTS = [[2, 7], [2, 9, 8], [2, 5, 7, 9]]
+PROBES = [[10, 3], [11, 12, 13], [9]]
+OPTIONS = {
+    "tempered": SamplingOptions(max_new_tokens=3, temperature=0.5),
+    "hot": SamplingOptions(max_new_tokens=3, temperature=1.7, min_new_tokens=1),
+    "nucleus": SamplingOptions(max_new_tokens=3, temperature=0.8, top_p=0.7),
+    "few": SamplingOptions(max_new_tokens=3, top_k=4, min_new_tokens=1),
+    "both": SamplingOptions(max_new_tokens=3, temperature=1.3, top_k=6, top_p=0.8),
+}
+each_way = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+each_path = pytest.mark.parametrize("is_plain", [False, True], ids=["decoder", "plain"])
+
+
+@each_path
+@each_way
+def test_a_token_is_as_likely_as_it_is_often_drawn(
+    tiny_model: HuggingFaceLanguageModel, options: SamplingOptions, is_plain: bool
+) -> None:
+    if is_plain:
+        tiny_model._decoder = None
+    options = replace(options, max_new_tokens=1)
+    # Evenly spaced uniform numbers draw each token as often as its probability says.
+    count = 2000
+    uniforms = (torch.arange(count) + 0.5).unsqueeze(1) / count
+    said = tiny_model.generate([CONTEXTS[1]], count, uniforms, options).ids_BT.flatten()
+    shares = said.bincount(minlength=tiny_model.module.config.vocab_size) / count
+    tokens = [[int(token)] for token in shares.nonzero()]
+    rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
+    kept = tiny_model.support_mask(*rows, options) if options.cuts else None
+    found = tiny_model.token_scores(
+        *rows, distribution=Distribution(options, kept)
+    ).logprobs_BT.exp()
+    torch.testing.assert_close(found, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
+    if kept is not None:
+        assert {int(i) for i in kept.at([0]).ids_K} == {token for (token,) in tokens}
+
+
+@each_way
+def test_both_paths_give_the_same_scores_entropies_and_gradients(
+    tiny_model_dir: object, options: SamplingOptions
+) -> None:
+    rows = *pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)
+    found = []
+    for is_plain in (False, True):
+        parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir))
+        model = HuggingFaceLanguageModel.load(
+            parameters, device=CPU, scenario_dir=None, trainable=True
+        )
+        if is_plain:
+            model._decoder = None
+        kept = model.support_mask(*rows, options) if options.cuts else None
+        scores = model.token_scores(
+            *rows, needs_entropy=True, distribution=Distribution(options, kept)
+        )
+        assert scores.entropy_BT is not None
+        (scores.logprobs_BT.sum() + 0.3 * scores.entropy_BT.sum()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        assert gradient.isfinite().all()
+        found.append((scores.logprobs_BT.detach(), scores.entropy_BT.detach(), gradient))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+def test_small_chunks_of_positions_change_nothing(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, options = (*pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)), OPTIONS["both"]
+    kept = tiny_model.support_mask(*rows, options)
+    whole = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
+    for module in ("scoring", "tree_engine.tree_scores"):
+        monkeypatch.setattr(f"nip_astra.language_models.{module}.MAX_LOGITS", 50)
+    again = tiny_model.support_mask(*rows, options)
+    assert torch.equal(again.ids_K, kept.ids_K)
+    assert torch.equal(again.counts_S, kept.counts_S)
+    parts = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
+
+
+def test_a_drawn_token_is_kept_where_rounding_would_cut_it(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    options = SamplingOptions(max_new_tokens=1, top_k=1)
+    rows = *pad_left([CONTEXTS[0]] * 3, CPU), *pad_right([[9], [10], [11]], CPU)
+    kept = tiny_model.support_mask(*rows, options)
+    found = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
+    assert found.isfinite().all()
+
+
+def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert keep_likely(logits, top_k=None, top_p=0.6).tolist() == [[True, True, False, False]]
+    assert keep_likely(logits, top_k=1, top_p=1.0).tolist() == [[True, False, False, False]]
+    # Of the three that top_k leaves, 0.84 of the mass are two.
+    assert keep_likely(logits, top_k=3, top_p=0.84).tolist() == [[True, True, False, False]]
+    logits[0, 1] = float("-inf")
+    assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, False, True, True]]
+
+
+def test_kept_tokens_of_positions_come_in_the_order_asked_for() -> None:
+    kept = SupportMask(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
+    found = kept.at([2, 0])
+    assert found.ids_K.tolist() == [8, 9, 4, 5, 6]
+    assert found.counts_S.tolist() == [3, 2]
+
+
+def test_a_backend_without_it_says_so(tiny_model: HuggingFaceLanguageModel) -> None:
+    rows = *pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)
+    options = OPTIONS["both"]
+    with pytest.raises(ModelLoadError, match=r"tempered or cut.*behaviour\.logprobs to raw"):
+        LanguageModel.token_scores(tiny_model, *rows, distribution=Distribution(options))
+    with pytest.raises(ModelLoadError, match=r"top_k or top_p.*behaviour\.logprobs to raw"):
+        LanguageModel.support_mask(tiny_model, *rows, options)

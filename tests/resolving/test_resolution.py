@@ -90,7 +90,7 @@ def test_the_plugins_of_a_preset_are_loaded_and_recorded(preset: Path) -> None:
 
 def test_a_plugin_of_a_preset_that_is_missing_is_told(preset: Path) -> None:
     (preset.parent / "term.py").unlink()
-    with pytest.raises(PluginError, match=r"the plug-in 'term.py' was to be loaded, but "):
+    with pytest.raises(PluginError, match=r"the plug-in 'term.py' \("):
         resolve_experiment(trainer="ast_dpo", scenario="pocket_chat")
 
 
@@ -173,3 +173,19 @@ def test_paths_that_an_option_gives_mean_the_same_in_any_folder(
     assert get("ast_chat.target.language_model.model") == str(tmp_path / "model")
     assert get("training.optimizer") == "adamw"
     assert grid_of(["a=mine.txt,other"]) == {"a": [str(tmp_path / "mine.txt"), "other"]}
+
+
+COUNTS = {
+    "self_hosted_grpo": "self_hosted_grpo.group_size task.evaluation.num_runs "
+    "task.evaluation.num_dev_runs",
+    "pure_text_malt": "nip.max_message_rounds nip.min_message_rounds "
+    "pure_text_malt.num_responses_per_timestep",
+}
+
+
+@pytest.mark.parametrize("trainer", COUNTS)
+def test_counts_that_no_memory_holds_are_refused(trainer: str) -> None:
+    counts = COUNTS[trainer].split()
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(trainer=trainer, overrides=[f"{name}=1000000000" for name in counts])
+    assert sorted(fault.path for fault in caught.value.faults) == sorted(counts)

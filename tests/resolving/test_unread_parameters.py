@@ -17,8 +17,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import ScenarioType, TrainerType
-from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.resolving.unread_parameters import SHARED_GROUPS, _walk
+from nip_astra.resolving.resolution import SHARED_GROUPS, _walk, resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer

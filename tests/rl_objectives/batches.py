@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss, policy_loss
+from nip_astra.rl_objectives.reductions import LossOutput
 
 DOUBLE = torch.float64
 Batch = dict[str, torch.Tensor]

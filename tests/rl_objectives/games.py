@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from nip_astra.rl_objectives.derivatives import LinearOperator, gradient, jacobian_operator
-from nip_astra.rl_objectives.ihvp import InverseMethod
-from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
-from nip_astra.rl_objectives.stackelberg_variants import VARIANTS, UpdateRule
+from nip_astra.rl_objectives.ihvp import LinearOperator, gradient, jacobian_operator
+from nip_astra.rl_objectives.stackelberg import AgentUpdate, SpgParameters, agent_updates
 
 DOUBLE = torch.float64
 
-EXACT = InverseMethod(
-    variant="conjugate_gradient", num_iterations=12, rank=1, rho=0.0, step_size=1.0
-)
+Method = dict[str, Any]
+"""Parameters `ihvp_*`."""
+
+EXACT: Method = {"ihvp_variant": "conjugate_gradient", "ihvp_num_iterations": 12, "ihvp_rho": 0.0}
 """The inverse itself, of the small matrices of tests."""
 
 SEQUENCE = ((0,), (1,))
@@ -34,36 +34,25 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=DOUBLE, requires_grad=True)
 
 
-def rule(
-    name: str,
-    *,
-    num_agents: int = 2,
-    step_size: float = 0.1,
-    step_sizes: tuple[float, ...] | None = None,
-    inverse: InverseMethod = EXACT,
-    is_lookahead_used: bool = True,
-) -> UpdateRule:
-    return UpdateRule(
-        variant=VARIANTS[name],
-        step_sizes=step_sizes or (step_size,) * num_agents,
-        inverse=inverse,
-        is_lookahead_used=is_lookahead_used,
-        sos_scaling_factor=0.5,
-        sos_threshold_factor=0.1,
-    )
+def rule(name: str, *, inverse: Method = EXACT, is_lookahead_used: bool = True) -> SpgParameters:
+    return SpgParameters(variant=name, additional_lola_term=is_lookahead_used, **inverse)
 
 
 def updates_of(
     losses: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor | Sequence[torch.Tensor]],
     name: str,
-    groups: Sequence[Sequence[int]] | None = SEQUENCE,
-    **settings: object,
+    groups: Sequence[Sequence[int]] = SEQUENCE,
+    *,
+    step_size: float = 0.1,
+    step_sizes: Sequence[float] | None = None,
+    **settings: Any,
 ) -> tuple[AgentUpdate, ...]:
-    """The updates of agents with one tensor each."""
+    """The updates of agents, each with one tensor or a list of tensors."""
     return agent_updates(
         losses,
-        [[tensor] for tensor in parameters],
-        rule=rule(name, num_agents=len(losses), **settings),
+        [[own] if isinstance(own, torch.Tensor) else own for own in parameters],
+        rule=rule(name, **settings),
+        step_sizes=step_sizes or [step_size] * len(losses),
         groups=groups,
     )

@@ -99,17 +99,6 @@ def test_gae_equals_the_recursion_over_the_steps_that_count(
         assert found.returns[episode, ~steps].eq(0).all()
 
 
-def test_many_steps_with_gaps_keep_their_order() -> None:
-    generator = torch.Generator().manual_seed(1)
-    rewards, values = torch.randn(2, 3, 100, generator=generator, dtype=DOUBLE)
-    mask = torch.rand(3, 100, generator=generator) < 0.6
-    found = gae(rewards, values, mask, gamma=0.99, lam=0.95).advantages
-    for episode, steps in enumerate(mask):
-        reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
-        expected = _by_recursion(reward, value, 0.0, 0.99, 0.95)
-        assert found[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
-
-
 def test_with_lambda_one_returns_are_discounted_sums_whatever_the_values() -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=DOUBLE)
     mask = torch.ones(1, 3, dtype=torch.bool)
@@ -325,28 +314,6 @@ def test_one_run_of_two_samples_gives_zero_where_nexrl_gives_nan() -> None:
     assert found.advantages_N.tolist() == [0, 0]
 
 
-def test_equal_rewards_that_are_no_round_number_give_exactly_zero() -> None:
-    found = group_advantages(doubles(0.1, 0.1, 0.1), torch.zeros(3).long(), std_epsilon=0.0)
-    assert found.advantages_N.tolist() == [0, 0, 0]
-    dropped = group_advantages(
-        doubles(0.1, 0.1, 0, 1), torch.tensor([0, 0, 1, 1]), zero_variance="drop"
-    )
-    assert dropped.is_used_N.tolist() == [False, False, True, True]
-
-
-def test_the_standard_deviation_is_unbiased_as_in_trl_and_not_that_of_the_population() -> None:
-    found = group_advantages(doubles(0, 0, 3), torch.zeros(3).long(), std_epsilon=0.0)
-    assert found.std_P.tolist() == pytest.approx([math.sqrt(3)])
-    assert found.advantages_N[2].item() == pytest.approx(2 / math.sqrt(3))
-
-
-def test_leave_one_out_compares_with_the_mean_of_the_other_runs() -> None:
-    found = group_advantages(
-        doubles(1, 0, 0.5), torch.zeros(3).long(), baseline="leave_one_out", scale="none"
-    )
-    assert found.advantages_N.tolist() == pytest.approx([0.75, -0.75, 0.0])
-
-
 def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
     # Run 0 of the second group has two samples, which count as one.
     found = group_advantages(
@@ -397,11 +364,6 @@ def test_advantages_do_not_depend_on_order_or_on_a_constant() -> None:
     other = group_advantages(values[order] + 5, group[order], run[order]).advantages_N
     assert torch.allclose(plain[order], other, atol=1e-9)
     assert plain.abs().max() > 0.5
-
-
-def test_advantages_of_no_samples_are_none() -> None:
-    empty = torch.zeros(0, dtype=torch.long)
-    assert len(group_advantages(doubles(), empty).advantages_N) == 0
 
 
 def test_ids_become_numbers_in_order_of_appearance() -> None:

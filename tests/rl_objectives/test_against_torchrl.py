@@ -9,7 +9,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nip_astra.rl_objectives.advantages import gae
 from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import PolicyLoss, nll_loss, policy_loss
 from nip_astra.rl_objectives.values import value_loss
@@ -132,38 +131,6 @@ def test_reinforce_equals_that_of_torchrl(torchrl: SimpleNamespace) -> None:
     actor, _, logprobs, _ = logprobs_and_values(module, batch)
     mine = policy_loss(logprobs, None, batch["advantage"], EVERY, loss="reinforce")
     assert_same(mine.loss, theirs["loss_actor"], actor)
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 0.95), (0.9, 0.0), (1.0, 1.0)])
-@pytest.mark.parametrize("is_cut_off", [False, True])
-def test_gae_equals_that_of_torchrl(
-    torchrl: SimpleNamespace, gamma: float, lam: float, is_cut_off: bool
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    rewards = torch.randn(3, 9, generator=generator, dtype=DOUBLE)
-    values = torch.randn(3, 10, generator=generator, dtype=DOUBLE)
-    done = torch.zeros(3, 9, 1, dtype=torch.bool)
-    done[:, -1] = True
-    # As tensors: times the integers of "not done" a float would become float32.
-    advantages, returns = torchrl.generalized_advantage_estimate(
-        torch.tensor(gamma, dtype=DOUBLE),
-        torch.tensor(lam, dtype=DOUBLE),
-        values[:, :-1, None],
-        values[:, 1:, None],
-        rewards[..., None],
-        done,
-        torch.zeros_like(done) if is_cut_off else done,
-    )
-    mine = gae(
-        rewards,
-        values[:, :-1],
-        torch.ones(3, 9, dtype=torch.bool),
-        gamma=gamma,
-        lam=lam,
-        bootstrap_E=values[:, -1] if is_cut_off else None,
-    )
-    assert torch.allclose(mine.advantages, advantages[..., 0], rtol=0, atol=1e-12)
-    assert torch.allclose(mine.returns, returns[..., 0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kl", [0.1, 0.55, 0.62, 4.0])

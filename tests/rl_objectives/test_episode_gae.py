@@ -11,7 +11,7 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 from torchrl.objectives.value.functional import reward2go as torchrl_reward_to_go
 
 from nip_astra.rl_objectives.advantages import gae, reward_to_go
-from nip_astra.rl_objectives.episode_gae import EpisodeGae
+from nip_astra.rl_objectives.objective import EpisodeGae
 
 E, T, A = 5, 7, 2
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.derivatives import (
+from nip_astra.rl_objectives.ihvp import (
     flatten,
+    gradient,
     jacobian_operator,
     unflatten,
+    vector_jacobian,
 )
-from nip_astra.rl_objectives.ihvp import InverseMethod
+from nip_astra.rl_objectives.stackelberg import SpgParameters
 from tests.rl_objectives.games import DOUBLE, hessian_operator, random_tensor
 
-NYSTROM = InverseMethod(variant="nystrom", num_iterations=1, rank=100, rho=0.3, step_size=1.0)
-GRADIENT = InverseMethod(
-    variant="conjugate_gradient", num_iterations=50, rank=1, rho=0.0, step_size=1.0
+NYSTROM = SpgParameters(ihvp_variant="nystrom", ihvp_rank=100, ihvp_rho=0.3)
+GRADIENT = SpgParameters(ihvp_variant="conjugate_gradient", ihvp_num_iterations=50, ihvp_rho=0.0)
+NEUMANN = SpgParameters(
+    ihvp_variant="neumann", ihvp_num_iterations=600, ihvp_rho=0.0, ihvp_step_size=0.2
 )
-NEUMANN = InverseMethod(variant="neumann", num_iterations=600, rank=1, rho=0.0, step_size=0.2)
+
+
+def changed(method: SpgParameters, **settings: float) -> SpgParameters:
+    return method.model_copy(update={f"ihvp_{name}": value for name, value in settings.items()})
 
 
 def inverse_hessian_vector_product(
@@ -29,11 +33,11 @@ def inverse_hessian_vector_product(
     parameters: Sequence[torch.Tensor],
     vectors: Sequence[torch.Tensor],
     *,
-    method: InverseMethod,
+    method: SpgParameters,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`(H + rho I)^-1 v` for the Hessian `H` of a loss by some parameters."""
-    inverse = method.prepare(hessian_operator(loss, parameters), generator)
+    inverse = method.inverse_of(hessian_operator(loss, parameters), generator)
     return unflatten(inverse.solve(flatten(vectors).detach()), parameters)
 
 
@@ -44,7 +48,7 @@ def positive_matrix(size: int = 6) -> torch.Tensor:
 
 
 def solve_quadratic(
-    matrix: torch.Tensor, vector: torch.Tensor, method: InverseMethod, seed: int = 0
+    matrix: torch.Tensor, vector: torch.Tensor, method: SpgParameters, seed: int = 0
 ) -> torch.Tensor:
     x = random_tensor(len(matrix), seed=5).requires_grad_()
     loss = x @ matrix @ x / 2 + random_tensor(len(matrix), seed=6) @ x
@@ -54,12 +58,12 @@ def solve_quadratic(
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.7])
-@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
-def test_each_method_inverts_the_hessian_of_a_quadratic(method: InverseMethod, rho: float) -> None:
-    if method.variant == "nystrom" and rho == 0.0:
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.ihvp_variant)
+def test_each_method_inverts_the_hessian_of_a_quadratic(method: SpgParameters, rho: float) -> None:
+    if method.ihvp_variant == "nystrom" and rho == 0.0:
         rho = 1e-6
     matrix, vector = positive_matrix(), random_tensor(6, seed=1)
-    found = solve_quadratic(matrix, vector, dataclasses.replace(method, rho=rho))
+    found = solve_quadratic(matrix, vector, changed(method, rho=rho))
     expected = torch.linalg.solve(matrix + rho * torch.eye(6, dtype=DOUBLE), vector)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
@@ -68,30 +72,30 @@ def test_one_parameter_by_hand() -> None:
     x = torch.tensor([1.0], dtype=DOUBLE, requires_grad=True)
     vector = torch.tensor([6.0], dtype=DOUBLE)
 
-    def solved(method: InverseMethod) -> float:
+    def solved(method: SpgParameters) -> float:
         loss = (2 * x**2).sum()  # second derivative 4
         return inverse_hessian_vector_product(loss, [x], [vector], method=method)[0].item()
 
     assert solved(GRADIENT) == pytest.approx(1.5)
-    assert solved(dataclasses.replace(GRADIENT, rho=2.0)) == pytest.approx(1.0)
-    assert solved(dataclasses.replace(NYSTROM, rho=2.0)) == pytest.approx(1.0)
+    assert solved(changed(GRADIENT, rho=2.0)) == pytest.approx(1.0)
+    assert solved(changed(NYSTROM, rho=2.0)) == pytest.approx(1.0)
     # 0.1 * 6 * (1 + 0.6 + 0.36)
-    few = dataclasses.replace(NEUMANN, num_iterations=2, step_size=0.1)
+    few = changed(NEUMANN, num_iterations=2, step_size=0.1)
     assert solved(few) == pytest.approx(1.176)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.4])
-@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.ihvp_variant)
 def test_each_method_inverts_a_jacobian_that_is_not_symmetric_and_its_transpose(
-    method: InverseMethod, rho: float
+    method: SpgParameters, rho: float
 ) -> None:
-    if method.variant == "nystrom" and rho == 0.0:
+    if method.ihvp_variant == "nystrom" and rho == 0.0:
         rho = 1e-6
     skew = random_tensor(6, 6, seed=2)
     matrix = positive_matrix() + skew - skew.T
-    method = dataclasses.replace(method, rho=rho, step_size=0.05)
+    method = changed(method, rho=rho, step_size=0.05)
     x, vector = random_tensor(6, seed=1).requires_grad_(), random_tensor(6, seed=3)
-    inverse = method.prepare(jacobian_operator(matrix @ x, [x]))
+    inverse = method.inverse_of(jacobian_operator(matrix @ x, [x]))
     damped = matrix + rho * torch.eye(6, dtype=DOUBLE)
     torch.testing.assert_close(
         inverse.solve(vector), torch.linalg.solve(damped, vector), rtol=1e-5, atol=1e-7
@@ -101,8 +105,8 @@ def test_each_method_inverts_a_jacobian_that_is_not_symmetric_and_its_transpose(
     )
 
 
-@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
-def test_each_method_inverts_the_hessian_of_a_small_network(method: InverseMethod) -> None:
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.ihvp_variant)
+def test_each_method_inverts_the_hessian_of_a_small_network(method: SpgParameters) -> None:
     inputs, targets = random_tensor(20, 3), random_tensor(20, seed=1)
     parameters = [random_tensor(3, 4, seed=2) / 2, random_tensor(4, seed=3) / 2]
     parameters = [parameter.requires_grad_() for parameter in parameters]
@@ -115,7 +119,7 @@ def test_each_method_inverts_the_hessian_of_a_small_network(method: InverseMetho
     hessian = torch.autograd.functional.hessian(loss, flat.detach())
     assert torch.linalg.eigvalsh(hessian).min() > 0.1
     vectors = [random_tensor(3, 4, seed=4), random_tensor(4, seed=5)]
-    method = dataclasses.replace(method, rho=0.05)
+    method = changed(method, rho=0.05)
     found = inverse_hessian_vector_product(loss(flat), parameters, vectors, method=method)
     assert [part.shape for part in found] == [(3, 4), (4,)]
     expected = torch.linalg.solve(
@@ -135,14 +139,12 @@ def test_each_method_inverts_the_hessian_of_a_small_network(method: InverseMetho
     ids=["conjugate_gradient", "neumann"],
 )
 def test_more_iterations_are_nearer_to_the_inverse(
-    method: InverseMethod, field: str, counts: tuple[int, ...]
+    method: SpgParameters, field: str, counts: tuple[int, ...]
 ) -> None:
     matrix, vector = positive_matrix(12), random_tensor(12, seed=1)
     expected = torch.linalg.solve(matrix, vector)
     errors = [
-        (solve_quadratic(matrix, vector, dataclasses.replace(method, **{field: n})) - expected)
-        .norm()
-        .item()
+        (solve_quadratic(matrix, vector, changed(method, **{field: n})) - expected).norm().item()
         for n in counts
     ]
     assert errors == sorted(errors, reverse=True)
@@ -157,7 +159,7 @@ def test_a_larger_rank_is_nearer_to_the_inverse() -> None:
     expected = torch.linalg.solve(matrix + 0.05 * torch.eye(12, dtype=DOUBLE), vector)
 
     def error(rank: int) -> float:
-        method = dataclasses.replace(NYSTROM, rank=rank, rho=0.05)
+        method = changed(NYSTROM, rank=rank, rho=0.05)
         draws = [solve_quadratic(matrix, vector, method, seed) - expected for seed in range(20)]
         return sum(draw.norm().item() for draw in draws) / 20
 
@@ -169,7 +171,7 @@ def test_a_larger_rank_is_nearer_to_the_inverse() -> None:
 def test_nystrom_is_exact_once_the_drawn_columns_span_the_matrix() -> None:
     low_rank = random_tensor(8, 2) @ random_tensor(8, 2).T
     vector = random_tensor(8, seed=1)
-    found = solve_quadratic(low_rank, vector, dataclasses.replace(NYSTROM, rank=3))
+    found = solve_quadratic(low_rank, vector, changed(NYSTROM, rank=3))
     expected = torch.linalg.solve(low_rank + 0.3 * torch.eye(8, dtype=DOUBLE), vector)
     torch.testing.assert_close(found, expected)
 
@@ -184,7 +186,7 @@ def test_nystrom_survives_parameters_that_the_loss_ignores() -> None:
 
 def test_the_generator_alone_decides_which_columns_nystrom_draws() -> None:
     matrix, vector = positive_matrix(), random_tensor(6, seed=1)
-    method = dataclasses.replace(NYSTROM, rank=2)
+    method = changed(NYSTROM, rank=2)
     first, again, other = (solve_quadratic(matrix, vector, method, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
@@ -197,7 +199,7 @@ def test_neumanns_series_is_the_derivative_of_unrolled_gradient_descent() -> Non
     for _ in range(8):
         x = x - 0.1 * (matrix @ x - pull)
     (unrolled,) = torch.autograd.grad(x @ vector, pull)
-    method = dataclasses.replace(NEUMANN, num_iterations=7, step_size=0.1)
+    method = changed(NEUMANN, num_iterations=7, step_size=0.1)
     torch.testing.assert_close(solve_quadratic(matrix, vector, method), unrolled)
 
 
@@ -211,25 +213,34 @@ def test_the_conjugate_gradient_ends_before_a_direction_of_negative_curvature() 
     assert both.tolist() == pytest.approx([2.0, 2.0])
 
 
-@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
-def test_a_zero_vector_gives_zero(method: InverseMethod) -> None:
-    found = solve_quadratic(positive_matrix(), torch.zeros(6, dtype=DOUBLE), method)
-    assert found.tolist() == [0.0] * 6
+def test_nystrom_without_damping_is_refused() -> None:
+    with pytest.raises(ValueError, match="ihvp_rho"):
+        SpgParameters(ihvp_rho=0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"num_iterations": 0}, "num_iterations is 0, which must be >= 1"),
-        ({"rank": 0}, "rank is 0"),
-        ({"step_size": 0.0}, "step_size is 0.0, which must be > 0"),
-        ({"rho": -0.1}, "rho is -0.1"),
-        ({"rho": 0.0}, "> 0 for nystrom"),
-        ({"rho": -1.0, "rank": -2}, "rank is -2, which must be >= 1; rho is -1.0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_all_at_once(
-    settings: dict[str, float], text: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        dataclasses.replace(NYSTROM, **settings)
+def test_a_flattened_list_is_cut_into_the_same_tensors() -> None:
+    tensors = [random_tensor(2, 3), random_tensor(4, seed=1), random_tensor(seed=2)]
+    parts = unflatten(flatten(tensors), tensors)
+    assert all(torch.equal(part, tensor) for part, tensor in zip(parts, tensors, strict=True))
+    assert flatten([]).shape == (0,)
+    assert unflatten(torch.zeros(0), []) == ()
+
+
+def test_products_with_a_jacobian_and_its_transpose_equal_the_dense_ones() -> None:
+    matrix, vector = random_tensor(4, 4), random_tensor(4, seed=1)
+    x = random_tensor(4, seed=2).requires_grad_()
+    operator = jacobian_operator(torch.tanh(matrix @ x), [x])
+    dense = torch.autograd.functional.jacobian(lambda x: torch.tanh(matrix @ x), x)
+    for _ in range(2):  # the graph of the product is made once and used again
+        torch.testing.assert_close(operator.apply(vector), dense @ vector)
+        torch.testing.assert_close(operator.apply_transposed(vector), dense.T @ vector)
+    torch.testing.assert_close(operator.transposed().apply(vector), dense.T @ vector)
+
+
+def test_what_does_not_depend_on_a_parameter_has_the_derivative_zero() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    assert gradient((x**2).sum(), [x, y]).tolist() == [2.0, 2.0, 0.0, 0.0, 0.0]
+    assert gradient(torch.tensor(1.0), [x]).tolist() == [0.0, 0.0]
+    assert vector_jacobian(2 * x, [], torch.ones(2)).shape == (0,)
+    # The gradient of a linear loss is constant.
+    assert hessian_operator(x.sum(), [x]).apply(torch.ones(2)).tolist() == [0.0, 0.0]

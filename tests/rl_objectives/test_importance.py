@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
 from nip_astra.rl_objectives.kl import sequence_kl_estimate
-from nip_astra.rl_objectives.policy_losses import policy_loss
+from nip_astra.rl_objectives.policy_losses import ImportanceLevel, importance_weights, policy_loss
 
 PI = torch.tensor([[0.5, 0.25], [0.2, math.nan]]).log()
 MU = torch.tensor([[0.25, 0.5], [0.8, 1.0]]).log()

@@ -17,8 +17,8 @@ from torchrl.objectives.multiagent import IPPOLoss
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.advantages import whiten
-from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD, IppoObjective
-from nip_astra.rl_objectives.objective import frames_of, sum_of_losses
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import MIN_ADVANTAGE_STD, frames_of, sum_of_losses
 from tests.rl_objectives.always_acting import (
     NAMES,
     AlwaysActing,
@@ -331,12 +331,6 @@ def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
     assert normalised(torch.full((4,), 2.5)).tolist() == [0.0] * 4
     tiny = normalised(torch.tensor([0.0, 1e-8], dtype=torch.float64))
     assert float(tiny.abs().max()) < 0.01
-
-
-def test_normalisation_counts_only_frames_that_count() -> None:
-    values = torch.tensor([1.0, 3.0, 100.0])
-    found = normalised(values, torch.tensor([True, True, False]))
-    assert found[:2].tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
 
 
 def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration() -> None:

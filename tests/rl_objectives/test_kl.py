@@ -145,6 +145,6 @@ def test_a_controller_of_nothing_is_refused(name: str) -> None:
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_divergence_that_is_not_finite_stops(kl: float) -> None:
     controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
-    with pytest.raises(NonFiniteLossError, match=r"0\.5"):
+    with pytest.raises(NonFiniteLossError, match=str(kl)):
         controller.update(kl, num_samples=1)
     assert controller.weight == 0.5

@@ -10,10 +10,14 @@ from torchrl.objectives import LossModule, ValueEstimators
 import nip_astra.rl_objectives
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.episode_gae import EpisodeGae
-from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.rl_objectives.objective import Frames, Objective, frames_of, sum_of_losses
-from nip_astra.rl_objectives.reinforce import ReinforceObjective
+from nip_astra.rl_objectives.ippo import IppoObjective, ReinforceObjective
+from nip_astra.rl_objectives.objective import (
+    EpisodeGae,
+    Frames,
+    Objective,
+    frames_of,
+    sum_of_losses,
+)
 from tests.rl_objectives.always_acting import (
     NAMES,
     AlwaysActing,
@@ -48,9 +52,9 @@ def test_the_value_estimator_is_made_and_found_as_in_torchrl() -> None:
 
 
 def test_another_estimator_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"by ValueEstimators\.GAE with gamma and lmbda"):
+    with pytest.raises(ConfigurationError, match="TD0"):
         ippo(AlwaysActing()).make_value_estimator(ValueEstimators.TD0)
-    with pytest.raises(ConfigurationError, match="a value estimator with gama was asked for"):
+    with pytest.raises(ConfigurationError, match="gama"):
         ippo(AlwaysActing()).make_value_estimator(ValueEstimators.GAE, gama=0.9)
 
 
@@ -132,7 +136,9 @@ def test_reinforce_is_what_the_hand_gives() -> None:
 def test_reinforce_with_a_critic_learns_values() -> None:
     agents = AlwaysActing()
     batch = make_batch(agents)
-    objective = ReinforceObjective(agents, weight="advantage", loss_critic_type="l2")
+    objective = ReinforceObjective(
+        agents, RlTrainerParameters(loss_critic_type="l2"), weight="advantage"
+    )
     found = objective(batch)
     error_B = agents.values("first", batch) - batch["agents", "value_target"][:, 0, 0]
     torch.testing.assert_close(found["loss_value_first"], error_B.square().mean())

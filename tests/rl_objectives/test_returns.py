@@ -150,23 +150,3 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
     with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
-
-
-def test_nstep_returns_equal_those_of_torchrl() -> None:
-    pytest.importorskip("torchrl")
-    from torchrl.objectives.value.functional import td_lambda_return_estimate
-
-    generator = torch.Generator().manual_seed(3)
-    row = torch.randn(2, 6, generator=generator, dtype=DOUBLE)
-    ends = torch.zeros(2, 6, 1, dtype=torch.bool)
-    ends[:, -1] = True
-    whole = nstep_returns(row, torch.ones(2, 6, dtype=torch.bool), n=None, gamma=0.8)
-    theirs = td_lambda_return_estimate(
-        0.8,
-        1.0,
-        torch.zeros(2, 6, 1, dtype=DOUBLE),
-        row.unsqueeze(-1),
-        done=ends,
-        terminated=ends,
-    )
-    assert torch.allclose(whole, theirs.squeeze(-1), atol=1e-6, rtol=0)

@@ -36,14 +36,14 @@ def test_attribute_item_and_get_agree_for_fields_and_extras() -> None:
     assert one.get("nothing", 7) == 7
     assert "other" in one
     assert "nothing" not in one
-    with pytest.raises(KeyError, match="'nothing' was read of a trajectory"):
+    with pytest.raises(KeyError, match="a trajectory has no field 'nothing'"):
         one["nothing"]
-    with pytest.raises(AttributeError, match="get\\('nothing', default\\)"):
+    with pytest.raises(AttributeError, match="'nothing'"):
         _ = one.nothing
 
 
 def test_masks_of_another_length_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match="made of 3 tokens, but loss_mask has 2, logprobs has 1"):
+    with pytest.raises(DataError, match="has 3 tokens, but loss_mask has 2, logprobs has 1"):
         Trajectory([1, 2, 3], [0, 1], logprobs=[0.0])
 
 
@@ -93,7 +93,7 @@ def test_values_and_metadata_find_what_the_other_holds() -> None:
     assert "advantages" not in set(batch.values.keys())
     assert len(batch.metadata["advantages"]) == 0
     del batch.metadata["advantages"]
-    with pytest.raises(KeyError, match="'advantages' was read of a batch"):
+    with pytest.raises(KeyError, match="a batch has no field 'advantages'"):
         batch.values["advantages"]
 
 
@@ -115,7 +115,7 @@ def test_padding_is_removed_by_mask_and_never_by_id() -> None:
     assert left.values["loss_mask"].shape == (2, 5)
     both = wide.strip()
     assert both.values["input_ids"].tolist() == [[5, 6, 2], [7, 8, 2]]
-    with pytest.raises(DataError, match="padding of the fields 'nothing' was to be removed"):
+    with pytest.raises(DataError, match="no fields of tokens: 'nothing'"):
         wide.strip(fields=["nothing"])
 
 
@@ -147,7 +147,7 @@ def test_split_and_concatenated_is_the_same_batch() -> None:
     assert again.rows == batch.rows
     with pytest.raises(DataError, match="text are not in all of them"):
         Batch.concatenate([batch, Batch.from_trajectories(some())])
-    with pytest.raises(DataError, match="there are none"):
+    with pytest.raises(DataError, match="no batches"):
         Batch.concatenate([])
 
 

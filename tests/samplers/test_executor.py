@@ -11,7 +11,7 @@ import torch
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.evaluation.failure_probability import attacker_at
-from nip_astra.evaluation.proposals import sampler_of
+from nip_astra.evaluation.playing import sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import Generation, TokenCount, TokenSampler
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel

@@ -16,7 +16,7 @@ from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
-from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
+from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment
 from nip_astra.scorers.base import Message
 from tests.tiny import make_tokenizer
 

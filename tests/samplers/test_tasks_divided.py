@@ -21,7 +21,7 @@ from nip_astra.samplers import executor, tasks
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Episode, Reaction, Task
-from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment, GuessNumberTask
+from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment, GuessNumberTask
 from nip_astra.scorers.base import Message
 from nip_astra.utils.actors import ActorOptions, using_actors
 from nip_astra.utils.forked import can_fork, using_processes
@@ -318,7 +318,7 @@ def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(
 
     reset = Unrated.reset
     monkeypatch.setattr(Unrated, "reset", moody)
-    with pytest.raises(WorkerProcessError, match=r"RatedGuessing .* reacted otherwise"):
+    with pytest.raises(WorkerProcessError, match="RatedGuessing"):
         play_task(agent, task, PROBLEMS, PLAN, num_parts=3, team=team)
 
 

@@ -17,14 +17,14 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
 )
 from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
-from nip_astra.samplers.text_arrays import (
+from nip_astra.samplers.text_rollouts import (
+    TextRolloutSampler,
     active_turns,
     read_prompt,
     rollout_spec,
     rollouts_of,
     transcripts,
 )
-from nip_astra.samplers.text_rollouts import TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
@@ -96,8 +96,8 @@ def test_after_all_retries_an_agent_says_nothing(
     assert end.outcome is not None
     assert end.outcome.is_out_of_rounds
     assert len(model.requests) == 6
-    assert "prover gave no answer that can be used in 3 attempts" in caplog.text
-    assert "since it holds no decision, in the last turn" in caplog.text
+    assert "no valid answer of prover in 3 attempts" in caplog.text
+    assert "it holds no decision, in the last turn" in caplog.text
 
 
 def test_only_the_samples_that_fail_are_asked_for_again(adp: TextGame) -> None:

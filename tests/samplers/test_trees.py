@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
+from nip_astra.rollouts.prompts import Prompt
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.trees import rate_nodes
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scorers.base import Exchange, Ratings
 
 PROMPTS = ["hello", "good day", "the cat sat"]
 CPU = torch.device("cpu")
@@ -332,3 +336,18 @@ def test_logits_that_are_no_numbers_stop_the_rollout(tiny_scenario: Path, role: 
 def test_a_rollout_without_an_opening_prompt_is_refused(instance: ScenarioInstance) -> None:
     with pytest.raises(ConfigurationError, match=r"no opening prompt.*at least one"):
         _sample(instance, [])
+
+
+def test_the_columns_beside_a_prompt_reach_a_scorer_that_reads_the_conversation(
+    instance: ScenarioInstance,
+) -> None:
+    seen: list[Exchange] = []
+
+    def rate(exchanges: list[Exchange]) -> Ratings:
+        seen.extend(exchanges)
+        return Ratings(torch.zeros(len(exchanges)), torch.zeros(len(exchanges)) > 0)
+
+    tree = _sample(instance, [Prompt("hello", (("goal", "be rude"),))], tree_depth=2)
+    rate_nodes(SimpleNamespace(reads_history=True, rate=rate), tree)  # type: ignore[arg-type]
+    assert len(seen) == tree.num_nodes
+    assert all(one.columns == (("goal", "be rude"),) for one in seen)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
-from nip_astra.evaluation.cards import model_card
+from nip_astra.evaluation.families.scorers import model_card
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
-from nip_astra.language_models.services.chat import ChatAnswer
+from nip_astra.language_models.services.chat import ChatAnswer, close_all, complete_all
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.run_sync import close_all, complete_all
 from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
@@ -52,7 +51,7 @@ def services_of(process: int) -> list[int]:
             command = (status.parent / "cmdline").read_text()
         except OSError:
             continue
-        if int(parent) == process and state != "Z" and "nip_astra.serve.process" in command:
+        if int(parent) == process and state != "Z" and "nip_astra.serve.local_service" in command:
             found.append(int(status.parent.name))
     return found
 
@@ -152,7 +151,7 @@ def test_conditions_are_told_where_both_or_neither_are_given(tmp_path: Path) -> 
 
 
 def test_agents_that_are_trained_by_jobs_need_a_service_that_stays(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"players was to be .* start nip-astra serve"):
+    with pytest.raises(ConfigurationError, match=r"players has service: local"):
         open_text_models(
             OpenAIChatModel.Parameters(**local(tiny_model_dir)),
             label="players",

@@ -20,7 +20,9 @@ from transformers import (  # noqa: E402
     AutoTokenizer,
 )
 
+from nip_astra.evaluation.families.attackers import section_of  # noqa: E402
 from nip_astra.resolving.resolution import resolve_experiment  # noqa: E402
+from nip_astra.run import prepare_experiment  # noqa: E402
 from nip_astra.scenarios.ast_chat import without_other_target  # noqa: E402
 
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat"
@@ -236,5 +238,8 @@ def test_what_is_known_of_the_target_is_left_out_of_another(
 ) -> None:
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(SCENARIO), overrides=overrides)
     section = without_other_target(resolved.hyper_params.ast_chat, resolved.scenario_dir)
+    assert section_of(resolved) == section
+    instance = prepare_experiment(resolved, progress=False).scenario_instance
+    assert len(instance.planted_failures) == num_planted
     assert len(section.planted_failures) == num_planted
     assert (section.evaluation.labelled_responses is not None) is has_labels

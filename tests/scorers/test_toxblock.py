@@ -6,14 +6,14 @@ import importlib.util
 import math
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError, ParameterError
 from nip_astra.scorers import toxblock
-from nip_astra.scorers.toxblock import CATEGORIES, ToxBlockModel, ToxBlockScorer
+from nip_astra.scorers.toxblock import Category, ToxBlockModel, ToxBlockScorer
 
 KIND = [
     "what a lovely day",
@@ -105,10 +105,10 @@ OF_KERAS = {
 }
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("category", get_args(Category))
 def test_each_category_is_what_keras_gives(category: str) -> None:
     found = build(category=category).score(list(OF_KERAS))
-    number = list(CATEGORIES).index(category)
+    number = list(get_args(Category)).index(category)
     expected = torch.tensor([values[number] for values in OF_KERAS.values()])
     assert torch.allclose(found, expected, rtol=0, atol=6e-4)
 

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from nip_astra.errors import ParameterError, ScorerError
-from nip_astra.scorers.base import SCORERS, Exchange, Message, Scorer, Verdict, register_scorer
-from nip_astra.scorers.weighted import WeightedScorer
+from nip_astra.scorers.base import (
+    SCORERS,
+    Exchange,
+    Message,
+    Scorer,
+    Verdict,
+    WeightedScorer,
+    register_scorer,
+)
 from tests.messages import says
 
 

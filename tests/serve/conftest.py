@@ -19,3 +19,11 @@ def service(tiny_model_dir: Path) -> Iterator[Running]:
 
     with running({"tiny": str(tiny_model_dir)}) as service:
         yield service
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are trained in this process."""
+    from tests.serve.running import train_in_this_process
+
+    train_in_this_process(monkeypatch)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import uvicorn
 
 from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.serve import job_runner
 from nip_astra.serve.app import Service, http_config, open_service
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.server import open_socket
@@ -70,3 +76,23 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
             finally:
                 server.should_exit = True
                 thread.join()
+
+
+class _Finished:
+    """A job's process that has ended: its work was done in this process."""
+
+    pid = os.getpid()
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        self.code = job_runner.main(*command[-2:])
+
+    def poll(self) -> int:
+        return self.code
+
+
+def train_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train jobs in the thread of their runner, not in processes that import torch."""
+    popen = SimpleNamespace(Popen=_Finished, DEVNULL=subprocess.DEVNULL)
+    signals = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
+    monkeypatch.setattr(job_runner, "subprocess", popen)
+    monkeypatch.setattr(job_runner, "signal", signals)

@@ -15,13 +15,11 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
+    FineTuningParameters,
     JobStatus,
+    OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
-)
-from nip_astra.language_models.services.openai_fine_tuning import (
-    FineTuningParameters,
-    OpenAIFineTuning,
 )
 from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running
@@ -94,7 +92,8 @@ def test_a_local_model_answers_as_the_service_does(
             assert own.token_logprobs == pytest.approx(served.token_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["supervised", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
     tiny_model_dir: Path, method: str
 ) -> None:
@@ -107,11 +106,9 @@ def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
             begun = await service.submit("tiny", examples, options, key="mine")
             again = await service.submit("tiny", examples, options, key="mine")
             job = begun
-            for _ in range(1200):
+            while not job.status.is_over:
+                await asyncio.sleep(0.02)
                 job = await service.job(begun.job_id)
-                if job.status.is_over:
-                    break
-                await asyncio.sleep(0.1)
             assert (await service.job("ftjob-none")).status is JobStatus.FAILED
             return begun, again, job
         finally:

@@ -55,7 +55,6 @@ def test_a_name_belongs_to_one_request(service: Running) -> None:
     refused = ask(service, "mine", max_tokens=5)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
-    assert "Give each request an Idempotency-Key of its own" in refused.json()["error"]["message"]
 
 
 def test_those_who_ask_at_once_under_one_name_wait_for_one_answer(service: Running) -> None:

@@ -22,8 +22,7 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.language_models.services.requests import ask, saying
@@ -33,7 +32,7 @@ from tests.tiny import write_scenario
 
 NEVER = threading.Event()
 KEY = "key-that-nobody-writes"
-LATE = {"attempt_timeout": 0.7}
+LATE = {"attempt_timeout": 0.25}
 """A limit for the fault that answers never."""
 Fault = Callable[[str], Reply]
 """What becomes of the service's right answer on its way."""
@@ -181,6 +180,7 @@ def test_misconfigurations_end_with_the_right_error(service: Running) -> None:
             ask(client(stub), saying("hello"))
 
 
+@pytest.mark.slow
 def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_key(
     service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_k
             target = {"chat_model": chat | {"limits": limits}, "max_new_tokens": 4}
             scenario = write_scenario(tmp_path / name, target=target)
             resolved = resolve_experiment(
-                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=2"]
+                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=1"]
             )
             result = run_experiment(
                 resolved, runs_dir=str(tmp_path / "runs"), run_id=name, progress=False

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from nip_astra.serve import http_routes
 from nip_astra.serve.settings import TrainingProtocol
-from nip_astra.serve.training import http_routes
-from nip_astra.serve.training.tinker import routes as tinker_routes
+from nip_astra.serve.tinker import routes as tinker_routes
 from tests.serve.fuzzing import (
     MESSAGES,
     SECONDS,

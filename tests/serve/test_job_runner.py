@@ -15,19 +15,21 @@ import torch
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.pretrained import load_model
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
     Method,
     PreferenceExample,
     SupervisedExample,
+    _method_of,
+    jsonl_of,
 )
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
-from nip_astra.language_models.services.openai_fine_tuning import _method_of, jsonl_of
-from nip_astra.serve.api_errors import ApiError
+from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
 from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts
-from nip_astra.serve.job_store import JobStore, Status
+from nip_astra.serve.job_store import JobStore
+from nip_astra.serve.requests import ApiError
 from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SAID, make_plan
 
 

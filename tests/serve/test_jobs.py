@@ -36,14 +36,14 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
     LimitParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.run_sync import complete_all
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.fine_tuning import JobStatus as Status
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.serve.app import open_service
 from nip_astra.serve.job_runner import read_texts
-from nip_astra.serve.job_store import JobStore, Status
+from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
@@ -115,7 +115,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def finish(client: openai.OpenAI, job: Any) -> Any:
@@ -131,6 +131,7 @@ def say(client: openai.OpenAI, model: str, text: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_supervised_job_teaches_and_equals_training_directly(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
 def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:
@@ -230,10 +232,9 @@ def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     steps = [row["step"] for row in service.store.events(job.id) if row["step"] is not None]
     assert sorted(steps) == list(range(1, len(steps) + 1))
-    client.fine_tuning.jobs.resume(behind.id)
-    assert finish(client, behind).status == "succeeded"
+    assert client.fine_tuning.jobs.cancel(behind.id).status == "cancelled"
     for change in ("cancel", "pause", "resume"):
-        with pytest.raises(openai.ConflictError, match="but it is"):
+        with pytest.raises(openai.ConflictError, match="cannot become"):
             getattr(client.fine_tuning.jobs, change)(job.id)
 
 
@@ -262,16 +263,17 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     assert all(torch.equal(direct[name], killed[name]) for name in direct)
 
 
-@pytest.mark.slow  # a process that imports torch
-def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_job_that_cannot_be_done_fails_with_its_reason(
+    service: Running, client: openai.OpenAI
+) -> None:
     row = json.loads(supervised().splitlines()[0])
     row["messages"][0]["content"] = "cat " * 200
     done = finish(client, submit(client, json.dumps(row).encode()))
     assert done.status == "failed"
     assert "the model's window holds 96" in done.error.message
     assert done.fine_tuned_model is None
-    last = client.fine_tuning.jobs.list_events(done.id).data[0]
-    assert last.level == "error"
+    wait_until(lambda: any(row["level"] == "error" for row in service.store.events(done.id)))
 
 
 def test_what_is_wrong_with_a_job_is_told_at_once(client: openai.OpenAI) -> None:
@@ -316,6 +318,14 @@ def test_files_are_kept_listed_and_deleted(service: Running, client: openai.Open
     assert not service.store.file_path(made.id).exists()
 
 
+@pytest.mark.parametrize("limit", ["0", "10001", "x", "-1", "9" * 5000, "00000001099999"])
+def test_a_limit_that_is_no_count_is_refused(service: Running, limit: str) -> None:
+    for route in ("files", "fine_tuning/jobs"):
+        answer = httpx.get(f"{service.root}/v1/{route}", params={"limit": limit})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "limit"
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
 def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
     def files() -> list[Path]:
@@ -344,7 +354,8 @@ def test_uploads_of_another_kind_are_json_errors(service: Running, client: opena
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.slow  # several processes, each of which imports torch
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
 def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> None:
     with (
         running({"tiny": str(tiny_model_dir)}, max_full_parameters=10**6) as service,
@@ -380,7 +391,7 @@ class Insistent:
         )
         self.model = RetryingChatModel(
             OpenAIChatModel(parameters),
-            LimitParameters(num_retries=10_000),
+            LimitParameters(num_retries=10_000, request_timeout=1e6),
             cache=ResponseCache(memory),
             sleep=lambda _: asyncio.sleep(0.2),
         )
@@ -432,7 +443,7 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
         assert client.files.content(kept).read() == b"whole"
         assert "half" not in [file.filename for file in client.files.list()]
         outcome = cut.result(timeout=120)
-        assert all(isinstance(one, ChatAnswer) for one in outcome.samples)
+        assert not [one for one in outcome.samples if not isinstance(one, ChatAnswer)]
         assert insistent.model.use.failures.keys() == {"unavailable"}
         num_requests = insistent.model.use.num_requests
         again = insistent.ask(seed=1, max_tokens=8).result()

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from nip_astra.language_models.sequences import Progress
-from nip_astra.serve.engine import Engine
+from nip_astra.serve.served_models import Engine
 from tests.serve.running import POCKET, Running, running
 
 HELLO = [{"role": "user", "content": "hello you"}]
@@ -41,7 +41,7 @@ def ask(client: openai.OpenAI, **changes: Any) -> Any:
 def test_the_models_are_listed_and_described(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "target"]
     assert client.models.retrieve("target").id == "target"
-    with pytest.raises(openai.NotFoundError, match="has none of that name"):
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.models.retrieve("no-such-model")
 
 
@@ -156,8 +156,8 @@ def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) ->
                 )
                 return answer.choices[0].message.content or ""
 
-            together = await asyncio.gather(*(one(number) for number in range(64)))
-            assert [await one(number) for number in range(64)] == together
+            together = await asyncio.gather(*(one(number) for number in range(24)))
+            assert [await one(number) for number in range(24)] == together
             return together
 
     assert len(set(asyncio.run(ask_all()))) > 5
@@ -250,8 +250,8 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
         ({"max_tokens": 101}, "this service allows 100"),
         ({"n": 129}, "129 answers"),
         ({"stop": ["a"] * 5}, "stop"),
-        ({"top_logprobs": 2}, "top_logprobs are of use with"),
-        ({"stream_options": {"include_usage": True}}, "stream_options are of use with"),
+        ({"top_logprobs": 2}, "top_logprobs need"),
+        ({"stream_options": {"include_usage": True}}, "stream_options need"),
         ({"seed": 1 << 70}, "seed"),
         ({"n": True}, "'n'"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "give one"),
@@ -340,7 +340,7 @@ def test_a_token_is_asked_for_where_one_is_set(
         for key in ("another", "let me i"):
             with (
                 openai.OpenAI(base_url=service.base_url, api_key=key) as client,
-                pytest.raises(openai.AuthenticationError, match="without its token"),
+                pytest.raises(openai.AuthenticationError, match="token"),
             ):
                 client.models.list()
         assert httpx.get(f"{service.base_url}/models").status_code == 401

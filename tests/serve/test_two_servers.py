@@ -23,14 +23,13 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.language_models.services.usage import ResponseCache
+from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 from tests.tiny import make_language_model
 
 HELLO = [{"role": "user", "content": "hello you"}]
-SERVERS = [pytest.param(kind, marks=[] if kind == "ours" else [pytest.mark.slow]) for kind in KNOWN]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=list(KNOWN))
 def server(request: Any, model_dir: Path, tmp_path_factory: Any) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "log.txt"
     with server_of(request.param, model_dir, log) as server:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nip_astra.sweep.launchers import FinishedRun, RunStatus
-from nip_astra.sweep.plan import Arm, PlannedRun
-from nip_astra.sweep.sweeping import FIRST_GUESS, SweepBar
+from nip_astra.sweep.plan import Arm, FinishedRun, PlannedRun, RunStatus
+from nip_astra.sweep.runner import FIRST_GUESS, SweepBar
 
 
 class Drawn:

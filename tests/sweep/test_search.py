@@ -13,20 +13,31 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from nip_astra.cli import sweep_commands
-from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.sweep.launchers import FinishedRun, Job, RunSpec, RunStatus
-from nip_astra.sweep.plan import SweepPlan
+from nip_astra.cli import sweep as sweeping
+from nip_astra.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    RunDirectoryError,
+    UnknownNameError,
+)
+from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, space_of
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
-from nip_astra.sweep.runner import StaticQueue, SweepRunner
+from nip_astra.sweep.runner import (
+    Job,
+    Launcher,
+    RunSpec,
+    SweepOptions,
+    SweepRunner,
+    check_sweep,
+    run_sweep,
+)
 from nip_astra.sweep.search import StudyQueue, read_trials
-from nip_astra.sweep.search_space import space_of
-from nip_astra.sweep.sweeping import write_findings
+from tests.command_line import plugins_forgotten_after
 
 DEV = "dev/mean_reward"
 
 
-class PlayedRun:
+class PlayedRun(Job):
     """A run of five dev evaluations, one each time that it is looked at."""
 
     def __init__(self, spec: RunSpec, course: Callable[[float, int], float]) -> None:
@@ -55,11 +66,8 @@ class PlayedRun:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def fault(self) -> str:
-        return ""
 
-
-class Stage:
+class Stage(Launcher):
     """Plays runs in this process, and can be killed after so many beginnings."""
 
     def __init__(
@@ -104,9 +112,7 @@ def plan_of(**search: Any) -> SweepPlan:
 
 
 def search(plan: SweepPlan, folder: Path, stage: Stage) -> list[FinishedRun]:
-    runner = SweepRunner(plan, folder, launcher=stage)
-    with runner.opened():
-        return runner.work(StudyQueue(plan, folder))
+    return SweepRunner(plan, folder, launcher=stage).run()
 
 
 def test_ranges_are_whole_even_or_by_their_logarithm() -> None:
@@ -135,7 +141,7 @@ def test_a_search_finds_what_is_best_and_says_so(tmp_path: Path) -> None:
     assert found.arms[0] == best.arm
     assert abs(math.log10(float(best.arm.values["training.lr"])) + 3) < 0.5
     assert found.selected_by is None
-    write_findings(found)
+    found.write()
     page = (tmp_path / "report.html").read_text()
     assert "Trials" in page
     assert best.arm.name in page
@@ -149,12 +155,12 @@ def test_a_search_by_a_test_figure_says_so_wherever_its_figures_are_shown(
     found = read_sweep(tmp_path)
     assert found.selected_by == "mean_reward"
     assert {row["selected_by"] for row in (*found.rows, *found.summary())} == {"mean_reward"}
-    write_findings(found)
+    found.write()
     assert "mean_reward on the test data" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
-    sweep_commands._tell(found, [], as_json=False)
+    sweeping._show(found, [], as_json=False)
     assert "selected by mean_reward" in capsys.readouterr().out
-    sweep_commands._tell(found, [], as_json=True)
+    sweeping._show(found, [], as_json=True)
     assert '"selected_by": "mean_reward"' in capsys.readouterr().out
 
 
@@ -256,11 +262,15 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> Non
     runner = SweepRunner(
         plan, tmp_path, launcher=Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
     )
-    with runner.opened():
-        finished = runner.work(StaticQueue(plan.runs))
+    finished = runner.run()
     assert sum(one.status is RunStatus.FAILED for one in finished) == 3
+    again = SweepRunner(plan, tmp_path, launcher=Failing(peak)).run()
+    assert {one.status: one.seconds == 0.0 for one in again} == {
+        RunStatus.ENDED: True,
+        RunStatus.FAILED: False,
+    }
     found = read_sweep(tmp_path)
-    write_findings(found)
+    found.write()
     page = (tmp_path / "report.html").read_text()
     assert "B less A" in page
     assert "it broke &lt;here&gt;" in page
@@ -289,15 +299,65 @@ def test_runs_are_grouped_and_tagged_by_what_sets_them_apart(tmp_path: Path) -> 
             specs.append(spec)
             return super().start(spec)
 
-    runner = SweepRunner(
-        plan, tmp_path / "rates", settings={"wandb_tags": ["mine"]}, launcher=Noting(peak)
-    )
-    runner.run(plan.runs)
+    options = SweepOptions(settings={"wandb_tags": ["mine"]})
+    SweepRunner(plan, tmp_path / "rates", options, launcher=Noting(peak)).run()
     for spec, rate in zip(specs, ("1e-3", "1e-2"), strict=True):
         for words in (spec.begin, spec.resume):
             assert f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]' in words
             assert 'wandb_group="rates"' in words
         assert "training.num_epochs=2" in spec.begin
+
+
+PLUGIN = """
+import nip_astra as na
+from tests.sweep.test_search import Stage, peak
+
+@na.register_sweep_sampler("fixed")
+def fixed(search, seed):
+    from optuna.samplers import PartialFixedSampler, RandomSampler
+    return PartialFixedSampler({"training.lr": 1e-2}, RandomSampler(seed=seed))
+
+@na.register_pruner("strict")
+def strict(search):
+    from optuna.pruners import ThresholdPruner
+    return ThresholdPruner(lower=10.0)
+
+@na.register_launcher("here")
+class Here(Stage):
+    def __init__(self, options):
+        super().__init__(peak, options.num_processes)
+"""
+
+
+def test_a_plug_in_registers_a_sampler_a_pruner_and_a_launcher(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN)
+    plan = plan_of(sampler="fixed", pruner="strict", num_trials=2)
+    with plugins_forgotten_after():
+        run_sweep(
+            tmp_path / "sweep",
+            options=SweepOptions(place="here", num_processes=2),
+            progress=False,
+            **plan.to_dict() | {"plugins": [str(plugin)]},
+        )
+    trials = read_trials(tmp_path / "sweep", plan)
+    assert [one.arm.values["training.lr"] for one in trials] == ["0.01", "0.01"]
+    assert [one.state for one in trials] == ["pruned", "pruned"]
+
+
+@pytest.mark.parametrize(
+    ("search", "place", "nearest"),
+    [
+        ({"sampler": "tpee"}, "processes", "tpe"),
+        ({"pruner": "medial"}, "processes", "median"),
+        ({}, "rai", "ray"),
+    ],
+)
+def test_an_unknown_part_of_a_sweep_is_refused_before_a_run_starts(
+    search: dict[str, str], place: str, nearest: str
+) -> None:
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{nearest}'"):
+        check_sweep(plan_of(**search), SweepOptions(place=place))
 
 
 def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from scipy import stats
 
@@ -22,8 +21,10 @@ from nip_astra.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
+from nip_astra.run import run_experiment
 from nip_astra.sweep.plan import (
     RequestedFigures,
+    RunStatus,
     SweepPlan,
     grid_of,
     read_plan,
@@ -31,8 +32,8 @@ from nip_astra.sweep.plan import (
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_sweep
-from nip_astra.sweep.runner import RunStatus, SweepRunner
-from nip_astra.sweep.sweeping import write_findings
+from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS
 from tests.command_line import plugins_forgotten_after
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,8 @@ def test_figures_that_no_trainer_reports_are_refused_before_the_first_run() -> N
     RequestedFigures(plan, ["failure_rate", "verifier/test_accuracy"])
     with pytest.raises(UnknownNameError, match="failure_rate"):
         RequestedFigures(plan, ["failur_rate"])
+    with pytest.raises(UnknownNameError, match="failure_rate"):
+        check_sweep(plan, SweepOptions(metrics=["failur_rate"]))
     search = {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}, "objective": "dev/failure"}
     overrides = ["training.eval_period=1"]
     searching = SweepPlan.from_dict(
@@ -208,74 +211,43 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
     assert (found.low, found.high, found.p) == (None, None, None)
 
 
-@pytest.mark.slow
-def test_a_sweep_runs_what_is_left_and_tells_what_failed(
-    tiny_scenario: Path, tmp_path: Path
-) -> None:
-    wrong = "training.lr=1e30"
-    plan = plan_of(tiny_scenario, seeds=[0], grid={"training.optimizer": ["adamw", "sgd"]})
-    runner = SweepRunner(plan, tmp_path / "sweep", num_processes=2, settings={"num_threads": 1})
-    finished = runner.run(plan.runs)
-    assert [one.status for one in finished] == [RunStatus.ENDED, RunStatus.ENDED]
-    again = SweepRunner(plan, tmp_path / "sweep").run(plan.runs)
-    assert [(one.status, one.seconds) for one in again] == [(RunStatus.ENDED, 0.0)] * 2
-    found = read_sweep(tmp_path / "sweep")
-    assert {row["training.optimizer"] for row in found.rows} == {"adamw", "sgd"}
-    table = list(csv.DictReader(found.to_csv().splitlines()))
-    assert len(table) == len(found.rows)
-    for run in plan.runs:
-        results = json.loads((tmp_path / "sweep" / run.run_id / "results.json").read_text())
-        mean = found.over_seeds(run.arm, "failure_rate")
-        assert mean is not None
-        assert np.isclose(mean.mean, results["after"]["failure_rate"])
-    broken = plan_of(tiny_scenario, seeds=[1], overrides=[*SMALL, wrong])
-    (failed,) = SweepRunner(broken, tmp_path / "broken").run(broken.runs)
-    assert failed.status is RunStatus.FAILED
-    assert failed.message
-
-
 def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="folder of a sweep"):
         read_sweep(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_to_the_results_of_single_runs(
+def test_a_killed_sweep_continues_to_the_results_of_a_single_run(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, str(ROOT / "run.py"), "sweep", "--trainer", "ast_dpo", "--seeds"]
-    command += ["0..1", "--scenario", str(tiny_scenario), "--sweep-dir", str(tmp_path / "s")]
-    for one in SMALL:
-        command += ["--set", one]
+    plan, directory = plan_of(tiny_scenario, seeds=[0]), tmp_path / "sweep"
+    file = tmp_path / "plan.yaml"
+    file.write_text(json.dumps(plan.to_dict()))
+    command = [sys.executable, str(ROOT / "run.py"), "sweep", str(file)]
+    command += ["--sweep-dir", str(directory)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    run_ids = [run.run_id for run in _stored(tmp_path / "s").runs]
-    first = tmp_path / "s" / run_ids[0]
-    while process.poll() is None and not (first / "hyper_parameters.yaml").exists():
+    (run,) = plan.runs
+    while process.poll() is None and not (directory / run.run_id / HYPER_PARAMETERS).exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "2/2" in done.stdout
-    single = [sys.executable, str(ROOT / "run.py"), "--trainer", "ast_dpo", "--seed", "0"]
-    single += ["--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", "alone"]
-    for one in SMALL:
-        single += ["--set", one]
-    subprocess.run(single, env=environment, check=True, capture_output=True)
-    alone, swept = (
-        json.loads((folder / "results.json").read_text())["after"]
-        for folder in (tmp_path / "alone", first)
+    assert "1/1" in done.stdout
+    results = read_sweep(directory)
+    table = list(csv.DictReader(results.to_csv().splitlines()))
+    assert len(table) == len(results.rows) > 0
+    assert (directory / "table.csv").read_bytes().decode() == results.to_csv()
+    run_experiment(plan.resolve(run.arm), runs_dir=str(tmp_path), run_id="alone", progress=False)
+    assert (
+        json.loads((directory / run.run_id / "results.json").read_text())["after"]
+        == json.loads((tmp_path / "alone" / "results.json").read_text())["after"]
     )
-    assert alone == swept
-
-
-def _stored(directory: Path) -> SweepPlan:
-    until = time.monotonic() + 120
-    while not (directory / "sweep.json").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return SweepPlan.from_dict(json.loads((directory / "sweep.json").read_text()))
+    broken = plan_of(tiny_scenario, seeds=[1], overrides=["training.lr=1e30"])
+    (failed,) = SweepRunner(broken, tmp_path / "broken").run()
+    assert failed.status is RunStatus.FAILED
+    assert "training.lr" in failed.message
 
 
 @pytest.mark.parametrize(
@@ -301,7 +273,7 @@ def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: P
     (tmp_path / "failures.json").write_bytes(b"[1]")
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=file):
-        write_findings(read_sweep(tmp_path))
+        read_sweep(tmp_path).write()
 
 
 @pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000])

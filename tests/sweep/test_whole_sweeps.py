@@ -16,8 +16,9 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.sweep import SweepOptions, read_sweep, run_sweep
 from nip_astra.sweep.plan import SweepPlan
+from nip_astra.sweep.results import read_sweep
+from nip_astra.sweep.runner import SweepOptions, run_sweep
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -89,16 +89,14 @@ def test_the_newest_model_is_downloaded(tmp_path: Path) -> None:
 def test_the_model_of_a_version_is_downloaded(tmp_path: Path) -> None:
     download_model("wandb://us/proofs/one", tmp_path / "model", "v0")
     assert (tmp_path / "model" / "weights.txt").read_text() == "older"
-    with pytest.raises(TrackingError, match=r"'v2'.*logged v1, v0"):
+    with pytest.raises(TrackingError, match=r"'v2'.*v1, v0"):
         download_model("wandb://us/proofs/one", tmp_path / "other", "v2")
     assert not (tmp_path / "other").exists()
 
 
 def test_a_run_without_a_model_is_told(api: FakeApi, tmp_path: Path) -> None:
     api.runs["us/proofs/one"].logged_artifacts = lambda: [FakeArtifact("checkpoint", "x")]
-    with pytest.raises(
-        TrackingError, match=r"but the run logged none. Only a run that came to its"
-    ):
+    with pytest.raises(TrackingError, match="wandb://us/proofs/one has no trained model"):
         download_model("wandb://us/proofs/one", tmp_path)
 
 

@@ -118,7 +118,9 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
 
 
 @pytest.mark.usefixtures("_cat_scorer")
-@pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
+@pytest.mark.parametrize(
+    "name", ["ast_grpo", pytest.param("ast_reinforce", marks=pytest.mark.slow)]
+)
 def test_an_attacker_learns_from_what_an_older_one_said(tmp_path: Path, name: str) -> None:
     before, after = _share_of_cats(tmp_path, name, *LEARNING[name], f"{name}.max_staleness=1")
     assert before < 0.5

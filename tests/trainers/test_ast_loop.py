@@ -18,7 +18,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_base import rollout_token_metrics
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
@@ -332,7 +332,7 @@ def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: 
 
 def test_batches_by_episode_need_samples_that_say_theirs(tiny_scenario: Path) -> None:
     trainer = _trainer(tiny_scenario, "training.batch_order=by_episode")
-    with pytest.raises(ConfigurationError, match="do not say their episode"):
+    with pytest.raises(ConfigurationError, match="samples with 'episode'"):
         list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, DataError, TrackingError
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.trainers.language_model_base import Experience
 from tests.trainers.test_ast_family import _trainer
 

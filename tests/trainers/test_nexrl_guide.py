@@ -27,9 +27,9 @@ from nip_astra import (
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.samples import samples_of
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.service.contract import check_batch
-from nip_astra.trainers.service.samples import samples_of
 from tests.command_line import plugins_forgotten_after
 from tests.documents import ROOT
 

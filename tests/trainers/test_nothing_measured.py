@@ -28,8 +28,8 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.scenario_base.tasks.arithmetic import ArithmeticEnvironment, ArithmeticTask
 from nip_astra.scenario_base.tasks.base import Reaction
+from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, ArithmeticTask
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from tests.command_line import CommandLine, refused
 from tests.tiny import write_scenario

@@ -23,7 +23,7 @@ from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
-from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.language_model_base import LanguageModelState
 from tests.command_line import plugins_forgotten_after
 from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
 from tests.tiny import make_classifier

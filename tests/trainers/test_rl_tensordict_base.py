@@ -266,7 +266,7 @@ def test_the_guides_trainer_with_two_loops_of_its_own_runs() -> None:
 
 def test_a_scenario_without_a_protocol_is_refused() -> None:
     trainer = toy_trainer()
-    with pytest.raises(ConfigurationError, match="builds no agents that play a protocol"):
+    with pytest.raises(ConfigurationError, match="agents that play a protocol"):
         VanillaPpoTrainer(trainer.hyper_params, ScenarioInstance(kind="plain"))
 
 
@@ -373,5 +373,5 @@ def test_optimizers_of_other_agents_are_refused() -> None:
     optimizers = toy_trainer().optimizers
     state = optimizers.state_dict()
     state["judge"] = state.pop("verifier")
-    with pytest.raises(CheckpointError, match="'judge' were to be taken up, but here"):
+    with pytest.raises(CheckpointError, match="'judge'"):
         optimizers.load_state_dict(state)

@@ -19,7 +19,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer
+from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer
 from nip_astra.trainers.service_base import ServiceTrainer
 from tests.tiny import make_language_model
 
@@ -87,7 +87,9 @@ def test_rewards_rise(name: str) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-@pytest.mark.parametrize("name", ["self_hosted_opd", "remote_api_opd"])
+@pytest.mark.parametrize(
+    "name", ["self_hosted_opd", pytest.param("remote_api_opd", marks=pytest.mark.slow)]
+)
 def test_a_student_comes_nearer_to_its_teacher(name: str) -> None:
     trainer = trainer_of(name, *LEARN)
     gaps = []

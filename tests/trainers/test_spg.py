@@ -13,11 +13,9 @@ from tensordict import TensorDict
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import frames_of
-from nip_astra.rl_objectives.shaping_losses import shaping_losses
-from nip_astra.rl_objectives.stackelberg import agent_updates
-from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
-from nip_astra.trainers.protocol.opponent_shaping import policy_weights
-from nip_astra.trainers.spg import SpgTrainer
+from nip_astra.rl_objectives.spg import shaping_losses
+from nip_astra.rl_objectives.stackelberg import VARIANTS, agent_updates
+from nip_astra.trainers.spg import SpgTrainer, policy_weights
 from tests.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
 
 CALM = {"ppo": {"entropy_weight": 0.0, "normalize_advantage": False}}
@@ -125,6 +123,7 @@ def test_directions_are_those_of_the_losses_of_all_frames(use_shared_body: bool)
         list(losses),
         [policy_weights(agents[name]) for name in agents.names],
         rule=trainer.loss_module.rule,
+        step_sizes=trainer.loss_module.step_sizes(),
         groups=trainer.loss_module.groups,
     )
     leader = agents.number("verifier")
@@ -219,7 +218,7 @@ def test_opponent_steps_are_learning_rates_of_now() -> None:
         **{KIND: {"agents": {"prover": {"agent_lr_factor": {"actor": 0.5}}}}},
     )
     trainer.state.iteration = 1
-    sizes = trainer.loss_module._present_rule().step_sizes
+    sizes = trainer.loss_module.step_sizes()
     by_name = dict(zip(trainer.agents.names, sizes, strict=True))
     assert by_name == pytest.approx({"verifier": 0.3 * 0.75, "prover": 0.15 * 0.75})
 
@@ -264,9 +263,9 @@ def test_plain_losses_that_go_several_times_over_frames_are_warned_of(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"stackelberg_sequence": [["prover"]]}, r"\[\['prover'\]\].*those are.*verifier"),
-        ({"stackelberg_sequence": [["prover", "verifer"]]}, "does not hold each agent"),
-        ({"ihvp_rho": 0.0}, "> 0 for nystrom"),
+        ({"stackelberg_sequence": [["prover"]]}, r"\[\['prover'\]\].*each agent.*verifier"),
+        ({"stackelberg_sequence": [["prover", "verifer"]]}, "verifer"),
+        ({"ihvp_rho": 0.0}, "nystrom"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -274,15 +273,14 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str
         spg_trainer(spg=settings)
 
 
-@pytest.mark.parametrize("variant", ["spg", "pola"])
-def test_a_simulator_learns_from_what_its_logits_earn(variant: str) -> None:
+def test_a_simulator_learns_from_what_its_logits_earn() -> None:
     frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
     learning = {"update_schedule": {"_type": "constant", "is_on": True}}
     trainer = spg_trainer(
         toy_protocol={"agents": {"default": frozen, "simulator": learning}},
         protocol_common={"zero_knowledge": True},
         rl={"num_iterations": 40, "lr": 0.02},
-        spg={"variant": variant},
+        spg={"variant": "pola"},
     )
     trainer.train()
     name = "simulator/mean_step_reward"

@@ -28,12 +28,14 @@ def test_what_is_there_is_given(num_gpus: int) -> None:
 
 @pytest.mark.parametrize("name", ["banana", "mps", "", "cpu:0", "cuda:", "cuda:x", "CUDA", "None"])
 def test_what_is_no_device_is_told_with_those_that_are(num_gpus: int, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"'cpu' or .* 'cuda:1' for the second; 'auto'"):
+    with pytest.raises(ConfigurationError, match=r"Valid: 'cpu', 'cuda', 'cuda:1' .*'auto'"):
         resolve_device(name)
 
 
 def test_a_gpu_that_is_not_there_is_told(num_gpus: int) -> None:
-    with pytest.raises(ConfigurationError, match="'cuda:2' was asked for, but torch sees"):
+    with pytest.raises(
+        ConfigurationError, match=r"'cuda:2': torch sees 2 GPUs|no GPU for the device 'cuda:2'"
+    ):
         resolve_device("cuda:2")
 
 
@@ -42,7 +44,7 @@ def test_nothing_runs_on_the_processor_in_its_place(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match=f"the device '{device}' was asked for"):
+    with pytest.raises(ConfigurationError, match=f"device '{device}'"):
         HFASTProblem("nowhere", "nowhere", device=device)
-    with pytest.raises(ConfigurationError, match=f"the device '{device}' was asked for"):
+    with pytest.raises(ConfigurationError, match=f"device '{device}'"):
         RegisteredScorer("profanity", device=device)

@@ -171,11 +171,11 @@ def test_many_texts_are_sampled_by_the_seed() -> None:
 
 
 def test_one_text_has_no_self_bleu_and_no_cosine_distance() -> None:
-    with pytest.raises(DataError, match=r"self-BLEU was asked for, but of 1 text; it compares"):
+    with pytest.raises(DataError, match=r"self-BLEU .* there are 1"):
         self_bleu(["alone"])
-    with pytest.raises(DataError, match=r"the mean cosine distance was asked for, but of 0 texts"):
+    with pytest.raises(DataError, match=r"the mean cosine distance .* there are 0"):
         mean_cosine_distance(torch.zeros(0, 3))
-    with pytest.raises(DataError, match="Give at least two, or leave the figure out"):
+    with pytest.raises(DataError, match="Give at least two"):
         self_bleu(["a", "b", "c"], num_sampled=1)
 
 

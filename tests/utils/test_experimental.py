@@ -23,5 +23,5 @@ def test_a_feature_is_told_once_a_process(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_doctor_lists_every_feature() -> None:
-    found = {one.name for one in doctor._experimental(None)}
+    found = {one.name for one in doctor._experimental()}
     assert found == {"decode_graphs", "flex_attention", "vllm"}

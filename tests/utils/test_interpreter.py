@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import SandboxUnavailableError
-from nip_astra.utils.interpreter import call_in_interpreter, what_is_lacking
-from nip_astra.utils.sandbox_values import CallResult, SandboxLimits
+from nip_astra.utils.interpreter import (
+    CallResult,
+    SandboxLimits,
+    call_in_interpreter,
+    what_is_lacking,
+)
 from tests.utils.sandbox_attacks import FORGERIES
 
 pytest.importorskip("pydantic_monty")
@@ -44,7 +48,7 @@ from concurrent.futures import ThreadPoolExecutor
 work_out = sysconfig._init_posix
 sysconfig._init_posix = lambda found: (time.sleep(0.3), work_out(found))
 from nip_astra.utils.interpreter import call_in_interpreter
-from nip_astra.utils.sandbox_values import SandboxLimits
+from nip_astra.utils.interpreter import SandboxLimits
 
 ask = lambda x: call_in_interpreter("def f(x): return x", "f", [[x]], SandboxLimits(seconds=9))
 with ThreadPoolExecutor(2) as pool:

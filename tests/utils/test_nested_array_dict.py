@@ -16,16 +16,14 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import DataError
-from nip_astra.utils.array_specs import (
+from nip_astra.utils.nested_array_dict import (
+    TEXT,
     BoolArraySpec,
     CompositeSpec,
     FloatArraySpec,
     IntArraySpec,
-    StringArraySpec,
-)
-from nip_astra.utils.nested_array_dict import (
-    TEXT,
     NestedArrayDict,
+    StringArraySpec,
     concatenate_nested_array_dicts,
     stack_nested_array_dicts,
 )

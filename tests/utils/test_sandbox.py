@@ -25,13 +25,14 @@ import pytest
 from nip_astra.errors import SandboxUnavailableError
 from nip_astra.utils import sandbox
 from nip_astra.utils.sandbox import (
+    REFUSED,
     CallResult,
     SandboxLimits,
     call_in_sandbox,
+    join_new_keyring,
     run_beside_in_sandbox,
     run_in_sandbox,
 )
-from nip_astra.utils.system_calls import REFUSED, join_new_keyring
 from tests.utils.sandbox_attacks import ATTACKS, FORGERIES
 
 LIMITS = SandboxLimits(seconds=8, cpu_seconds=2, memory_mib=256, file_mib=1, folder_mib=4)

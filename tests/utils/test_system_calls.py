@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from nip_astra.utils.system_calls import REFUSED, filter_program
+from nip_astra.utils.sandbox import REFUSED, filter_program
 
 ALLOWED, KILLED, FAILED = 0x7FFF0000, 0x80000000, 0x00050000
 X86_64, AARCH64, RISCV64, I386 = 0xC000003E, 0xC00000B7, 0xC00000F3, 0x40000003

@@ -15,14 +15,17 @@ from nip_astra.astra.core.graphs import GraphTree, tree_of
 from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
-from nip_astra.rollouts.preference_pairs import PairSelection, select_pairs
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.preference import PairParameters
 from nip_astra.trainers.ast.rewards import credit_of
-from nip_astra.trainers.ast_dpo import AstDpoTrainer
-from nip_astra.trainers.ast_ipo import AstIpoTrainer
+from nip_astra.trainers.ast_dpo import (
+    AstDpoTrainer,
+    AstIpoTrainer,
+    PairParameters,
+    PairSelection,
+    select_pairs,
+)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.trainers.ast.ppo import PpoParameters, ppo_loss, ppo_samples
+from nip_astra.trainers.ast_ppo import PpoParameters, ppo_loss, ppo_samples
 
 
 @dataclass
@@ -155,17 +155,17 @@ class PPO(
         if not tree.graph_nodes:
             return []
         values_NT, num_unmatched = self._complete(tree)
-        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.weight)
-        self.flatten_metrics = found.metrics | {
+        samples, metrics = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.weight)
+        self.flatten_metrics = metrics | {
             "kl/weight": self.kl.weight,
             "num_unmatched": float(num_unmatched),
         }
-        self.kl.update(found.divergence, num_samples=tree.num_nodes)
+        self.kl.update(metrics["kl/reference"], num_samples=tree.num_nodes)
         rated = (~tree.nodes["reward"].isnan()).nonzero().flatten().tolist()
         return [
             PPOStep(node.context, node.probe, node.reward, _tokens(sample))
             for node, sample in zip(
-                (tree.graph_nodes[number] for number in rated), found.samples, strict=True
+                (tree.graph_nodes[number] for number in rated), samples, strict=True
             )
         ]
 

@@ -19,7 +19,7 @@ from nip_astra.astra.methods.text_rollouts import rater_of_system, seeded
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError, ModelLoadError
 from nip_astra.language_models.base import Learner, TokenCount, TokenModel
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scorers.base import Scorer as RegisteredKind
 from nip_astra.utils.seeding import SeedPart, derive_seed

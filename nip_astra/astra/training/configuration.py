@@ -8,8 +8,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from nip_astra.errors import ParameterError
 from nip_astra.parameters.conversion import ASTRA_NAMES, rename
-from nip_astra.parameters.faults import faults_of
-from nip_astra.parameters.parameters_base import MAX_WHOLE
+from nip_astra.parameters.parameters_base import MAX_WHOLE, faults_of
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
 
 

@@ -17,7 +17,7 @@ from nip_astra.astra.training.adapters import AlgorithmAdapter, Player
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.errors import ConfigurationError
 from nip_astra.trainers.ast.rollouts import Rollouts
-from nip_astra.trainers.language_model.batches import batches_of
+from nip_astra.trainers.language_model_base import batches_of
 
 DATALOADER_OPTIONS = ("batch_size", "shuffle")
 """What `dataloader_kwargs` may hold."""

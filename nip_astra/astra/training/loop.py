@@ -20,7 +20,7 @@ from nip_astra.language_models.base import LanguageModel, as_learner
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters

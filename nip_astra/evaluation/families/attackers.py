@@ -14,10 +14,12 @@ from nip_astra.evaluation.families.base import (
     CHAT_FILES,
     EvaluationRequest,
     is_text_attacker,
+    no_attacker,
     place_of,
     refuse_unread_overrides,
     resolve_stored,
     run_of,
+    target_label,
 )
 from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.evaluation.storage import text_hash, weights_hash
@@ -38,15 +40,15 @@ from nip_astra.scenario_base.agents import (
     build_target,
     load_language_model,
 )
-from nip_astra.scenario_base.chat_agent import ChatAgent
-from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
-from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.scenario_base.text_attackers import (
+from nip_astra.scenario_base.chat_agent import (
+    ChatAgent,
     ChatAttacker,
     ChatAttackerParameters,
     FixedProbes,
     TextAttacker,
 )
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import without_other_target
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, RunDirectory
@@ -68,10 +70,9 @@ class LoadedAttacker:
 
     Attributes
     ----------
-    label : str
-        Run id, with the checkpoint if one was given.
-    suffix : str
-        Added to the name of an evaluation; empty for the attacker at the end of its run.
+    label, suffix : str
+        Run id, with the checkpoint if one was given; and an addition to the evaluation's name,
+        empty for the attacker at the end of its run.
     run : Path
         Folder that keeps its evaluations.
     instance : ConversationInstance
@@ -105,10 +106,8 @@ class LoadedTarget:
 
     Attributes
     ----------
-    suffix : str
-        Added to the name of an evaluation; empty for the scenario's own target.
-    agent : Speaker or None
-        None for the target of the attacker's own scenario.
+    agent, suffix : Speaker or None, str
+        None and empty for the target of the attacker's own scenario.
     description : dict
         Its part of the evaluation's configuration.
     language_model : Any
@@ -136,10 +135,7 @@ def resolve_run(
     """
     resolved = resolve_stored(path, request, overrides=overrides)
     if not hasattr(getattr(resolved.hyper_params, resolved.kind), "failure_threshold"):
-        raise ConfigurationError(
-            f"{path} has no attacker that talks to a target: its scenario is of kind "
-            f"{resolved.kind!r}. Give a run of an ast_* trainer."
-        )
+        raise no_attacker(path)
     return resolved
 
 
@@ -157,11 +153,8 @@ def load_attacker(
 ) -> LoadedAttacker:
     """Build the scenario of a run, and give its attacker the weights that training left.
 
-    Parameters
-    ----------
-    path : str
-        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter,
-        a list of probes, or a YAML file of a chat model that attacks.
+    `path` is a run directory or checkpoint, a folder with a model or adapter, a list of probes, or
+    a YAML file of a chat model that attacks.
 
     Raises
     ------
@@ -175,7 +168,7 @@ def load_attacker(
     if is_run and (request.scenario or request.parameters):
         raise ConfigurationError(
             f"{path} is of the run {run}, which has its own scenario. Leave out --scenario and "
-            "--parameters; change single parameters by --set."
+            "--parameters; --set changes single parameters."
         )
     resolved = (
         resolve_run(run, request, request.overrides)
@@ -222,10 +215,9 @@ def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperim
     """The scenario in which an attacker that is no run attacks."""
     if not is_model_folder(folder) and not is_text_attacker(folder):
         raise RunDirectoryError(
-            f"{folder} is neither a run nor a model. Give a run, for instance runs/<run id>, a "
-            "checkpoint, for instance runs/<run id>/checkpoints/latest, a folder with a model's "
-            "config.json or adapter_config.json, probes (.csv, .tsv, .jsonl, .json, .txt), or a "
-            "chat model that attacks (.yaml)."
+            f"{folder} is neither a run nor a model. Give a run, a checkpoint such as "
+            "RUN/checkpoints/latest, a folder with config.json or adapter_config.json, probes "
+            "(.csv, .tsv, .jsonl, .json, .txt), or a chat model that attacks (.yaml)."
         )
     if request.scenario is None and request.parameters is None:
         raise RunDirectoryError(
@@ -271,23 +263,15 @@ def openings_of(attacker: TextAttacker, openings: Sequence[str]) -> Sequence[str
     """The opening prompts of an attacker's episodes; fixed probes add the columns of their rows."""
     if not isinstance(attacker, FixedProbes):
         return openings
-    return [
-        Prompt(
-            openings[number % len(openings)],
-            (*columns_of(openings[number % len(openings)]), *columns_of(probe)),
-        )
-        for number, probe in enumerate(attacker.probes)
-    ]
+    prompts = []
+    for number, probe in enumerate(attacker.probes):
+        opening = openings[number % len(openings)]
+        prompts.append(Prompt(opening, (*columns_of(opening), *columns_of(probe))))
+    return prompts
 
 
 def num_turns_of(attacker: TextAttacker | None, wanted: int | None, own: int) -> int:
-    """Turns of an episode; fixed probes have one.
-
-    Raises
-    ------
-    ConfigurationError
-        When fixed probes should have more.
-    """
+    """Turns of an episode; fixed probes have one."""
     if not isinstance(attacker, FixedProbes):
         return wanted or own
     if wanted not in (None, 1):
@@ -298,31 +282,37 @@ def num_turns_of(attacker: TextAttacker | None, wanted: int | None, own: int) ->
     return 1
 
 
+def _model_in(
+    folder: Path, parameters: Any, settings: ExperimentSettings, scenario_dir: Path | None
+) -> Any:
+    """The model in a folder, loaded by an attacker's backend."""
+    changes = {"model": str(folder.resolve()), "lora": None}
+    known = {k: v for k, v in changes.items() if k in type(parameters).model_fields}
+    return load_language_model(
+        parameters.model_copy(update=known),
+        device=resolve_device(settings.device),
+        scenario_dir=scenario_dir,
+        trainable=False,
+    )
+
+
 def _attacker_of_folder(
     folder: Path, instance: ConversationInstance, section: Any, settings: ExperimentSettings
 ) -> ConversationAgent:
     """The attacker whose model is in a folder, with the format of the scenario's own."""
     parameters = section.attacker.language_model
-    known = type(parameters).model_fields
-    if "model" not in known:
+    if "model" not in type(parameters).model_fields:
         raise ConfigurationError(
             f"the model in {folder} cannot attack here: the backend of the scenario's attacker "
             "loads no model. Give another --scenario."
         )
-    changes = {"model": str(folder.resolve())} | ({"lora": None} if "lora" in known else {})
-    model: Any = load_language_model(
-        parameters.model_copy(update=changes),
-        device=resolve_device(settings.device),
-        scenario_dir=instance.scenario_dir,
-        trainable=False,
-    )
+    model = _model_in(folder, parameters, settings, instance.scenario_dir)
     reference: Any = instance.agents["reference"].language_model
     if model.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
         raise ModelLoadError(
             f"the model in {folder} has another vocabulary than the scenario's attacker, "
             f"{parameters.model!r}, which measures its probes. Give a model of the same family, or "
-            "--set ast_chat.attacker.language_model.model=... with the model that it was trained "
-            "from."
+            "--set ast_chat.attacker.language_model.model=..."
         )
     return build_agent("attacker", section.attacker, model)
 
@@ -341,14 +331,7 @@ def _of_model_folder(
         as_learner(agent.language_model, role="attacker", to="be restored").restore(folder)
         return agent
     # An adapter was merged into the weights, or they are in several files.
-    changes = {"model": str(folder.resolve()), "lora": None}
-    known = {k: v for k, v in changes.items() if k in type(parameters).model_fields}
-    model = load_language_model(
-        parameters.model_copy(update=known),
-        device=resolve_device(settings.device),
-        scenario_dir=scenario_dir,
-        trainable=False,
-    )
+    model = _model_in(folder, parameters, settings, scenario_dir)
     return build_agent("attacker", section.attacker, model)
 
 
@@ -363,11 +346,6 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 # ---- targets
-
-
-def target_label(section: Any) -> str:
-    """The name of a scenario's own target."""
-    return Path(str(getattr(_model_of(section.target), "model", "target"))).name
 
 
 def _model_of(agent: Any) -> Any:
@@ -387,7 +365,7 @@ def load_target(
     """
     parameters, scenario_dir = attacker.section.target, attacker.resolved.scenario_dir
     planted: Sequence[PlantedFailure] | None = None
-    label, suffix, agent = target_label(attacker.section), "", None
+    label, suffix, agent = target_label(attacker.section.target.to_dict()), "", None
     if spec is not None and (Path(spec) / HYPER_PARAMETERS).is_file():
         resolved = resolve_run(Path(spec), request)
         section = section_of(resolved)
@@ -419,12 +397,9 @@ def load_target(
 def section_about(
     description: Mapping[str, Any] | None, section: Any, scenario_dir: Path | None
 ) -> Any:
-    """The section without its labelled responses, if they are of another target.
+    """The section, without its labelled responses if they are of another target.
 
-    Parameters
-    ----------
-    description : Mapping, optional
-        The target in an evaluation's configuration; None for the section's own.
+    `description` is the target in an evaluation's configuration; None for the section's own.
     """
     if description is None or section.evaluation.labelled_responses is None:
         return section

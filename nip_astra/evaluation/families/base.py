@@ -1,8 +1,4 @@
-"""One evaluation, whatever the family of its run, and what a family must provide.
-
-A family has five methods: `load` a run, choose `units`, `play` them to rows, reduce rows to
-`figures`, and the `pair_key` by which `compare` pairs rows. Everything else is done here once.
-"""
+"""One evaluation for every family of runs, and the interface of a family."""
 
 from __future__ import annotations
 
@@ -21,12 +17,11 @@ from rich.console import RenderableType
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
-from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.evaluation.run_results import import_pandas
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.types import TrainerType
+from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.tracking.run_directory import (
@@ -62,16 +57,12 @@ class EvaluationRequest:
         File of labelled responses, or "none".
     embedder : str, optional
         Groups failing probes: "ngram", or an encoder's model.
-    untrained : bool
-        Evaluate the model as it was before training.
-    overwrite : bool
-        Start over instead of continuing an evaluation.
+    untrained, overwrite : bool
+        Evaluate the model before training; start over instead of continuing.
     overrides : Sequence[str]
         Assignments "a.b=c" to the run's parameters.
-    scenario, parameters : str, optional
-        The scenario of an attacker that is not a run.
-    column : str
-        Column of a list of probes.
+    scenario, parameters, column : str, optional
+        The scenario of an attacker that is not a run, and the column of a list of probes.
     fail_if : str, optional
         Condition on the figures; checked before anything is played.
     plugins, is_trusted
@@ -144,8 +135,6 @@ class Evaluation(Printable):
     ----------
     path : Path
         Its folder; for the test at the end of a run, the run directory.
-    family : EvaluationFamily
-        Reads its rows.
     figures : dict
         Content of `evaluation.json`.
     configuration : dict
@@ -182,12 +171,12 @@ class Evaluation(Printable):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """What was played: a row a turn, an episode of a protocol, or a run of a problem."""
+        """A row a turn, an episode of a protocol, or a run of a problem."""
         return self.family.rows(self)
 
     @cached_property
     def parts(self) -> list[dict[str, Any]]:
-        """What each part of the work took."""
+        """Costs of each part of the work."""
         return EvaluationFolder(self.path).parts()
 
     @property
@@ -207,16 +196,14 @@ class Evaluation(Printable):
 
 @dataclass
 class Subject:
-    """What is evaluated: loaded by a family, with its options resolved.
+    """A loaded model to evaluate, with its options resolved.
 
     Attributes
     ----------
-    place : Path
-        The run, or the folder beside an attacker's file.
-    name : str
-        Name of the evaluation.
+    place, name : Path, str
+        The run, or the folder beside an attacker's file; and the evaluation's name.
     label : str
-        What is evaluated, for a progress bar.
+        For a progress bar.
     work : AbstractContextManager
         Entered while the subject is played; closes what was opened.
     is_new : bool
@@ -242,7 +229,7 @@ class EvaluationFamily(ABC):
     name : str
         As registered; a trainer names it as `evaluation_family`.
     unit : str
-        What pairs of a comparison are about, in the plural.
+        What pairs of a comparison share, in the plural.
     splits : tuple of str
         Splits that can be evaluated; empty if the scenario decides.
     unread : frozenset of str
@@ -371,6 +358,15 @@ FAMILIES: Registry[type[EvaluationFamily]] = Registry(
 
 register_evaluation_family = FAMILIES.register
 
+_OF_SCENARIOS = {
+    ScenarioType.AST_CHAT: "conversation",
+    ScenarioType.TASK: "task",
+    ScenarioType.CODE_VALIDATION: "text_protocol",
+    ScenarioType.SECRET_WORD: "text_protocol",
+    ScenarioType.GRAPH_ISOMORPHISM: "protocol",
+    ScenarioType.IMAGE_CLASSIFICATION: "protocol",
+}
+"""Families of built-in trainers by scenario kind; a trainer's own module imports torch."""
 _KINDS = {"interaction_proof": "text_protocol", "task": "task"}
 """Families of evaluations, by their `kind`, written before `family` was."""
 
@@ -393,16 +389,17 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     newest = evaluations_of(run)
     if newest:
         return family_of_figures(EvaluationFolder(newest[0]).figures())
-    # Stored evaluations are read without trainers, whose modules import torch.
-    from nip_astra.trainers.registry import TRAINERS
-
     stored = directory.read_yaml(HYPER_PARAMETERS)
-    trainer = str(stored.get("trainer")) if isinstance(stored, Mapping) else ""
-    if trainer in list(TrainerType):
-        trainer_class = TRAINERS.get(trainer)
-    else:
-        trainer_class = resolve_stored(run, request).trainer_class
-    name = trainer_class.evaluation_family
+    stored = stored if isinstance(stored, Mapping) else {}
+    trainer, name = str(stored.get("trainer")), None
+    if trainer not in list(TrainerType):
+        name = resolve_stored(run, request).trainer_class.evaluation_family
+    elif trainer != TrainerType.SOLO_AGENT:
+        name = next((family for kind, family in _OF_SCENARIOS.items() if kind in stored), None)
+        if name is None:
+            from nip_astra.trainers.registry import TRAINERS
+
+            name = TRAINERS.get(trainer).evaluation_family
     if name is None:
         raise ConfigurationError(
             f"runs of the trainer {trainer!r} cannot be evaluated again. Read what {run} measured "
@@ -444,12 +441,7 @@ def evaluations_of(run: Path) -> list[Path]:
 
 
 def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
-    """The newest evaluation of a run.
-
-    Parameters
-    ----------
-    is_played : bool
-        Prefer those that were played to those that were rated again.
+    """The newest evaluation of a run; with `is_played` one that was played rather than rescored.
 
     Raises
     ------
@@ -458,8 +450,7 @@ def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
     """
     found = evaluations_of(run)
     if is_played:
-        played = [one for one in found if not is_rescored(one)]
-        found = played or found
+        found = [one for one in found if not is_rescored(one)] or found
     if not found:
         raise DataError(f"{run} was not evaluated. Evaluate it first: nip-astra evaluate {run}")
     return Evaluation.read(found[0])
@@ -473,8 +464,7 @@ def is_rescored(folder: Path) -> bool:
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
     """The run of a run directory or checkpoint, and the checkpoint.
 
-    `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to; a run's
-    `model`, and a checkpoint's `attacker` or `policy`, mean the whole run or checkpoint.
+    A run's `model` means the run, and a checkpoint's `attacker` or `policy` the checkpoint.
     """
     found = Path(path)
     if (found.parent / HYPER_PARAMETERS).is_file() and found.name == MODEL_DIR:
@@ -512,6 +502,19 @@ def place_of(spec: str | Path) -> Path:
     return Path(spec).with_suffix("") if is_file else Path(re.sub(r"[^\w.-]", "_", str(spec)))
 
 
+def target_label(target: Mapping[str, Any]) -> str:
+    """The name of a target, from its parameters."""
+    model = target.get("chat_model") or target["language_model"]
+    return Path(str(model.get("model", "target"))).name
+
+
+def no_attacker(run: Path) -> ConfigurationError:
+    """The refusal of a run without an attacker."""
+    return ConfigurationError(
+        f"{run} has no attacker that talks to a target. Give a run of an ast_* trainer."
+    )
+
+
 ATTACKER_DIR, POLICY_DIR = "attacker", "policy"
 """Folders of a checkpoint with the weights of an attacker, and of a policy."""
 
@@ -519,8 +522,7 @@ ATTACKER_DIR, POLICY_DIR = "attacker", "policy"
 def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Flat figures nested by agent; a figure with an interval has `value`, `low` and `high`.
 
-    `prover/mean_episode_reward` becomes `prover.mean_episode_reward`, and `mean_accuracy` with
-    `mean_accuracy_interval` becomes `mean_accuracy.low` and `accuracy.low`.
+    `prover/mean_episode_reward` becomes `prover.mean_episode_reward`.
     """
     values: dict[str, Any] = {}
     for name, value in figures.items():
@@ -539,7 +541,7 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
-    """Settings by which chat models reuse the answers that the run got, and count anew."""
+    """Settings with which chat models reuse the run's answers and count anew."""
     from nip_astra.language_models.services.retrying import CACHE_FILE
 
     remembered = settings.service_cache or str(run / CACHE_FILE)
@@ -550,7 +552,7 @@ def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSetti
 @contextmanager
 def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
     """Close chat models after the block."""
-    from nip_astra.language_models.services.run_sync import close_all
+    from nip_astra.language_models.services.chat import close_all
 
     try:
         yield
@@ -559,13 +561,7 @@ def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
 
 
 def refuse_unread_overrides(overrides: Sequence[str], readable: tuple[str, ...], path: str) -> None:
-    """Refuse assignments to parameters that an evaluation does not read.
-
-    Parameters
-    ----------
-    readable : tuple of str
-        Groups that are read, each with its dot, and single parameters.
-    """
+    """Refuse assignments outside `readable`: groups, each with its dot, and single parameters."""
     for one in overrides:
         name = one.partition("=")[0].strip()
         if not any(f"{name}.".startswith(f"{group.removesuffix('.')}.") for group in readable):

@@ -24,27 +24,34 @@ from nip_astra.evaluation.families.base import (
     closing_services,
     evaluations_of,
     newest_evaluation,
+    no_attacker,
     place_of,
     register_evaluation_family,
     run_fields,
     run_of,
     service_settings,
+    target_label,
 )
-from nip_astra.evaluation.measured import known_turns
 from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome
-from nip_astra.evaluation.rows import Episode, Row, episodes_of, read_rows
+from nip_astra.evaluation.outcomes import Outcome, episode_outcome, known_turns
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
     PROBABILITY_ROWS,
     ROWS,
+    Episode,
     EvaluationFolder,
+    Row,
+    episodes_of,
+    read_rows,
     text_hash,
 )
 from nip_astra.evaluation.tables import as_text, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 
+ENDS = ("low", "high")
 LABELLED = "labelled"
 """Name of the rating of labelled responses among the parts of an evaluation's work."""
 OWN_TABLE = Path("rollouts") / "evaluation.jsonl"
@@ -58,13 +65,12 @@ METRICS: dict[str, Metric] = {
 
 @dataclass
 class Conversation(Subject):
-    """An attacker with a target, and the scorers of what they say."""
+    """An attacker with a target, and scorers."""
 
     attacker: Any = None
     target: Any = None
     judges: Any = None
     sampler: Any = None
-    settings: ExperimentSettings | None = None
     prompts: Sequence[str] = ()
     options: Any = None
     services: Any = None
@@ -91,12 +97,12 @@ class Conversations(EvaluationFamily):
 
         settings = service_settings(settings, place_of(run))
         attacker = load_attacker(str(run), settings, request)
+        own = attacker.sampler
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings, request)
             described = None if target.agent is None else target.description
             scenario_dir = attacker.resolved.scenario_dir
             section = section_about(described, attacker.section, scenario_dir)
-            own = attacker.sampler
             judges = load_judges(request, section, settings, scenario_dir, own.scorer)
             prompts = _prompts(attacker, request.split)
             agent = own.target if target.agent is None else target.agent
@@ -120,7 +126,6 @@ class Conversations(EvaluationFamily):
                 target=target,
                 judges=judges,
                 sampler=sampler,
-                settings=settings,
                 prompts=prompts,
                 options=_options(request, attacker),
                 services=services,
@@ -152,8 +157,7 @@ class Conversations(EvaluationFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> Any:
-        from nip_astra.evaluation.playing import Player
-        from nip_astra.evaluation.reuse import reuse_conversations
+        from nip_astra.evaluation.playing import Player, reuse_conversations
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import refuse_unanswered
 
@@ -170,20 +174,17 @@ class Conversations(EvaluationFamily):
                 refuse_unanswered(subject.services)
 
         player = Player(subject.sampler, others, subject.prompts, options, folder, count)
-        try:
+        with _forgetting_nothing(folder):
             episodes = player.play_attacker()
             ordinary = player.play_probability() if options.num_probability_episodes else []
-        except NothingMeasuredError:
-            folder.forget_rows()
-            raise
-        return episodes, ordinary, player.why_not_weighed()
+        return episodes, ordinary, player.why_not_weighed
 
     def figures(
         self, subject: Conversation, folder: EvaluationFolder, played: Any
     ) -> dict[str, Any]:
         episodes, ordinary, why_not_weighed = played
         target, section = subject.target, subject.attacker.section
-        try:
+        with _forgetting_nothing(folder):
             return _figures(
                 folder,
                 episodes,
@@ -197,9 +198,6 @@ class Conversations(EvaluationFamily):
                 why_not_weighed=why_not_weighed,
                 services=subject.services,
             )
-        except NothingMeasuredError:
-            folder.forget_rows()
-            raise
 
     def pair_key(self, unit: Episode) -> Hashable:
         return str(unit[0]["prompt"])
@@ -221,10 +219,12 @@ class Conversations(EvaluationFamily):
         """The newest evaluation of a run, or its own test."""
         if evaluations_of(run):
             return newest_evaluation(run)
-        from nip_astra.evaluation.families.attackers import resolve_run
-
-        resolved = resolve_run(run, request)
-        section = getattr(resolved.hyper_params, resolved.kind)
+        # Not resolved, which would import torch.
+        values = convert(read_yaml_mapping(run / HYPER_PARAMETERS), source=str(run))
+        sections = [one for one in values.values() if isinstance(one, Mapping)]
+        section = next((one for one in sections if "failure_threshold" in one), None)
+        if section is None:
+            raise no_attacker(run)
         return Evaluation(run, self, _figures_after(run, section))
 
     def score(
@@ -233,8 +233,7 @@ class Conversations(EvaluationFamily):
         """Rate stored conversations again."""
         from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
         from nip_astra.evaluation.families.scorers import load_judges
-        from nip_astra.evaluation.playing import EvaluationOptions
-        from nip_astra.evaluation.rating import rate_anew
+        from nip_astra.evaluation.playing import EvaluationOptions, rate_anew
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of
@@ -313,58 +312,57 @@ class Conversations(EvaluationFamily):
         from nip_astra.evaluation.families.attackers import resolve_run
 
         source, run = _stored_rows(path)
-        folder = EvaluationFolder(source.parent) if source.name == ROWS else None
-        figures = folder.figures() if folder is not None else {}
+        folder = EvaluationFolder(source.parent)
+        is_evaluation = source.name == ROWS
+        figures = folder.figures() if is_evaluation else {}
         resolved = resolve_run(run, request)
         section = getattr(resolved.hyper_params, resolved.kind)
         threshold = float(figures.get("failure_threshold", section.failure_threshold))
         episodes = _final_episodes(source, run)
         judge(episodes, threshold)
+        turns = [row for episode in episodes for row in episode]
         name, run_id = str(figures.get("name", source.stem)), RunDirectory(run).run_id
-        described = _Described(
-            run_id,
-            name,
-            str(figures.get("scorer", "scorer")),
-            str(figures.get("target", "target")),
-            str(figures.get("attacker", run_id)),
-            figures.get("seed", resolved.hyper_params.seed),
-            figures.get("cards", ()),
-        )
+        speakers = {role: str(figures.get(role, role)) for role in ("scorer", "target")}
+        speakers["attacker"] = str(figures.get("attacker", run_id))
         rates = {
             f"evaluation/{name}/{rate}": (figures.get(rate) or {}).get("value")
             for rate in ("failure_rate", "turn_failure_rate")
         }
         rate = figures.get("failure_rate") or {}
-        scores = {
-            "failure_rate": rate.get("value"),
-            "low": rate.get("low"),
-            "high": rate.get("high"),
+        scores = {"failure_rate": rate.get("value")} | {end: rate.get(end) for end in ENDS}
+        # Of several scorers, the first decides.
+        models = {
+            card["role"]: f"sha256:{card['sha256']}"
+            for card in reversed(figures.get("cards", ()))
+            if card.get("sha256")
         }
+        seed = figures.get("seed", resolved.hyper_params.seed)
+        described = {"gen": {"seed": seed}, "models": models}
         return Material(
             **run_fields(run, source),
             name=name,
             unit="node",
-            rows=[described.node(row) for episode in episodes for row in episode],
-            tables={"turns": [row for episode in episodes for row in episode]},
+            rows=[_node(row, run_id, speakers["scorer"]) | described for row in turns],
+            tables={"turns": turns},
             figures=figures,
             head={
                 "evaluation": name,
                 "failure_threshold": threshold,
-                "configuration": folder.configuration() if folder is not None else {},
+                "configuration": folder.configuration() if is_evaluation else {},
             },
             hyper_params=resolved.hyper_params.to_dict(),
             rates={tag: value for tag, value in rates.items() if value is not None},
             scores={key: value for key, value in scores.items() if value is not None},
-            scorer=described.scorer,
-            model=described.target,
-            metadata={"attacker": described.attacker},
-            sample=described.sample,
+            scorer=speakers["scorer"],
+            model=speakers["target"],
+            metadata={"attacker": speakers["attacker"]},
+            sample=lambda episode: _sample(episode, speakers["scorer"]),
             units=episodes,
-            hits=lambda: described.hits(episodes),
+            hits=lambda: _hits(episodes, run_id, name, speakers),
         )
 
 
-# ---- what is played
+# ---- conversations to play
 
 
 def _prompts(attacker: Any, split: str) -> Sequence[str]:
@@ -385,7 +383,7 @@ def _prompts(attacker: Any, split: str) -> Sequence[str]:
 def _options(request: EvaluationRequest, attacker: Any) -> Any:
     from nip_astra.evaluation.families.attackers import num_turns_of
     from nip_astra.evaluation.playing import EvaluationOptions
-    from nip_astra.scenario_base.text_attackers import FixedProbes
+    from nip_astra.scenario_base.chat_agent import FixedProbes
 
     own, section = attacker.section.evaluation, attacker.section
     texts = None if attacker.texts is None else attacker.texts.attacker
@@ -409,12 +407,11 @@ def _options(request: EvaluationRequest, attacker: Any) -> Any:
 def _name(
     request: EvaluationRequest, attacker: str, target: str, scorers: Mapping[str, Any]
 ) -> str:
-    """The evaluation's name: the given one, or one of what differs from the run's own."""
+    """The given name of the evaluation, or one of what differs from the run's own."""
     if request.name is not None and len(request.targets) < 2:
         return request.name
-    parts = [request.split, attacker, target, *(scorers if request.scorers else ())]
-    if request.name is not None:
-        parts = [request.name, target]
+    own = (request.split, attacker, target, *(scorers if request.scorers else ()))
+    parts = own if request.name is None else (request.name, target)
     return "-".join(file_name(part) for part in parts if part)
 
 
@@ -425,8 +422,7 @@ def file_name(text: str) -> str:
 
 def _services(sampler: Any, judges: Any, settings: ExperimentSettings) -> dict[str, Any]:
     """The chat models that answer requests, by their roles."""
-    from nip_astra.scenario_base.chat_agent import ChatAgent
-    from nip_astra.scenario_base.text_attackers import ChatAttacker
+    from nip_astra.scenario_base.chat_agent import ChatAgent, ChatAttacker
     from nip_astra.scorers.base import open_services
 
     target = sampler.target
@@ -466,6 +462,16 @@ def _work(
         torch.set_num_threads(before)
 
 
+@contextmanager
+def _forgetting_nothing(folder: EvaluationFolder) -> Iterator[None]:
+    """Remove the rows if nothing was measured, so that the same command starts over."""
+    try:
+        yield
+    except NothingMeasuredError:
+        folder.forget_rows()
+        raise
+
+
 # ---- figures
 
 
@@ -487,7 +493,7 @@ def _figures(
     from nip_astra.evaluation.summary import VERSION, summarise
     from nip_astra.trainers.service_use import last_failure, services_used
 
-    names = list(judges.scorers)
+    scorers = list(judges.scorers)
     qualities = {
         name: _quality(folder, name, scorer, judges.labelled, options.failure_threshold)
         for name, scorer in judges.scorers.items()
@@ -500,7 +506,7 @@ def _figures(
         "name": folder.path.name,
         "attacker": labels[0],
         "target": labels[1],
-        "scorer": names[0],
+        "scorer": scorers[0],
         "split": options.split,
     }
     figures |= summarise(
@@ -510,7 +516,7 @@ def _figures(
         embed=judges.embedder.embed,
         embedding=judges.embedding,
         planted=planted,
-        scorers=names,
+        scorers=scorers,
         qualities=qualities,
         why_not_weighed=why_not_weighed,
         parts=[*others, *of_labels],
@@ -519,9 +525,8 @@ def _figures(
         f"the evaluation {folder.path.name}", last_failure(services)
     )
     limit = {"threshold": options.failure_threshold}
-    figures |= services_used(services)
-    figures["cards"] = [*cards, *(card | limit for card in judges.cards)]
-    return figures
+    scored = [*cards, *(card | limit for card in judges.cards)]
+    return figures | services_used(services) | {"cards": scored}
 
 
 def _quality(
@@ -550,7 +555,7 @@ def _shape_of_figures(options: Any, judges: Any) -> dict[str, Any]:
 
 def _cards(subject: Conversation) -> list[dict[str, Any]]:
     """The cards of attacker and target."""
-    from nip_astra.evaluation.cards import model_card, text_card
+    from nip_astra.evaluation.families.scorers import model_card, text_card
 
     attacker, target = subject.attacker, subject.target
     # The size of a chat model is unknown.
@@ -621,17 +626,10 @@ def contender_of(
     figures: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any] | None = None,
 ) -> Contender:
-    """Judged conversations, to be compared.
-
-    Parameters
-    ----------
-    figures, configuration : Mapping, optional
-        Of the evaluation; conditions that they do not name are not compared.
-    """
+    """Judged conversations, to be compared; conditions without a figure are not compared."""
     figures, configuration = figures or {}, configuration or {}
-    scorer = figures.get("scorer")
     details = {
-        "scorer": configuration.get("scorers", {}).get(scorer),
+        "scorer": configuration.get("scorers", {}).get(figures.get("scorer")),
         "target": configuration.get("target"),
     }
     conditions: dict[str, Any] = {
@@ -641,14 +639,8 @@ def contender_of(
         if isinstance(values, Mapping) and values.get("weights") is not None:
             values = _without_paths(values)
         conditions[name] = Component(figures.get(name), values)
-    return Contender(
-        label,
-        episodes,
-        [Conversations().pair_key(episode) for episode in episodes],
-        METRICS,
-        figures,
-        conditions,
-    )
+    keys = list(map(Conversations().pair_key, episodes))
+    return Contender(label, episodes, keys, METRICS, figures, conditions)
 
 
 def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -660,10 +652,8 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figures_after(run: Path, section: Any) -> dict[str, Any]:
+def _figures_after(run: Path, section: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a run's own test, in the names of an evaluation."""
-    from nip_astra.evaluation.families.attackers import target_label
-
     directory = RunDirectory(run)
     if not directory.has_ended:
         raise DataError(
@@ -679,10 +669,9 @@ def _figures_after(run: Path, section: Any) -> dict[str, Any]:
         "diversity": {"distinct_share": after["distinct_share"]},
         "outcomes": after["outcomes"],
         "split": "test",
-        "tree_depth": section.tree_depth,
-        "failure_threshold": section.failure_threshold,
-        "scorer": str(section.scorer.type_name),
-        "target": target_label(section),
+        **{name: section[name] for name in ("tree_depth", "failure_threshold")},
+        "scorer": section["scorer"]["_type"],
+        "target": target_label(section["target"]),
         "warnings": results["warnings"],
     }
 
@@ -690,96 +679,79 @@ def _figures_after(run: Path, section: Any) -> dict[str, Any]:
 # ---- exports
 
 
-@dataclass(frozen=True)
-class _Described:
-    """The columns that an export gives every turn, besides its row."""
+def _scores(row: Row, scorer: str) -> dict[str, float | None]:
+    """The response's score by each scorer."""
+    others = {name: one.get("score") for name, one in (row.get("scores") or {}).items()}
+    return {scorer: row.get("response_score"), **others}
 
-    run_id: str
-    name: str
-    scorer: str
-    target: str
-    attacker: str
-    seed: Any
-    cards: Sequence[Mapping[str, Any]]
 
-    def scores(self, row: Row) -> dict[str, float | None]:
-        """The response's score by each scorer."""
-        others = {name: one.get("score") for name, one in (row.get("scores") or {}).items()}
-        return {self.scorer: row.get("response_score"), **others}
+def _node(row: Row, run_id: str, scorer: str) -> Row:
+    """A turn as a line of JSON; a conversation is rebuilt from `parent`."""
+    logprobs = {name: row.get(f"{name}_logprob") for name in ("reference", "target")}
+    depth, episode = int(row["depth"]), row["episode"]
+    prompt = str(row["prompt"]).encode("utf-8", "replace")
+    return {
+        "run": run_id,
+        "seed_id": hashlib.sha256(prompt).hexdigest()[:16],
+        "rollout": episode,
+        "node": f"{episode}.{depth}",
+        "parent": f"{episode}.{depth - 1}" if depth else None,
+        "turn": depth + 1,
+        "prompt": None if depth else row["prompt"],
+        "probe": row["probe"],
+        "reply": row["response"],
+        "logp": {"attacker": row.get("probe_logprob"), **logprobs},
+        "num_tokens": {
+            name: row.get(f"{name}_num_tokens") for name in ("probe", "response", "target")
+        },
+        "scores": _scores(row, scorer),
+        "reward": row.get("reward"),
+        "outcome": row["outcome"],
+    }
 
-    def node(self, row: Row) -> Row:
-        """A turn as a line of JSON; a conversation is rebuilt from `parent`."""
-        named = ("attacker", "probe_logprob"), ("reference", "reference_logprob")
-        logprobs = {name: row.get(key) for name, key in (*named, ("target", "target_logprob"))}
-        counts = {name: row.get(f"{name}_num_tokens") for name in ("probe", "response", "target")}
-        depth, episode = int(row["depth"]), row["episode"]
-        # Of several scorers, the first decides.
-        digests = {
-            card["role"]: f"sha256:{card['sha256']}"
-            for card in reversed(self.cards)
-            if card.get("sha256")
-        }
-        prompt = str(row["prompt"]).encode("utf-8", "replace")
-        return {
-            "run": self.run_id,
-            "seed_id": hashlib.sha256(prompt).hexdigest()[:16],
-            "rollout": episode,
-            "node": f"{episode}.{depth}",
-            "parent": f"{episode}.{depth - 1}" if depth else None,
-            "turn": depth + 1,
-            "prompt": None if depth else row["prompt"],
-            "probe": row["probe"],
-            "reply": row["response"],
-            "logp": logprobs,
-            "num_tokens": counts,
-            "scores": self.scores(row),
-            "reward": row.get("reward"),
-            "outcome": row["outcome"],
-            "gen": {"seed": self.seed},
-            "models": digests,
-        }
 
-    def sample(self, episode: Episode) -> Sample:
-        """A conversation as Inspect shows it, with the score of its worst turn."""
-        messages = [("assistant", str(episode[0]["prompt"]))]
-        worst: dict[str, tuple[float, str]] = {}
+def _sample(episode: Episode, scorer: str) -> Sample:
+    """A conversation as Inspect shows it, with the score of its worst turn."""
+    messages = [("assistant", str(episode[0]["prompt"]))]
+    worst: dict[str, tuple[float, str]] = {}
+    for row in episode:
+        messages += [("user", str(row["probe"])), ("assistant", str(row["response"]))]
+        for name, value in _scores(row, scorer).items():
+            if value is not None and (name not in worst or value > worst[name][0]):
+                worst[name] = (value, str(row["response"]))
+    outcomes = {
+        "outcome": str(episode_outcome(outcomes_of(episode))),
+        "outcomes": [str(row["outcome"]) for row in episode],
+    }
+    return Sample(messages, str(episode[-1]["response"]), worst, outcomes)
+
+
+def _hits(
+    episodes: Sequence[Episode], run_id: str, name: str, speakers: Mapping[str, str]
+) -> list[Row]:
+    """The failing turns in the columns of garak's hit logs."""
+    hits = []
+    for episode in episodes:
+        history = [{"role": "assistant", "content": episode[0]["prompt"]}]
         for row in episode:
-            messages.append(("user", str(row["probe"])))
-            messages.append(("assistant", str(row["response"])))
-            for name, value in self.scores(row).items():
-                if value is not None and (name not in worst or value > worst[name][0]):
-                    worst[name] = (value, str(row["response"]))
-        outcomes = {
-            "outcome": str(episode_outcome(outcomes_of(episode))),
-            "outcomes": [str(row["outcome"]) for row in episode],
-        }
-        return Sample(messages, str(episode[-1]["response"]), worst, outcomes)
-
-    def hits(self, episodes: Sequence[Episode]) -> list[Row]:
-        """The failing turns in the columns of garak's hit logs."""
-        found = []
-        for episode in episodes:
-            history = [{"role": "assistant", "content": episode[0]["prompt"]}]
-            for row in episode:
-                turns = [*history, {"role": "user", "content": row["probe"]}]
-                if row["outcome"] == Outcome.FAILURE:
-                    found.append(self._hit(row, turns))
-                history = [*turns, {"role": "assistant", "content": row["response"]}]
-        return found
-
-    def _hit(self, row: Row, turns: Sequence[Mapping[str, Any]]) -> Row:
-        return {
-            "goal": "make the target fail",
-            "prompt": {"turns": turns},
-            "output": row["response"],
-            "triggers": None,
-            "score": row["response_score"],
-            "run_id": self.run_id,
-            "attempt_id": f"{self.name}.{row['episode']}.{row['depth']}",
-            "attempt_seq": row["episode"],
-            "attempt_idx": row["depth"],
-            "generator": self.target,
-            "probe": self.attacker,
-            "detector": self.scorer,
-            "generations_per_prompt": 1,
-        }
+            turns = [*history, {"role": "user", "content": row["probe"]}]
+            history = [*turns, {"role": "assistant", "content": row["response"]}]
+            if row["outcome"] == Outcome.FAILURE:
+                hits.append(
+                    {
+                        "goal": "make the target fail",
+                        "prompt": {"turns": turns},
+                        "output": row["response"],
+                        "triggers": None,
+                        "score": row["response_score"],
+                        "run_id": run_id,
+                        "attempt_id": f"{name}.{row['episode']}.{row['depth']}",
+                        "attempt_seq": row["episode"],
+                        "attempt_idx": row["depth"],
+                        "generator": speakers["target"],
+                        "probe": speakers["attacker"],
+                        "detector": speakers["scorer"],
+                        "generations_per_prompt": 1,
+                    }
+                )
+    return hits

@@ -1,20 +1,33 @@
-"""Networks that play an interaction protocol. Shapes: E environments, T rounds, N episodes."""
+"""Episodes of interaction protocols: rows, metrics and tables, and the family of networks.
+
+A row has `datapoint_id`, `y`, `decision` ("accept", "reject" or None), `is_right`, `num_rounds`,
+`rewards` by agent, and columns of the family. An episode without a decision is wrong, since the
+verifier had all its rounds; such episodes are also counted, with the accuracy of the others.
+
+Shapes: E environments, T rounds, N episodes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
+    OF_ATTACKERS,
     Evaluation,
+    EvaluationFamily,
     EvaluationRequest,
     OnPart,
     Subject,
@@ -25,22 +38,112 @@ from nip_astra.evaluation.families.base import (
     run_fields,
     run_of,
 )
-from nip_astra.evaluation.families.episodes import EpisodeFamily, bounds_of_undecided
-from nip_astra.evaluation.rows import Row, encode_rows, read_rows
-from nip_astra.evaluation.storage import EvaluationFolder, weights_hash
+from nip_astra.evaluation.storage import (
+    EvaluationFolder,
+    Row,
+    encode_rows,
+    read_rows,
+    weights_hash,
+)
+from nip_astra.evaluation.tables import bracketed, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     MODEL_DIR,
     RESULTS,
     RunDirectory,
 )
+from nip_astra.utils.formatting import decimal, is_share, percent
 
 VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
 """A line an episode, without its messages."""
 EPISODES = "episodes.jsonl"
 """A sample of whole episodes, for reports."""
+DECISIONS = {0: "reject", 1: "accept"}
+"""Names of a verifier's decisions; None if it has not decided."""
+
+
+def bounds_of_undecided(rows: Sequence[Row]) -> dict[str, float]:
+    """The number of undecided episodes, and the accuracy of the others; empty if there are none."""
+    decided = [row for row in rows if row["decision"] is not None]
+    num_undecided = len(rows) - len(decided)
+    if not num_undecided:
+        return {}
+    num_right = sum(row["is_right"] for row in decided)
+    bounds = {
+        "num_undecided": float(num_undecided),
+        "accuracy_if_undecided_right": (num_right + num_undecided) / len(rows),
+    }
+    return bounds | ({"accuracy_of_decided": num_right / len(decided)} if decided else {})
+
+
+class EpisodeFamily(EvaluationFamily):
+    """Base of the families whose rows are episodes of an interaction protocol."""
+
+    splits = ("train", "test")
+    unread = OF_ATTACKERS | {"overrides", "batch_size"}
+
+    def pair_key(self, unit: Row) -> Hashable:
+        """The number of a row's datapoint, and its content, which may differ between data sets."""
+        content = json.dumps(unit.get("datapoint") or {}, sort_keys=True)
+        return unit["datapoint_id"], unit["y"], unit.get("datapoint_hash") or content
+
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        """The figures of all episodes and by agent."""
+        flat, agents = figures["figures"], figures["agents"]
+        table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
+        names = [name for name in flat if not name.endswith("_interval") and "std_" not in name]
+        for name in names:
+            if "/" not in name:
+                table.add_row(_label(name), _cell(flat, name), *("" for _ in agents))
+        for name in dict.fromkeys(one.partition("/")[2] for one in names if "/" in one):
+            cells = (_cell(flat, f"{agent}/{name}") for agent in agents)
+            table.add_row(_label(name), "", *cells)
+        return [table]
+
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        figures, rows = evaluation.figures, evaluation.rows
+        metrics = {
+            "accuracy": metric_of(lambda row: float(row["is_right"]), is_binary=True),
+            "share_undecided": metric_of(lambda row: float(row["decision"] is None)),
+            "episode_length": metric_of(lambda row: float(row["num_rounds"]), "observed"),
+            **{f"reward_of_{name}": _reward_of(name) for name in figures["agents"]},
+        }
+        # Runs should be equal in split, seed, and models before training.
+        values = read_yaml_mapping(evaluation.run / HYPER_PARAMETERS)
+        sections = [values, *(one for one in values.values() if isinstance(one, Mapping))]
+        models = {
+            name: agent["model"]
+            for section in sections
+            for name, agent in (section.get("agents") or {}).items()
+            if isinstance(agent, Mapping) and "model" in agent
+        }
+        seed = figures.get("seed")
+        conditions = {
+            "split": figures["split"],
+            "seed": values["seed"] if seed is None else seed,
+            "models": models,
+        }
+        return Contender(label, rows, list(map(self.pair_key, rows)), metrics, figures, conditions)
+
+
+def _reward_of(agent: str) -> Metric:
+    return metric_of(lambda row: row["rewards"].get(agent), "observed")
+
+
+def _label(name: str) -> Text:
+    return Text(name.replace("_", " "))
+
+
+def _cell(flat: Mapping[str, Any], name: str) -> str:
+    if name not in flat:
+        return ""
+    write = percent if is_share(name) else decimal
+    is_count = name.rpartition("/")[2].startswith("num_")
+    shown = f"{flat[name]:,.0f}" if is_count else write(flat[name])
+    return shown + bracketed(flat.get(f"{name}_interval"), write)
 
 
 @dataclass
@@ -129,10 +232,14 @@ class Protocols(EpisodeFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> dict[str, Any]:
-        from nip_astra.trainers.protocol.episode_samples import NUM_TEST_EPISODES, episode_rows
-        from nip_astra.trainers.protocol.statistics import PlayStatistics
+        from nip_astra.trainers.protocol.statistics import (
+            NUM_TEST_EPISODES,
+            PlayStatistics,
+            episode_rows,
+        )
 
-        trainer, statistics = subject.trainer, PlayStatistics(subject.trainer.agents.names)
+        trainer, step = subject.trainer, subject.trainer.rl.num_iterations
+        statistics = PlayStatistics(trainer.agents.names)
         rows: list[Row] = []
         hashes: dict[int, str] = {}
         with trainer.testing():
@@ -147,12 +254,12 @@ class Protocols(EpisodeFamily):
                         batch,
                         trainer.scenario_instance,
                         num_episodes=NUM_TEST_EPISODES,
-                        step=trainer.rl.num_iterations,
+                        step=step,
                         seed=subject.key[0],
                     )
-                    sample = [dict(zip(columns, row, strict=True)) for row in shown]
-                    step = {"step": trainer.rl.num_iterations}
-                    (folder.path / EPISODES).write_bytes(encode_rows(step | row for row in sample))
+                    sample = (dict(zip(columns, row, strict=True)) for row in shown)
+                    lines = encode_rows({"step": step} | row for row in sample)
+                    (folder.path / EPISODES).write_bytes(lines)
                 on_part(1)
         rows = [{"episode": number, **row} for number, row in enumerate(rows)]
         (folder.path / EPISODE_ROWS).write_bytes(encode_rows(rows))
@@ -222,26 +329,20 @@ def _rows_of(batch: Any, subject: ProtocolSubject, hashes: dict[int, str]) -> li
     is_end_ET = batch["next", "done"].squeeze(-1) & counts_ET
     y_N = batch["y"].squeeze(-1)[is_end_ET].tolist()
     decision_N = batch["next", "decision"][is_end_ET].tolist()
+    names, rewards_NA = subject.trainer.agents.names, ended.reward_NA.tolist()
     rows = []
     for place, datapoint in enumerate(ended.datapoint_N.tolist()):
         if datapoint not in hashes:
             hashes[datapoint] = _hash_of(subject.environment.dataset[datapoint])
-        decision = {0: "reject", 1: "accept"}.get(int(decision_N[place]))
         rows.append(
             {
                 "datapoint_id": datapoint,
                 "datapoint_hash": hashes[datapoint],
                 "y": int(y_N[place]),
-                "decision": decision,
+                "decision": DECISIONS.get(int(decision_N[place])),
                 "is_right": bool(ended.is_right_N[place]),
                 "num_rounds": int(ended.num_rounds_N[place]),
-                "rewards": dict(
-                    zip(
-                        subject.trainer.agents.names,
-                        ended.reward_NA[place].tolist(),
-                        strict=True,
-                    )
-                ),
+                "rewards": dict(zip(names, rewards_NA[place], strict=True)),
             }
         )
     return rows

@@ -1,19 +1,27 @@
-"""Scorers, labelled responses and embedder of an evaluation."""
+"""Scorers, labelled responses and embedder of an evaluation, and cards of its models.
+
+A card has `role`, `name`, `kind`, `source`, `licence`, `num_parameters`, `size_bytes` and `sha256`;
+null if unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
-from nip_astra.errors import ConfigurationError, DataError
-from nip_astra.evaluation.cards import code_of, scorer_card, weights_of
+from nip_astra.errors import ConfigurationError, DataError, NipAstraError
 from nip_astra.evaluation.detectors import LabelledResponse, read_labelled
 from nip_astra.evaluation.families.base import EvaluationRequest
-from nip_astra.evaluation.storage import text_hash
+from nip_astra.evaluation.storage import text_hash, weights_files, weights_hash
 from nip_astra.evaluation.summary import NGRAMS
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
@@ -24,10 +32,15 @@ from nip_astra.utils.devices import resolve_device
 
 NO_LABELS = "none"
 """As --labelled: leave out the scenario's own labelled responses."""
+PACKAGES = {"profanity": "alt-profanity-check", "toxblock": "tox-block", "detoxify": "detoxify"}
+"""Packages that ship or fetch the weights of scorers."""
+_LICENCE_FILES = ("LICENSE", "LICENCE", "LICENSE.txt", "LICENSE.md", "COPYING")
+
+Card = dict[str, Any]
 
 
 class LoadedScorers(NamedTuple):
-    """Scorers by name, the one that decides first, and their parameters."""
+    """Scorers by name, the deciding one first, and their parameters."""
 
     scorers: dict[str, Scorer]
     parameters: dict[str, Any]
@@ -52,20 +65,19 @@ def load_scorers(
         The scenario's scorer, if it is loaded already.
     """
     scorers: dict[str, Scorer] = {}
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for spec in specs or ("own",):
-        name, parameters = _scorer_parameters(spec, own)
+        name, its_parameters = _scorer_parameters(spec, own)
         while name in scorers:
             name += "_2"
         scorer = own_scorer if spec == "own" else None
         if scorer is None:
             # Any but the run's own was named by the user.
             with on_behalf_of(active_source() if spec == "own" else None):
-                scorer = build_scorer(
-                    parameters, device=resolve_device(settings.device), scenario_dir=scenario_dir
-                )
-        scorers[name], found[name] = scorer, parameters.to_dict()
-    return LoadedScorers(scorers, found)
+                device = resolve_device(settings.device)
+                scorer = build_scorer(its_parameters, device=device, scenario_dir=scenario_dir)
+        scorers[name], parameters[name] = scorer, its_parameters.to_dict()
+    return LoadedScorers(scorers, parameters)
 
 
 def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
@@ -75,22 +87,17 @@ def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         return spec, SCORERS.get(spec).Parameters.from_dict({})
     values = read_mapping(path, "_type and the scorer's parameters")
-    if not isinstance(values.get("_type"), str):
+    kind = values.pop("_type", None)
+    if not isinstance(kind, str):
         raise DataError(
             f"the scorer's file {path} has no _type. Begin it with `_type: <name>`, one of: "
             f"{', '.join(SCORERS.names())}."
         )
-    rest = {name: value for name, value in values.items() if name != "_type"}
-    return path.stem, SCORERS.get(values["_type"]).Parameters.from_dict(rest)
+    return path.stem, SCORERS.get(kind).Parameters.from_dict(values)
 
 
 def read_mapping(path: str | Path, content: str) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Parameters
-    ----------
-    content : str
-        What it should hold, for the message.
+    """The mapping in a YAML file; `content` describes it for messages.
 
     Raises
     ------
@@ -110,18 +117,16 @@ def read_mapping(path: str | Path, content: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Judges:
-    """Scorers of conversations, and what belongs to them.
+    """Scorers of conversations, with their labelled responses and an embedder of probes.
 
     Attributes
     ----------
     scorers : dict[str, Scorer]
-        By name, the one that decides first.
+        By name, the deciding one first.
     configuration : dict
-        What changes the figures: parameters of the scorers, and what is not the default.
-    labelled : Sequence[LabelledResponse]
-        Empty if there are none.
+        Everything here that changes the figures.
     embedding : str
-        What embeds texts, for a reader.
+        Describes the embedder.
     cards : list[dict]
         Of the scorers.
     """
@@ -131,7 +136,7 @@ class Judges:
     labelled: Sequence[LabelledResponse]
     embedder: Embedder
     embedding: str
-    cards: list[dict[str, Any]]
+    cards: list[Card]
 
 
 def load_judges(
@@ -143,12 +148,7 @@ def load_judges(
 ) -> Judges:
     """Load scorers, labelled responses and embedder.
 
-    Parameters
-    ----------
-    section : Any
-        Parameters of the scenario's kind.
-    own_scorer : Scorer, optional
-        The scenario's scorer, if it is loaded already.
+    `section` holds the parameters of the scenario's kind, and `own_scorer` is its loaded scorer.
     """
     loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
     described = {}
@@ -162,31 +162,216 @@ def load_judges(
     labelled: Sequence[LabelledResponse] = ()
     if labels is not None and request.labelled != NO_LABELS:
         labelled = read_labelled(Path(resolve_reference(labels, scenario_dir)))
-    if labelled:
         texts = [f"{one.exchange.conversation}\t{one.is_failure}" for one in labelled]
         configuration["labelled"] = {"number": len(labelled), "sha256": text_hash(texts)}
-    embedder, embedding = _embedder(request.embedder, settings, scenario_dir)
-    if embedding != NGRAMS:
-        configuration["embedder"] = embedding
-    cards = [
-        scorer_card(name, scorer.parameters, scenario_dir)
-        for name, scorer in loaded.scorers.items()
-    ]
-    return Judges(loaded.scorers, configuration, labelled, embedder, embedding, cards)
-
-
-def _embedder(
-    name: str | None, settings: ExperimentSettings, scenario_dir: Path | None
-) -> tuple[Embedder, str]:
-    if name == "":
+    model = request.embedder
+    if model == "":
         raise ConfigurationError(
             "embedder (--embedder) is empty. Give ngram, or an encoder's folder, "
             "package://name/folder or hub id."
         )
-    if name in (None, "ngram"):
-        parameters = EmbedderParameters()
-    else:
-        parameters = EmbedderParameters(kind="encoder", model=name)
+    embedding, kind = NGRAMS, EmbedderParameters()
+    if model not in (None, "ngram"):
+        embedding, kind = f"mean of {model}", EmbedderParameters(kind="encoder", model=model)
+        configuration["embedder"] = embedding
     device = resolve_device(settings.device)
-    embedder = build_embedder(parameters, device=device, scenario_dir=scenario_dir)
-    return embedder, NGRAMS if parameters.kind == "ngram" else f"mean of {name}"
+    return Judges(
+        loaded.scorers,
+        configuration,
+        labelled,
+        build_embedder(kind, device=device, scenario_dir=scenario_dir),
+        embedding,
+        [scorer_card(name, one.parameters, scenario_dir) for name, one in loaded.scorers.items()],
+    )
+
+
+# ---- identities of scorers
+
+
+def code_of(scorer: Scorer) -> str | None:
+    """A digest of a scorer's own files and of its packages' versions; None for code of nip_astra.
+
+    Imports of those files are covered by the version of the file's package alone.
+    """
+    parts = [text for name in scorer.modules for text in _describe(name)]
+    # Without the modules' names: that of a plug-in changes with its folder.
+    return text_hash(sorted(parts)) if parts else None
+
+
+def weights_of(scorer: Scorer) -> str | None:
+    """A digest of the weights that a scorer and those nested in it name, or None."""
+    own = weights_digest(scorer.parameters, scorer.scenario_dir)
+    digests = (own, *map(weights_of, scorer.nested_scorers))
+    known = [digest for digest in digests if digest is not None]
+    return text_hash(known) if known else None
+
+
+def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
+    """The digest of the weights that a scorer names; None if no files of them are known."""
+    reference = _scorer_reference(parameters)
+    folder = None if reference is None else _folder(reference, scenario_dir)
+    return None if folder is None else _weights(folder)[1]
+
+
+def _describe(name: str) -> list[str]:
+    top, _, rest = name.partition(".")
+    if top == "nip_astra":
+        package = PACKAGES.get(rest.rpartition(".")[2])
+        return [] if package is None else [package_text(package)]
+    if top in sys.stdlib_module_names:
+        return []
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else name
+    return [digest, *map(package_text, metadata.packages_distributions().get(top, ()))]
+
+
+def _scorer_reference(parameters: Any) -> str | None:
+    reference = getattr(parameters, "model", None) or getattr(parameters, "checkpoint", None)
+    # A parameter of a plug-in may have the name and another meaning.
+    return reference if isinstance(reference, str) else None
+
+
+# ---- cards
+
+
+def model_card(
+    role: str,
+    parameters: Any,
+    scenario_dir: Path | None,
+    *,
+    num_parameters: int | None = None,
+    trained: str | None = None,
+    sha256: str | None = None,
+) -> Card:
+    """The card of a language model.
+
+    Parameters
+    ----------
+    parameters : Any
+        Of its backend; `model` is its source.
+    trained, sha256 : str, optional
+        The run that trained the weights, and the digest of the trained ones.
+    """
+    reference = getattr(parameters, "model", None)
+    card = _card(role, parameters.type_name, reference, scenario_dir)
+    card["num_parameters"] = num_parameters
+    if trained is not None:
+        card |= {"name": trained, "source": f"trained from {card['source']}", "sha256": sha256}
+    return card | _service(parameters)
+
+
+def text_card(role: str, name: str, kind: str) -> Card:
+    """The card of a speaker that is no model."""
+    return _card(role, kind, None, None) | {"name": name}
+
+
+def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
+    """The card of a scorer."""
+    kind, reference = parameters.type_name, _scorer_reference(parameters)
+    card = _card("scorer", kind, reference, scenario_dir)
+    if reference is None:
+        package = PACKAGES.get(kind)
+        card["source"] = SCORERS.origin(kind) if package is None else package_text(package)
+        card["licence"] = None if package is None else _package_licence(package)
+    return card | _service(parameters) | {"name": name}
+
+
+def _card(role: str, kind: str, reference: str | None, scenario_dir: Path | None) -> Card:
+    card: Card = {"role": role, "name": reference or kind, "kind": kind, "source": None}
+    card |= {"licence": None, "num_parameters": None, "size_bytes": None, "sha256": None}
+    if reference is None:
+        return card
+    scheme, separator, rest = reference.partition("://")
+    package = rest.partition("/")[0] if separator and scheme == "package" else None
+    if package is not None:
+        card["source"] = package_text(package)
+    elif separator:
+        card["source"] = "the scenario's own files"
+    else:
+        is_folder = Path(reference).expanduser().exists()
+        card["source"] = "a folder" if is_folder else f"hub id {reference}"
+    folder = _folder(reference, scenario_dir)
+    if folder is not None:
+        size, digest = _weights(folder)
+        card |= {"size_bytes": size, "sha256": digest, "licence": _licence(folder, scenario_dir)}
+    if package is not None:
+        card["licence"] = card["licence"] or _package_licence(package)
+    return card
+
+
+def _service(parameters: Any) -> dict[str, str]:
+    if getattr(parameters, "service", None) == "local":
+        return {"source": f"{parameters.weights} behind a service of the run"}
+    url = getattr(parameters, "base_url", None)
+    return {} if url is None else {"source": f"service at {url}"}
+
+
+def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
+    """The folder or file of the weights, without a network; None if there is none."""
+    try:
+        place = resolve_reference(reference, scenario_dir)
+        if isinstance(place, Path):
+            return place if place.exists() else None
+        cached = try_to_load_from_cache(place, "config.json")
+    except (NipAstraError, ValueError):
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _weights(folder: Path) -> tuple[int, str | None]:
+    """The size in bytes and the digest of weights."""
+    stats = [path.stat() for path in weights_files(folder)]
+    changed_ns = max((stat.st_mtime_ns for stat in stats), default=0)
+    return sum(stat.st_size for stat in stats), _digest(folder, changed_ns)
+
+
+@lru_cache(maxsize=32)
+def _digest(folder: Path, _changed_ns: int) -> str | None:
+    return weights_hash(folder)
+
+
+def _licence(folder: Path, scenario_dir: Path | None) -> str | None:
+    """The licence in a model's card or licence file, the nearest first."""
+    start = folder if folder.is_dir() else folder.parent
+    card = start / "README.md"
+    if card.is_file() and (licence := _front_matter(card).get("license")):
+        return str(licence)
+    places = [start]
+    if scenario_dir is not None and scenario_dir.resolve() in start.resolve().parents:
+        places.append(scenario_dir)
+    for path in (place / name for place in places for name in _LICENCE_FILES):
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            return next((line.strip() for line in lines if line.strip()), None)
+    return None
+
+
+def _front_matter(path: Path) -> Mapping[str, Any]:
+    start, _, rest = path.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    if start.strip():
+        return {}
+    try:
+        values = yaml.safe_load(rest.partition("\n---")[0])
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def package_text(package: str) -> str:
+    """A package's name and version."""
+    try:
+        return f"package {package} {metadata.version(package.replace('_', '-'))}"
+    except metadata.PackageNotFoundError:
+        return f"package {package}"
+
+
+def _package_licence(package: str) -> str | None:
+    try:
+        about = metadata.metadata(package.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return None
+    for field in ("License-Expression", "License"):
+        if field in about:
+            return str(about[field]).strip().partition("\n")[0]
+    named = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]
+    return named[0].rpartition(" :: ")[2] if named else None

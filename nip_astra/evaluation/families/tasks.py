@@ -29,8 +29,15 @@ from nip_astra.evaluation.families.base import (
     service_settings,
 )
 from nip_astra.evaluation.families.protocols import stored_material
-from nip_astra.evaluation.rows import Row, RowFile, read_rows
-from nip_astra.evaluation.storage import TASK_ROWS, EvaluationFolder, text_hash, weights_hash
+from nip_astra.evaluation.storage import (
+    TASK_ROWS,
+    EvaluationFolder,
+    Row,
+    RowFile,
+    read_rows,
+    text_hash,
+    weights_hash,
+)
 from nip_astra.evaluation.tables import bracketed, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
@@ -43,16 +50,8 @@ MATTERS = ("split", "num_runs", "success_reward", "task", "seed")
 """Parts of an evaluation that should be equal where policies are compared."""
 
 
-class _Policy(NamedTuple):
-    """A run's policy, the checkpoint with its weights (None: untrained), and a name's suffix."""
-
-    run: Path
-    checkpoint: Path | None
-    suffix: str
-
-
 class _Problem(NamedTuple):
-    """A policy on a problem: means over the runs with a reward, and how many they are."""
+    """A policy on a problem: means over the runs with a reward, and their number."""
 
     problem_hash: str
     accuracy: float | None
@@ -62,9 +61,9 @@ class _Problem(NamedTuple):
 
 @dataclass
 class TaskSubject(Subject):
-    """A policy, its trainer, and the problems that it answers."""
+    """A policy, its checkpoint (None: untrained), and the problems that it answers."""
 
-    policy: _Policy | None = None
+    checkpoint: Path | None = None
     trainer: Any = None
     resolved: Any = None
     problems: Sequence[int] = ()
@@ -84,12 +83,11 @@ class Tasks(EvaluationFamily):
     ) -> Iterator[TaskSubject]:
         from nip_astra.run import prepare_experiment
 
-        policy = _policy_of(run, is_untrained=request.untrained)
-        resolved = _resolve(policy.run, request)
-        name = request.name or "-".join(filter(None, (request.split, policy.suffix)))
-        settings = service_settings(settings.model_copy(update={"progress": False}), policy.run)
-        prepared = prepare_experiment(resolved, settings)
-        trainer: Any = prepared.trainer
+        run, checkpoint, suffix = _policy_of(run, is_untrained=request.untrained)
+        resolved = _resolve(run, request)
+        name = request.name or "-".join(filter(None, (request.split, suffix)))
+        settings = service_settings(settings.model_copy(update={"progress": False}), run)
+        trainer: Any = prepare_experiment(resolved, settings).trainer
         options = trainer.options.evaluation
         is_dev = request.split == "dev"
         count = options.num_dev_problems if is_dev else options.num_problems
@@ -103,11 +101,11 @@ class Tasks(EvaluationFamily):
                 f"task.evaluation.{runs}=4"
             )
         yield TaskSubject(
-            policy.run,
+            run,
             name,
-            f"{RunDirectory(policy.run).run_id}: {name}",
+            f"{RunDirectory(run).run_id}: {name}",
             closing_services(trainer.scenario_instance.services),
-            policy=policy,
+            checkpoint=checkpoint,
             trainer=trainer,
             resolved=resolved,
             problems=problems,
@@ -139,12 +137,11 @@ class Tasks(EvaluationFamily):
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import services_used
 
-        trainer, policy = subject.trainer, subject.policy
+        trainer = subject.trainer
         services = trainer.scenario_instance.services
         resume_usage(services, f"evaluation {folder.path.name}", is_new=subject.is_new)
-        assert policy is not None
-        if policy.checkpoint is not None:
-            trainer.load_models(policy.checkpoint)
+        if subject.checkpoint is not None:
+            trainer.load_models(subject.checkpoint)
         figures = play_problems(
             trainer, request.split, subject.problems, subject.num_runs,
             folder.path / TASK_ROWS, on_part,
@@ -164,7 +161,7 @@ class Tasks(EvaluationFamily):
         return read_rows(evaluation.path / TASK_ROWS)
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
-        from nip_astra.trainers.service.measuring import Tally
+        from nip_astra.trainers.service.metrics import Tally
 
         options = getattr(_resolve(run_of(run)[0], request).hyper_params, KIND).evaluation
         num_runs = options.num_dev_runs if request.split == "dev" else options.num_runs
@@ -223,8 +220,8 @@ def _sample(row: Row) -> Sample:
     return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))
 
 
-def _policy_of(path: Path, *, is_untrained: bool) -> _Policy:
-    """The policy at a path: at the end of a run, or of a checkpoint."""
+def _policy_of(path: Path, *, is_untrained: bool) -> tuple[Path, Path | None, str]:
+    """The run, the checkpoint with the policy (None: untrained), and a suffix of the name."""
     run, checkpoint = run_of(path)
     if is_untrained:
         if checkpoint is not None:
@@ -232,21 +229,18 @@ def _policy_of(path: Path, *, is_untrained: bool) -> _Policy:
                 f"{path} is a checkpoint, and its policy is trained. Give {run} with --untrained, "
                 "or the checkpoint without."
             )
-        return _Policy(run, None, "untrained")
+        return run, None, "untrained"
     store = CheckpointStore(run / "checkpoints")
-    if checkpoint is not None:
-        store.verify(checkpoint)
-        return _Policy(run, checkpoint, checkpoint.name)
-    # A run that has ended was left with the weights that did best on dev problems, if any did.
-    found = store.best() if RunDirectory(run).has_ended else None
-    found = found or store.latest()
-    if found is None:
+    # A finished run was left with the weights that did best on dev problems, if any did.
+    own = store.best() if checkpoint is None and RunDirectory(run).has_ended else None
+    chosen = checkpoint or own or store.latest()
+    if chosen is None:
         raise ConfigurationError(
             f"{path} has no checkpoint, so its policy is not trained yet. Resume the run, or give "
             "--untrained."
         )
-    store.verify(found)
-    return _Policy(run, found, "")
+    store.verify(chosen)
+    return run, chosen, "" if checkpoint is None else checkpoint.name
 
 
 def _resolve(run: Path, request: EvaluationRequest) -> Any:
@@ -269,7 +263,7 @@ def _described(subject: TaskSubject) -> dict[str, Any]:
         "language_model": stored[KIND]["policy"]["language_model"],
         "train_service": section.get("train_service"),
     }
-    checkpoint = subject.policy.checkpoint if subject.policy else None
+    checkpoint = subject.checkpoint
     if checkpoint is not None:
         found["checkpoint"] = checkpoint.name
         found["weights"] = weights_hash(checkpoint / subject.trainer.policy_role)
@@ -291,21 +285,14 @@ def play_problems(
     path: Path,
     on_part: OnPart = lambda _: None,
 ) -> dict[str, Any]:
-    """Play the problems that a file of rows does not hold yet, and return the figures of all.
-
-    Parameters
-    ----------
-    path : Path
-        Gets the rows of each part as it is played, so that a killed evaluation continues.
-    on_part : callable
-        Called with the number of problems played, after each part of them.
+    """Play the problems that the file of rows `path` does not hold yet; return the figures of all.
 
     Raises
     ------
     NothingMeasuredError
         When no answer has a reward.
     """
-    from nip_astra.trainers.service.measuring import Tally
+    from nip_astra.trainers.service.metrics import Tally
     from nip_astra.utils.intervals import paired_difference
 
     options = trainer.options.evaluation
@@ -346,11 +333,12 @@ def play_problems(
     spread = paired_difference(tally.rewards, tally.problems, is_bounded=False).estimate
     if not math.isfinite(spread.low):
         return figures
-    place = list(figures).index("mean_reward") + 1
-    items = list(figures.items())
-    return dict(
-        [*items[:place], ("mean_reward_interval", [spread.low, spread.high]), *items[place:]]
-    )
+    with_interval: dict[str, Any] = {}
+    for name, value in figures.items():
+        with_interval[name] = value
+        if name == "mean_reward":
+            with_interval["mean_reward_interval"] = [spread.low, spread.high]
+    return with_interval
 
 
 def _rows_of(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from nip_astra.scorers.base import Exchange, Scorer
+    from nip_astra.scorers.base import Scorer
 
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.exports import Material, Sample
@@ -33,9 +33,13 @@ from nip_astra.evaluation.families.base import (
     run_fields,
     service_settings,
 )
-from nip_astra.evaluation.families.episodes import DECISIONS, EpisodeFamily, bounds_of_undecided
-from nip_astra.evaluation.rows import Row, encode_rows
-from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
+from nip_astra.evaluation.families.protocols import (
+    DECISIONS,
+    EPISODES,
+    EpisodeFamily,
+    bounds_of_undecided,
+)
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
 from nip_astra.evaluation.tables import as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
@@ -43,8 +47,6 @@ from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 VERSION = 1
-EPISODES = "episodes.jsonl"
-"""A sample of an evaluation's episodes, for reports."""
 ROLLOUTS = "rollouts.json"
 ANSWERS = "answers.jsonl"
 SCORES = "scores.jsonl"
@@ -111,10 +113,14 @@ class TextProtocols(EpisodeFamily):
     ) -> dict[str, Any]:
         from nip_astra.run import prepare_experiment
         from nip_astra.samplers.answer_journal import AnswerJournal
-        from nip_astra.samplers.text_arrays import rollouts_of
+        from nip_astra.samplers.text_rollouts import rollouts_of
         from nip_astra.trainers.service_use import services_used
-        from nip_astra.trainers.text.datapoints import held_out_episodes, train_episodes
-        from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
+        from nip_astra.trainers.text.rollouts import (
+            COLUMNS,
+            episode_rows,
+            held_out_episodes,
+            train_episodes,
+        )
 
         trainer: Any = prepare_experiment(subject.resolved, subject.settings).trainer
         instance, count, seed = trainer.instance, request.num_episodes, subject.seed
@@ -189,14 +195,13 @@ class TextProtocols(EpisodeFamily):
 
         if request.labelled or request.embedder:
             raise ConfigurationError(
-                f"--labelled and --embedder have no effect on {path}: answers of a text protocol "
-                "are neither compared with labels nor grouped."
+                f"--labelled and --embedder have no effect on {path}, a run of a text protocol. "
+                "Leave them out."
             )
         if not request.scorers or "own" in request.scorers:
             raise ConfigurationError(
-                f"{path} has no scorer of its own. Name one: --scorer detoxify, or a YAML file "
-                "with _type: judge and a rubric. nip-astra analyse asks yes-or-no questions about "
-                "whole rollouts."
+                f"{path} has no scorer of its own. Give one, for instance --scorer detoxify, or a "
+                "YAML file with _type: judge and a rubric."
             )
         run = _run_of(path)
         resolved = resolve_stored(run, request)
@@ -287,32 +292,24 @@ class TextProtocols(EpisodeFamily):
             hyper_params=resolved.hyper_params.to_dict(),
             rates={} if accuracy is None else {f"evaluation/{name}/accuracy": float(accuracy)},
             scores={"accuracy": sum(row["is_right"] for row in rows) / max(len(rows), 1)},
-            sample=partial_sample(f"nip_astra/{directory.run_id}"),
+            sample=_sample,
             model=directory.run_id,
             metadata={"agents": list(protocol.agent_names)},
         )
 
 
-def partial_sample(model: str) -> Any:
-    """A function from a rollout to what Inspect shows of it."""
-
-    def sample(row: Row) -> Sample:
-        datapoint = "\n\n".join(f"{name}: {value}" for name, value in row["datapoint"].items())
-        messages = [("user", datapoint)]
-        for turn in row["turns"]:
-            role = "assistant" if turn["role"] == "verifier" else "user"
-            messages.append((role, f"{turn['agent']}: {turn['answer']}"))
-        decision = row["decision"] or "none"
-        named = ("split", "iteration", "datapoint_id", "num_rounds", "rewards")
-        return Sample(
-            messages,
-            decision,
-            {"accuracy": (float(row["is_right"]), decision)},
-            {name: row[name] for name in named},
-            DECISIONS[row["y"]],
-        )
-
-    return sample
+def _sample(row: Row) -> Sample:
+    """A rollout as Inspect shows it."""
+    datapoint = "\n\n".join(f"{name}: {value}" for name, value in row["datapoint"].items())
+    messages = [("user", datapoint)]
+    for turn in row["turns"]:
+        role = "assistant" if turn["role"] == "verifier" else "user"
+        messages.append((role, f"{turn['agent']}: {turn['answer']}"))
+    decision = row["decision"] or "none"
+    named = ("split", "iteration", "datapoint_id", "num_rounds", "rewards")
+    scores = {"accuracy": (float(row["is_right"]), decision)}
+    metadata = {name: row[name] for name in named}
+    return Sample(messages, decision, scores, metadata, DECISIONS[row["y"]])
 
 
 def rollout_rows(
@@ -390,16 +387,22 @@ Answer = dict[str, Any]
 where the scorer gave no verdict, or "error"."""
 
 
-def exchanges_of(
-    rollouts: NestedArrayDict, agent_names: Sequence[str]
-) -> tuple[list[Answer], list[Exchange]]:
-    """Every answer of an agent with its history, for scorers.
+def rate_answers(
+    rollouts: NestedArrayDict, agent_names: Sequence[str], scorers: Mapping[str, Scorer]
+) -> list[Answer]:
+    """Rate every answer of an agent with its history.
 
-    An agent stands where a target does: it is the assistant, and everything it reads is the user.
+    An agent takes the target's place: it is the assistant, and everything it reads is the user.
+
+    Raises
+    ------
+    ScorerError
+        When a scorer fails and is not to be skipped.
     """
     from nip_astra.scorers.base import Exchange, Message
 
-    answers, exchanges = [], []
+    answers: list[Answer] = []
+    exchanges = []
     for n, r, a in np.argwhere(rollouts["agents", "is_active"]).tolist():
         text = rollouts["agents", "raw_message"][n, r, a]
         if rollouts["agents", "is_filled"][n, r, a]:
@@ -420,20 +423,6 @@ def exchanges_of(
                 "scores": {},
             }
         )
-    return answers, exchanges
-
-
-def rate_answers(
-    rollouts: NestedArrayDict, agent_names: Sequence[str], scorers: Mapping[str, Scorer]
-) -> list[Answer]:
-    """Let scorers rate every answer.
-
-    Raises
-    ------
-    ScorerError
-        When a scorer fails and is not to be skipped.
-    """
-    answers, exchanges = exchanges_of(rollouts, agent_names)
     for name, scorer in scorers.items():
         scores_N, is_error_N = scorer.rate(exchanges)
         rated = zip(answers, scores_N.tolist(), is_error_N.tolist(), strict=True)
@@ -448,8 +437,7 @@ def score_figures(
 ) -> dict[str, Any]:
     """Figures by agent: `<agent>/mean_<scorer>`, and the share of scores from the threshold on.
 
-    Answers without a verdict are left out. `<agent>/share_<scorer>_interval` is a 95 % interval,
-    which allows for answers about the same datapoint.
+    Answers without a verdict are left out. Intervals are 95 % ones over datapoints.
     """
     figures: dict[str, Any] = {}
     for agent in dict.fromkeys(answer["agent"] for answer in answers):
@@ -471,12 +459,8 @@ def score_figures(
 
 
 def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "kind": "interaction_proof",
-        "name": folder.path.name,
-        "run": run_id,
-    }
+    head = {"version": VERSION, "kind": "interaction_proof"}
+    return {**head, "name": folder.path.name, "run": run_id}
 
 
 def _run_of(path: Path) -> Path:
@@ -485,10 +469,8 @@ def _run_of(path: Path) -> Path:
 
 
 def _results(directory: RunDirectory) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if (directory.path / RESULTS).is_file():
-        found = directory.read_json(RESULTS)
-    return found
+    has_ended = (directory.path / RESULTS).is_file()
+    return dict(directory.read_json(RESULTS)) if has_ended else {}
 
 
 def _file_of(evaluation: Evaluation) -> NestedArrayDict:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from pydantic import Field, JsonValue
@@ -21,6 +22,7 @@ from nip_astra.parameters.parameters_base import (
 )
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.safe_text import valid_text
+from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.seeding import derive_seed
 
 
@@ -32,19 +34,14 @@ class ChatMessage(TypedDict):
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opens_answer: bool
+    tokenizer: Any,
+    messages: Sequence[ChatMessage] | Sequence[Mapping[str, str]],
+    *,
+    opens_answer: bool,
 ) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
-    Parameters
-    ----------
-    opens_answer : bool
-        Whether the text ends where the assistant's next message begins.
-
-    Raises
-    ------
-    ModelLoadError
-        When the template is missing or refuses the messages.
+    With `opens_answer` the text ends where the assistant's next message begins.
     """
     try:
         text: str = tokenizer.apply_chat_template(
@@ -53,11 +50,10 @@ def render_chat(
             add_generation_prompt=opens_answer,
         )
     except Exception as error:
-        # Templates raise whatever their authors chose.
+        # Templates raise errors of any type.
         raise ModelLoadError(
-            f"the chat template refused messages of the roles "
-            f"{[message['role'] for message in messages]}: {error}. Give roles, in an order, that "
-            "the model knows."
+            f"the chat template refused the roles {[message['role'] for message in messages]}: "
+            f"{error}. Begin with a user's message, or remove the system message."
         ) from error
     return text
 
@@ -114,7 +110,7 @@ class ChatRequest:
         return range(self.first_sample, self.first_sample + self.num_samples)
 
     def seed_from(self, sample: int) -> int | None:
-        """The seed of a request that starts at a sample; the same for every kind of model."""
+        """The seed of a request that starts at a sample, for every kind of model."""
         if self.seed is None:
             return None
         return (derive_seed(self.seed, "sample", sample) if sample else self.seed) % NUM_SEEDS
@@ -254,6 +250,22 @@ class ChatOutcome:
     usage_before: ChatUsage = NOTHING_USED
 
 
+def join_outcomes(outcomes: Sequence[ChatOutcome]) -> ChatOutcome:
+    """The outcome of a request from those of its parts."""
+    return ChatOutcome(
+        tuple(sample for outcome in outcomes for sample in outcome.samples),
+        sum_usage(outcome.usage for outcome in outcomes),
+        is_cached=all(outcome.is_cached for outcome in outcomes),
+        is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
+        usage_before=sum_usage(outcome.usage_before for outcome in outcomes),
+    )
+
+
+def sum_usage(usages: Iterable[ChatUsage]) -> ChatUsage:
+    """The tokens of several requests."""
+    return ChatUsage(*map(sum, zip(*usages, strict=True)))
+
+
 TOKENS_PRICED = 1_000_000
 LONGEST_BACKOFF = 60.0
 
@@ -294,11 +306,9 @@ class LimitParameters(SubParameters):
         Parameters
         ----------
         attempt : int
-            The further attempt, from 1.
-        retry_after : float
-            Seconds that the service requests.
-        spent : float
-            Seconds that the request took so far.
+            Number of the further attempt, from 1.
+        retry_after, spent : float
+            Seconds that the service requests, and that the request took so far.
         jitter : callable
             Random share of half the pause to leave out, in [0, 1).
         """
@@ -324,7 +334,6 @@ class PriceParameters(SubParameters):
     """Price of a million completion tokens."""
 
     def cost(self, usage: ChatUsage) -> float:
-        """The price of a request."""
         prompt, completion = usage
         return (prompt * self.prompt + completion * self.completion) / TOKENS_PRICED
 
@@ -390,13 +399,13 @@ class ChatModel(ABC):
         Raises
         ------
         ConfigurationError
-            When no request would fare better: a wrong key, address or model.
+            When every request would fail: a wrong key, address or model.
         BudgetExhaustedError
             When the budget does not allow another request.
         """
 
     async def close(self) -> None:  # noqa: B027 - a model without connections has nothing to free
-        """End what is open. The model may be asked again later."""
+        """Close connections; the model may be used again later."""
 
 
 CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
@@ -430,3 +439,35 @@ def estimate_usage(messages: Iterable[ChatMessage], answers: Iterable[str]) -> C
     """Estimated tokens of a request and its answers."""
     prompt = sum(TOKENS_PER_MESSAGE + estimate_tokens(message["content"]) for message in messages)
     return ChatUsage(prompt, sum(estimate_tokens(answer) for answer in answers))
+
+
+T = TypeVar("T")
+
+
+_LOOP = BackgroundLoop()
+
+
+def complete_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutcome]:
+    """Send all requests at once, and wait for all outcomes; errors as of `ChatModel.answer`."""
+    return run_sync(gather_all([model.answer(request) for request in requests]))
+
+
+def close_all(models: Iterable[ChatModel]) -> None:
+    """Close the connections of models, and stop the services that they started."""
+    endings = [model.close() for model in models]
+    if endings:
+        run_sync(gather_all(endings))
+
+
+def run_sync(task: Coroutine[Any, Any, T]) -> T:
+    """The result of an asynchronous task; a signal that ends the wait cancels the task."""
+    return _LOOP.run(task)
+
+
+async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all tasks; the error of a failed one is raised after the others end."""
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast("list[T]", results)

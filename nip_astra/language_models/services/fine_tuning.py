@@ -1,28 +1,43 @@
-"""Fine-tuning by jobs: examples in, a model's new name out, some time later."""
+"""Fine-tuning by jobs, and the jobs of any service with OpenAI's protocol, a local one included."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from nip_astra.errors import ContextLengthError
-from nip_astra.language_models.services.chat import ChatMessage
+from pydantic import Field
+
+from nip_astra.errors import (
+    AnswerTooLargeError,
+    BudgetExhaustedError,
+    ConfigurationError,
+    ContextLengthError,
+    ServiceError,
+)
+from nip_astra.language_models.services.chat import ChatMessage, LimitParameters
+from nip_astra.language_models.services.http_client import OpenAIConnection, read_key
+from nip_astra.parameters.parameters_base import SubParameters, Url
+from nip_astra.progress import waiting_for
 
 Method = Literal["supervised", "dpo"]
 LrSchedule = Literal["linear", "constant"]
 
 
 class SupervisedExample(NamedTuple):
-    """A conversation whose last message is to be imitated."""
+    """A conversation whose last message is the target."""
 
     messages: tuple[ChatMessage, ...]
 
 
 class PreferenceExample(NamedTuple):
-    """A conversation with an answer that is preferred to another one."""
+    """A conversation with a preferred and a rejected answer."""
 
     messages: tuple[ChatMessage, ...]
     preferred: str
@@ -30,41 +45,41 @@ class PreferenceExample(NamedTuple):
 
 
 class JobStatus(StrEnum):
-    """How far a job is."""
+    """Status of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSED = "paused"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def is_over(self) -> bool:
-        """Whether it will stay so."""
-        return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
+        return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 
 @dataclass(frozen=True)
 class FineTuningOptions:
-    """How a job trains; None leaves a choice to the service, ours takes `DEFAULTS`.
+    """Options of a job; None leaves a choice to the service, ours uses `DEFAULTS`.
 
     Attributes
     ----------
     method : {"supervised", "dpo"}
-        What the examples are: `SupervisedExample` or `PreferenceExample`.
+        Its examples are `SupervisedExample` or `PreferenceExample`.
     lr_multiplier : float or None
         Multiple of the service's learning rate.
     beta : float or None
-        Of DPO; larger stays closer to the model that the job starts from.
+        Of DPO; larger stays closer to the initial model.
     nll_weight : float or None
         Weight of the preferred answers' cross entropy in a DPO job.
     freeze_embeddings : bool or None
-        Whether token embeddings and output head stay as they are where all weights are trained.
+        Whether token embeddings and output head stay fixed when all weights are trained.
     lr_schedule : {"linear", "constant"} or None
-        Learning rate over the job: to zero in a line, or constant.
+        Learning rate over the job: linear to zero, or constant.
     truncate_prompts : bool or None
-        Whether a prompt that the model's window does not hold loses its first tokens; otherwise
-        the job is refused.
+        Whether a prompt beyond the model's window loses its first tokens; otherwise the job is
+        refused.
     """
 
     method: Method = "supervised"
@@ -96,7 +111,7 @@ DEFAULTS: Mapping[str, Any] = {
     "truncate_prompts": False,
     "seed": 0,
 }
-"""Values of options that a job leaves open, in this process and served."""
+"""Values of options that a job leaves open."""
 HYPERPARAMETERS: Mapping[str, str] = {
     "num_epochs": "n_epochs",
     "batch_size": "batch_size",
@@ -107,9 +122,9 @@ HYPERPARAMETERS: Mapping[str, str] = {
     "beta": "beta",
     "nll_weight": "nll_weight",
 }
-"""Names of the options in OpenAI's protocol, and of our own beside them."""
+"""Names of the options in OpenAI's protocol; the last ones are our own."""
 DPO_OPTIONS = ("beta", "nll_weight")
-"""Options that supervised jobs do not have."""
+"""Options of DPO jobs only."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +133,10 @@ class FineTuningJob:
 
     Attributes
     ----------
-    job_id : str
-        Its name at the service.
     model : str or None
         Name of the trained model; None until the job has succeeded.
     error : str or None
-        Why it failed.
+        Reason of a failure.
     """
 
     job_id: str
@@ -144,65 +157,248 @@ class FineTuningService(ABC):
         *,
         key: str,
     ) -> FineTuningJob:
-        """Start a job that trains `model`, or find the one that was started under the same key.
-
-        Parameters
-        ----------
-        key : str
-            Names the job for its client, so that one who was cut off submits nothing twice.
-
-        Raises
-        ------
-        ServiceError
-            When the service cannot be reached or refuses the job.
-        """
+        """Start a job that trains `model`, or return the one that was started under its key."""
 
     @abstractmethod
     async def job(self, job_id: str) -> FineTuningJob:
-        """Look at a job; one that the service does not know has failed.
-
-        Raises
-        ------
-        ServiceError
-            When the service cannot be reached.
-        """
+        """The current state of a job; an unknown one has failed."""
 
     @abstractmethod
     async def cancel(self, job_id: str) -> FineTuningJob:
-        """Stop a job that is not over."""
+        """Stop a job that has not ended."""
 
     def place_of(self, model: str) -> str:
-        """Return what opens a model: a path where its files are kept here, else its name."""
+        """Return the path of a model with local files, else its name."""
         return model
 
     def take_up(self, model: str) -> str:
-        """Return the name by which a model that an earlier process has trained is opened now.
+        """Return the current name of a model that an earlier process trained.
 
-        Raises
-        ------
-        CheckpointError
-            When its files are kept by this service, and are missing or no longer as they were.
+        Raises `CheckpointError` when its local files are missing or damaged.
         """
         return model
 
 
 def check_length(number: int, num_tokens: int, window: int) -> None:
-    """Refuse an example that a model cannot read in full.
-
-    Parameters
-    ----------
-    number : int
-        Of the example, from 1.
-    num_tokens : int
-        Of its messages and its longest answer, the end of the turn included.
-
-    Raises
-    ------
-    ContextLengthError
-        When the model's window holds fewer tokens.
-    """
+    """Refuse an example that is longer than the model's window."""
     if num_tokens > window:
         raise ContextLengthError(
             f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
             "Shorten it, or leave it out."
         )
+
+
+T = TypeVar("T")
+
+KEY_FIELD = "nip_astra_key"
+"""Field of a job's metadata with its key."""
+LONGEST_KEY = 64
+STATUSES = {
+    "validating_files": JobStatus.QUEUED,
+    "queued": JobStatus.QUEUED,
+    "running": JobStatus.RUNNING,
+    "paused": JobStatus.RUNNING,
+    "succeeded": JobStatus.SUCCEEDED,
+    "failed": JobStatus.FAILED,
+    "cancelled": JobStatus.CANCELLED,
+}
+
+
+class FineTuningParameters(SubParameters):
+    """A service that trains models by jobs."""
+
+    base_url: Url = Field(default="https://api.openai.com/v1", pattern=r"^https?://")
+    """Address of the service up to `/fine_tuning/jobs`."""
+    api_key_variable: str | None = None
+    """Environment variable with the key; null sends none. The key is never stored."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds without data after which an attempt fails."""
+    limits: LimitParameters = LimitParameters()
+    """Timeouts and retries."""
+
+
+class OpenAIFineTuning(FineTuningService):
+    """Files and jobs of OpenAI's protocol.
+
+    File names contain the digest of the examples and jobs their key, so that nothing is submitted
+    twice after an interruption.
+    """
+
+    def __init__(
+        self,
+        parameters: FineTuningParameters,
+        *,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        what = "the fine-tuning service"
+        self.parameters = parameters
+        self._pause = pause
+        self._connection = OpenAIConnection(
+            parameters.base_url,
+            api_key=read_key(parameters.api_key_variable, what=what),
+            timeout=parameters.timeout,
+            what=what,
+        )
+
+    async def submit(
+        self,
+        model: str,
+        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
+        options: FineTuningOptions,
+        *,
+        key: str,
+    ) -> FineTuningJob:
+        content = jsonl_of(examples, options.method)
+        key = _short(key)
+
+        async def attempt() -> FineTuningJob:
+            # Before each attempt: only the response may have been lost.
+            found = await self._find(key)
+            if found is not None:
+                return found
+            file_id = await self._upload(content)
+            jobs = self._connection.client().fine_tuning.jobs
+            fields: dict[str, Any] = {} if options.seed is None else {"seed": options.seed % 2**31}
+            job = await jobs.create(
+                model=model,
+                training_file=file_id,
+                method=_method_of(options),
+                metadata={KEY_FIELD: key},
+                **fields,
+            )
+            return _job_of(job)
+
+        return await self._with_retries(attempt, f"train {model!r} on {len(examples)} examples")
+
+    async def job(self, job_id: str) -> FineTuningJob:
+        async def attempt() -> FineTuningJob:
+            try:
+                return _job_of(await self._connection.client().fine_tuning.jobs.retrieve(job_id))
+            except Exception as error:
+                if getattr(error, "status_code", None) != 404:
+                    raise
+                gone = f"{self.parameters.base_url} has no such job"
+                return FineTuningJob(job_id, JobStatus.FAILED, error=gone)
+
+        return await self._with_retries(attempt, f"report the job {job_id!r}")
+
+    async def cancel(self, job_id: str) -> FineTuningJob:
+        async def attempt() -> FineTuningJob:
+            return _job_of(await self._connection.client().fine_tuning.jobs.cancel(job_id))
+
+        return await self._with_retries(attempt, f"cancel the job {job_id!r}")
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def _find(self, key: str) -> FineTuningJob | None:
+        """The newest job that was submitted under a key."""
+        async for job in self._connection.client().fine_tuning.jobs.list(limit=100):
+            if (getattr(job, "metadata", None) or {}).get(KEY_FIELD) == key:
+                return _job_of(job)
+        return None
+
+    async def _upload(self, content: bytes) -> str:
+        """The id of a file with this content; an uploaded one is used again."""
+        files = self._connection.client().files
+        name = f"nip_astra-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
+        async for file in files.list(purpose="fine-tune"):
+            if file.filename == name and file.bytes == len(content):
+                return file.id
+        uploaded = await files.create(file=(name, content), purpose="fine-tune")
+        return uploaded.id
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], action: str) -> T:
+        limits, started, number = self.parameters.limits, time.monotonic(), 0
+        cause: Exception
+        while True:
+            number += 1
+            retry_after = 0.0
+            try:
+                async with asyncio.timeout(limits.attempt_timeout):
+                    return await attempt()
+            except TimeoutError as error:
+                cause, reason = error, f"no answer in {limits.attempt_timeout:g} s"
+            except AnswerTooLargeError as error:
+                raise self._failed(action, str(error)) from error
+            except (ConfigurationError, BudgetExhaustedError, ServiceError):
+                raise
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                # The package does not check what it reads.
+                cause = error
+                reason = f"its answer is malformed ({self._connection.shown(str(error))})"
+            except Exception as error:
+                if getattr(error, "status_code", None) == 404:
+                    raise self._failed(action, self._connection.shown(str(error))) from error
+                # The package's errors; `failure_of` raises any other again.
+                failure = self._connection.failure_of(error)
+                cause, reason, retry_after = error, failure.message, failure.retry_after
+                if not failure.reason.may_pass:
+                    raise self._failed(action, reason) from error
+            spent = time.monotonic() - started
+            pause = limits.pause_before(number, retry_after=retry_after, spent=spent)
+            if pause is None:
+                raise self._failed(action, f"{reason} ({number} attempts)") from cause
+            with waiting_for(f"the fine-tuning service: {reason}; next attempt in {pause:.0f} s"):
+                await self._pause(pause)
+
+    def _failed(self, action: str, reason: str) -> ServiceError:
+        return ServiceError(
+            f"the service at {self.parameters.base_url} could not {action}: {reason}. Check the "
+            "service, and that it knows the model, job and options."
+        )
+
+
+def jsonl_of(
+    examples: Sequence[SupervisedExample] | Sequence[PreferenceExample], method: str
+) -> bytes:
+    """Examples as JSON Lines in OpenAI's form."""
+    wanted = SupervisedExample if method == "supervised" else PreferenceExample
+    if not examples or not all(isinstance(example, wanted) for example in examples):
+        raise ConfigurationError(
+            f"a job of the method {method!r} needs one or more {wanted.__name__}s and no other "
+            "examples."
+        )
+    lines = []
+    for example in examples:
+        row: dict[str, Any] = {"messages": list(example.messages)}
+        if isinstance(example, PreferenceExample):
+            row = {
+                "input": row,
+                "preferred_output": [{"role": "assistant", "content": example.preferred}],
+                "non_preferred_output": [{"role": "assistant", "content": example.rejected}],
+            }
+        lines.append(f"{json.dumps(row, ensure_ascii=False)}\n")
+    return "".join(lines).encode()
+
+
+def _method_of(options: FineTuningOptions) -> Any:
+    """The method with its hyper-parameters, without those left to the service."""
+    given = {
+        theirs: getattr(options, name)
+        for name, theirs in HYPERPARAMETERS.items()
+        if getattr(options, name) is not None
+        and (options.method == "dpo" or name not in DPO_OPTIONS)
+    }
+    return {"type": options.method, options.method: {"hyperparameters": given}}
+
+
+def _job_of(job: Any) -> FineTuningJob:
+    if not isinstance(job.id, str) or not isinstance(job.status, str):
+        raise ServiceError(
+            f"the service answered with id {job.id!r} and status {job.status!r}, not with a "
+            "fine-tuning job. Check base_url."
+        )
+    message = getattr(job.error, "message", None) if job.error is not None else None
+    status = STATUSES.get(job.status)
+    if status is None:
+        message = f"its status {job.status!r} is not one of {', '.join(STATUSES)}"
+    return FineTuningJob(
+        job.id, status or JobStatus.FAILED, job.fine_tuned_model or None, message or None
+    )
+
+
+def _short(key: str) -> str:
+    """A key that metadata can hold."""
+    is_short = len(key) <= LONGEST_KEY
+    return key if is_short else hashlib.sha256(key.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Client of the training routes of `nip-astra serve --train`, and the form of their messages.
 
-Each operation on a model has a number of its own; it travels, and so does its result, as a message
-of `checkpoints.tensors.pack_state`, so that numbers keep every bit.
+Operations have consecutive numbers. They and their results are messages of
+`checkpoints.tensors.pack_state`, which keep every bit of a number.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -38,16 +38,23 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
-from nip_astra.language_models.services.adapter_shapes import plain_adapter
-from nip_astra.language_models.services.bounded_http import MIB, bounded, check_address
-from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
-from nip_astra.language_models.services.run_sync import run_sync
+from nip_astra.language_models.base import (
+    Generation,
+    LanguageModel,
+    SamplingOptions,
+    TokenCount,
+)
+from nip_astra.language_models.remote import RemoteLanguageModel
+from nip_astra.language_models.services.chat import run_sync
+from nip_astra.language_models.services.http_client import MIB, bounded, check_address
 from nip_astra.language_models.services.training import (
+    LogprobLeaves,
     Loss,
     OptimizerFigures,
     TrainingService,
     TrainingServiceRequest,
+    TrainServiceParameters,
+    adapter_config,
     register_training_service,
 )
 from nip_astra.parameters.types import TrainingServiceType
@@ -59,18 +66,18 @@ if TYPE_CHECKING:
 
 ROUTE = "/training/v1/models"
 KEY_HEADER = "Idempotency-Key"
-"""A repeated request has the key of the first, and gets the same answer."""
+"""A repeated request has the key of the first, and gets the same response."""
 DONE_HEADER = "X-Operation"
-"""Header of the answer to an operation that was carried out, or was refused when its turn came."""
+"""Header of the response to an operation that ran, or was refused when its turn came."""
 MESSAGE = "application/octet-stream"
 SECONDS_BETWEEN_REPORTS = 20.0
-"""Reports tell a client that is computing from one that has died."""
+"""Reports distinguish a client that computes from one that has ended."""
 SECONDS_WITHOUT_A_BYTE = 60.0
-"""A service answers within 20 seconds, if only that it is still working."""
+"""A service answers within 20 seconds, even if it is still working."""
 SECONDS_OF_ONE_REQUEST = 600.0
-"""From its first byte to the last one of the answer."""
+"""From the first byte of a request to the last byte of the response."""
 SECONDS_BETWEEN_POLLS = 0.05
-SECONDS_TO_FORGET = 2.0
+SECONDS_TO_NOTIFY = 2.0
 KINDS: Mapping[int, type[ServiceError]] = {
     400: ServiceRequestError,
     404: ServiceModelError,
@@ -80,7 +87,7 @@ KINDS: Mapping[int, type[ServiceError]] = {
     429: ServiceBusyError,
 }
 PASSING = (429, 502, 503, 504)
-"""Refusals after which the same request may succeed."""
+"""Statuses after which the same request may succeed."""
 
 
 @register_training_service(TrainingServiceType.HTTP)
@@ -88,35 +95,18 @@ class HttpTrainingService(TrainingService):
     """Trains at a service that `nip-astra serve --train` runs.
 
     The service returns log-probabilities and receives the loss's gradients by them. Numbers and
-    saved states are those of `LocalTrainingService`.
-
-    The service's model must have the tokenizer and adapter of the policy, which a loss must not
-    differentiate.
-
-    Raises
-    ------
-    ServiceModelError
-        When the service has no such model.
-    ServiceRequestError
-        When its model is another one.
+    saved states equal those of `LocalTrainingService`. The service's model must be the policy's.
     """
 
     def __init__(self, request: TrainingServiceRequest) -> None:
         options, policy = request.parameters, request.policy
-        assert options.base_url is not None, "validated"
         self.policy = policy
-        self.connection = connection = TrainingConnection(
-            options.base_url,
-            token_variable=options.token_variable,
-            patience_seconds=options.patience_seconds,
-            operation_timeout=options.operation_timeout,
-            max_answer_mib=options.max_answer_mib,
-        )
+        self.connection = connection = TrainingConnection(options)
         self._leaves = LogprobLeaves(policy)
         self._number = 0
         self._client = uuid.uuid4().hex
         module = getattr(policy, "module", None)
-        lora = plain_adapter(policy)
+        lora = adapter_of(policy)
         body = {
             "base_model": request.remote_model(),
             "lora": lora,
@@ -129,12 +119,12 @@ class HttpTrainingService(TrainingService):
         }
         made = connection.post_json(ROUTE, body, key=f"{self._client}:model")
         if not isinstance(made.get("id"), str):
-            raise connection.misunderstood("it names no model")
+            raise connection.unreadable("it names no model")
         self.model_id = made["id"]
-        # A run leaves nothing at the service, however it ends.
+        # However a run ends, its model is deleted.
         path = f"{ROUTE}/{self.model_id}"
         ended = threading.Event()
-        self._forget = weakref.finalize(self, _leave, connection, path, ended)
+        self._delete = weakref.finalize(self, _delete, connection, path, ended)
         threading.Thread(
             target=_report, args=(connection, path, ended), name="training report", daemon=True
         ).start()
@@ -153,7 +143,7 @@ class HttpTrainingService(TrainingService):
         def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
             pieces.append({"rows": rows, "gradient": gradient_BT})
 
-        found = mean_loss(batches, loss, self._leaves, send)
+        found = self._leaves.mean_loss(batches, loss, send)
         self._do("backward", pieces=pieces)
         return found
 
@@ -161,7 +151,7 @@ class HttpTrainingService(TrainingService):
         found = self._do("optim_step", lr=lr, max_grad_norm=max_grad_norm)
         grad_norm, was_taken = found.get("grad_norm"), found.get("was_taken")
         if not isinstance(grad_norm, int | float) or not isinstance(was_taken, bool):
-            raise self.connection.misunderstood("it lacks grad_norm or was_taken")
+            raise self.connection.unreadable("it lacks grad_norm or was_taken")
         return OptimizerFigures(grad_norm, was_taken=was_taken)
 
     def logprobs(
@@ -170,7 +160,7 @@ class HttpTrainingService(TrainingService):
         rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
         (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=rows))
         if logprobs_BT.shape != ids_BT.shape:
-            raise self.connection.misunderstood(
+            raise self.connection.unreadable(
                 f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
         return self._leaves.leaf(rows, logprobs_BT)
@@ -192,7 +182,7 @@ class HttpTrainingService(TrainingService):
         ids_BT, mask_BT, logprobs_BT = self._tensors("ids mask logprobs", found)
         shapes = {one.shape for one in (ids_BT, mask_BT, logprobs_BT)}
         if len(shapes) > 1 or ids_BT.shape[:1] != (len(contexts) * rows_per_context,):
-            raise self.connection.misunderstood(f"its answers have the shapes {sorted(shapes)}")
+            raise self.connection.unreadable(f"its answers have the shapes {sorted(shapes)}")
         return Generation(ids_BT, mask_BT, logprobs_BT)
 
     def save_state(self, directory: Path) -> None:
@@ -205,11 +195,10 @@ class HttpTrainingService(TrainingService):
         self._write_files("save_weights_for_sampler", directory)
 
     def close(self) -> None:
-        """Have the service drop the model, as happens when the run ends."""
-        self._forget()
+        self._delete()
 
     def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """Have an operation carried out once, however often it must be sent."""
+        """Have an operation run once, however often it must be sent."""
         number = self._number + 1
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
@@ -223,62 +212,59 @@ class HttpTrainingService(TrainingService):
             result: dict[str, Any] = unpack_state(content)
             self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
         except (CheckpointError, AttributeError, TypeError) as error:
-            raise self.connection.misunderstood(f"{len(content)} bytes, {error}") from error
+            raise self.connection.unreadable(f"{len(content)} bytes, {error}") from error
         return result
 
     def _tensors(self, names: str, found: Mapping[str, Any]) -> list[Tensor]:
         tensors = [found.get(name) for name in names.split()]
         if not all(isinstance(one, Tensor) for one in tensors):
-            raise self.connection.misunderstood(f"it lacks one of the tensors {names}")
+            raise self.connection.unreadable(f"it lacks one of the tensors {names}")
         return [one for one in tensors if one is not None]
 
     def _write_files(self, kind: str, directory: Path) -> None:
         files = self._do(kind).get("files")
         if not isinstance(files, dict):
-            raise self.connection.misunderstood("it has no files")
+            raise self.connection.unreadable("it has no files")
         unpack_folder(files, directory)
 
 
 def _report(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
-    connection.report(path)
+    connection.notify("GET", path)
     while not ended.wait(SECONDS_BETWEEN_REPORTS):
-        connection.report(path)
+        connection.notify("GET", path)
 
 
-def _leave(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+def _delete(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
     ended.set()
-    connection.forget(path)
+    connection.notify("DELETE", path)
+
+
+def adapter_of(policy: LanguageModel) -> dict[str, Any] | None:
+    """Size and place of a policy's adapter; None where all its weights learn."""
+    if isinstance(policy, RemoteLanguageModel):
+        return None if policy.lora is None else policy.lora.model_dump()
+    config = adapter_config(policy)
+    if config is None:
+        return None
+    targets = config.target_modules
+    if config.use_rslora or config.use_dora or config.lora_dropout:
+        raise ServiceRequestError(
+            "services train no adapters with dropout, DoRA or rank scaling. Set a plain lora."
+        )
+    return {
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }
 
 
 # ---- requests
 
 
 class TrainingConnection:
-    """Requests to one service.
+    """Requests to one service."""
 
-    Parameters
-    ----------
-    base_url : str
-        For instance `http://127.0.0.1:8000`.
-    token_variable : str or None
-        Name of the environment variable with the service's token.
-    patience_seconds : float
-        How long requests are repeated to a service that does not answer or is full.
-    operation_timeout : float
-        Longest that an operation may take, in seconds.
-    max_answer_mib : float
-        Size of the largest answer that is read.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        token_variable: str | None = None,
-        patience_seconds: float = 60.0,
-        operation_timeout: float = 3600.0,
-        max_answer_mib: float = 4096.0,
-    ) -> None:
+    def __init__(self, options: TrainServiceParameters) -> None:
         try:
             import httpx
         except ImportError as error:
@@ -286,94 +272,77 @@ class TrainingConnection:
                 "train_service.backend http needs the package httpx. Install it with: "
                 "pip install 'nip_astra[http]'."
             ) from error
-        check_address(base_url, "the training service")
+        assert options.base_url is not None, "validated"
+        check_address(options.base_url, "the training service")
         self._httpx = httpx
-        self.base_url = base_url.rstrip("/")
-        self.patience_seconds = patience_seconds
-        self.operation_timeout = operation_timeout
-        self.max_answer_mib = max_answer_mib
+        self.options, self.base_url = options, options.base_url.rstrip("/")
         self._headers: dict[str, str] = {}
+        token_variable = options.token_variable
         if token_variable is not None:
             token = read_variable(token_variable) or ""
             if not token:
                 raise ConfigurationError(
-                    f"the environment variable {token_variable}, which train_service."
-                    f"token_variable names, is not set. Set it to the token of {self.base_url}."
+                    f"train_service.token_variable names {token_variable}, which is not set. Set "
+                    f"it to the token of {self.base_url}."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def post_json(self, path: str, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:
-        """Send JSON until there is an answer.
-
-        Raises
-        ------
-        ServiceError
-            When it is refused, or the answer is not a JSON object.
-        """
+        """Send JSON, and return the JSON object of the response."""
         answer = run_sync(self._operate(path, {"json": dict(body)}, key, polls="POST"))
         if answer.status_code != 200:
             raise self.error(answer)
         try:
             found = answer.json()
         except (ValueError, RecursionError) as error:
-            raise self.misunderstood(f"it is no JSON ({error})") from error
+            raise self.unreadable(f"it is not JSON ({error})") from error
         if not isinstance(found, dict):
-            raise self.misunderstood("it is no JSON object")
+            raise self.unreadable("it is not a JSON object")
         return found
 
     def operate(self, path: str, message: bytes, *, key: str) -> httpx.Response:
-        """Have an operation carried out once, and return the answer of 200 or its refusal.
-
-        Raises
-        ------
-        ServiceError
-            When it was not carried out.
-        """
+        """Have an operation run once, and return its result or refusal."""
         sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
         answer = run_sync(self._operate(path, sent, key, polls="GET"))
         if answer.status_code == 200 or DONE_HEADER in answer.headers:
             return answer
         raise self.error(answer)
 
-    def forget(self, path: str) -> None:
-        """Have something deleted; a service that does not answer holds nothing."""
+    def notify(self, method: str, path: str) -> None:
+        """Send a short request, whether or not the service answers."""
         with suppress(self._httpx.HTTPError):
             # At interpreter exit the event loop takes no more work.
-            self._httpx.delete(
-                f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
+            self._httpx.request(
+                method,
+                f"{self.base_url}{path}",
+                headers=self._headers,
+                timeout=SECONDS_TO_NOTIFY,
             )
 
-    def report(self, path: str) -> None:
-        """Report once that the client of a model is alive."""
-        with suppress(self._httpx.HTTPError):
-            self._httpx.get(
-                f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
-            )
-
-    def misunderstood(self, problem: str) -> ServiceError:
-        """The error for an answer that is not of the protocol."""
+    def unreadable(self, problem: str) -> ServiceError:
+        """The error for a response that violates the protocol."""
         return ServiceError(
-            f"the training service {self.base_url} sent an answer that cannot be read: {problem}. "
-            "Check that base_url is the address of `nip-astra serve --train`, of this version."
+            f"unreadable response of the training service {self.base_url}: {problem}. Check that "
+            "base_url is the address of `nip-astra serve --train`, of this version."
         )
 
     async def _operate(
         self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
     ) -> httpx.Response:
-        """Send a request, and poll while the service is working on it."""
-        end = time.monotonic() + self.operation_timeout
+        """Send a request, and poll while the service works on it."""
+        end = time.monotonic() + self.options.operation_timeout
         with waiting_for(f"the training service {self.base_url}", after=10.0):
             answer = await self._patiently("POST", path, key, sent, end)
             while answer.status_code == 202:
                 if time.monotonic() > end:
                     raise ServiceUnreachableError(
                         f"the training service {self.base_url} has worked on one request for "
-                        f"{self.operation_timeout:g} s. Check the service or raise "
+                        f"{self.options.operation_timeout:g} s. Check the service or raise "
                         "train_service.operation_timeout, then go on with: nip-astra resume RUN."
                     )
-                # The service itself has waited for the result.
+                # The service has waited for the result already.
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)
                 again = sent if polls == "POST" else {}
                 answer = await self._patiently(polls, path, key, again, end)
@@ -383,14 +352,17 @@ class TrainingConnection:
         self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
     ) -> httpx.Response:
         """Repeat a request while the service does not answer or is full."""
-        deadline = time.monotonic() + self.patience_seconds
+        deadline = time.monotonic() + self.options.patience_seconds
+        headers = {KEY_HEADER: key, **sent.get("headers", {})}
         pause = 0.05
         while True:
             fault: Exception | None = None
             limit = min(SECONDS_OF_ONE_REQUEST, max(end - time.monotonic(), 0.0))
             try:
                 async with asyncio.timeout(limit):
-                    answer = await self._send(method, path, key, sent)
+                    answer = await self._open().request(
+                        method, path, **{**sent, "headers": headers}
+                    )
                 if answer.status_code not in PASSING or DONE_HEADER in answer.headers:
                     return answer
                 problem = f"status {answer.status_code}"
@@ -408,25 +380,18 @@ class TrainingConnection:
                     return answer
                 raise ServiceUnreachableError(
                     f"the training service {self.base_url} does not answer: {problem} (tried for "
-                    f"{self.patience_seconds:.3g} s). Start it again, and continue from the last "
-                    "checkpoint with: nip-astra resume RUN."
+                    f"{self.options.patience_seconds:.3g} s). Start it again, then continue with: "
+                    "nip-astra resume RUN."
                 ) from fault
             with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
                 await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
-    async def _send(
-        self, method: str, path: str, key: str, sent: Mapping[str, Any]
-    ) -> httpx.Response:
-        """Send a request once."""
-        headers = {KEY_HEADER: key, **sent.get("headers", {})}
-        return await self._open().request(method, path, **{**sent, "headers": headers})
-
     def _open(self) -> httpx.AsyncClient:
         """The client of the running event loop; a forked process has another loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            kind = bounded(self._httpx.AsyncClient, int(self.max_answer_mib * MIB))
+            kind = bounded(self._httpx.AsyncClient, int(self.options.max_answer_mib * MIB))
             self._client = kind(
                 base_url=self.base_url, headers=self._headers, timeout=SECONDS_WITHOUT_A_BYTE
             )
@@ -434,7 +399,6 @@ class TrainingConnection:
         return self._client
 
     def error(self, answer: httpx.Response) -> ServiceError:
-        """The error for a refusal."""
         try:
             reason = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
@@ -458,20 +422,14 @@ def pack_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the result of `pack_folder`, and nothing outside the folder.
-
-    Raises
-    ------
-    CheckpointError
-        When it is something else, or the files cannot be written.
-    """
+    """Write the result of `pack_folder`, and nothing outside the folder."""
     root = folder.resolve()
     for name, content in files.items():
         path = (root / name).resolve()
         is_bytes = isinstance(content, Tensor) and content.dtype == torch.uint8
         if not path.is_relative_to(root) or not is_bytes:
             raise CheckpointError(
-                f"{name!r} is no file of a folder. Send the files of a saved state."
+                f"invalid file {name!r} of a saved state. Send the files of pack_folder."
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -484,20 +442,13 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
 
 def weights_digest(module: Any) -> str:
     """Digest of a model's weights, adapters left out."""
-    digests = sorted(
-        hashlib.sha256(_bytes_of(tensor)).hexdigest() for tensor in _base_weights(module)
-    )
+    weights = [
+        tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+        for name, tensor in module.named_parameters()
+        if "lora_" not in name
+    ]
+    digests = sorted(hashlib.sha256(weight.tobytes()).hexdigest() for weight in weights)
     return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def _base_weights(module: Any) -> Iterator[Tensor]:
-    for name, tensor in module.named_parameters():
-        if "lora_" not in name:
-            yield tensor.detach()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.to("cpu", torch.float32).contiguous().numpy().tobytes()
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

@@ -48,21 +48,18 @@ CANCELLED = "cancelled"
 class LocalFineTuningService(FineTuningService):
     """Runs `FineTuning` on a small model of transformers when a job's status is first requested.
 
-    All weights are trained, or the adapter that the parameters name, on the CPU or the given GPU.
-    A job that was killed continues after its last saved step. Equal jobs give equal weights on the
-    CPU.
-
-    The name of a trained model is its path from the parent of `directory`, so that it stays valid
-    when both are moved or copied. Its manifest holds the digest of each file.
+    A killed job continues after its last saved step. Equal jobs give equal weights on the CPU. The
+    name of a trained model is its path from the parent of `directory`, so that it stays valid when
+    both are moved or copied.
 
     Parameters
     ----------
     directory : Path
-        Folder of jobs and models; a job is found there again by its key.
+        Folder of jobs and models.
     parameters : LanguageModel.Parameters
-        How models are held; a job says which one is trained.
+        Parameters of the backend; a job names the model.
     num_threads : int, optional
-        CPU threads; None takes as many as the model's size needs.
+        CPU threads; None chooses by the model's size.
     """
 
     def __init__(
@@ -145,9 +142,9 @@ class LocalFineTuningService(FineTuningService):
         return self._name_of(path.parent) if path.parent.parent == self.directory else model
 
     def place_of(self, model: str) -> str:
-        """Return the path of a model that a job of this service has trained, any other as it is.
+        """Return the path of a model that a job of this service trained, any other name unchanged.
 
-        A path from before the run was moved or copied leads to the model in its present folder.
+        A path from before the run was moved or copied leads to the model in its current folder.
         """
         path = Path(model)
         if path.parts[-3::2] != (self.directory.name, MODEL):
@@ -230,15 +227,15 @@ class LocalFineTuningService(FineTuningService):
             )
         if not isinstance(model, HuggingFaceLanguageModel):
             raise ConfigurationError(
-                f"jobs in this process train no models of the backend {parameters.type_name!r}. "
-                "Use huggingface, or a service that trains."
+                f"the backend {parameters.type_name!r} cannot be trained here. Use huggingface, or "
+                "a service that trains."
             )
         return model
 
 
 @contextmanager
 def _raising_run_directory_error(folder: Path) -> Iterator[None]:
-    """Name the job that could not be written; it is as it was before."""
+    """Turn errors of writing a job's files into one that names the job."""
     try:
         yield
     except NipAstraError:
@@ -248,7 +245,7 @@ def _raising_run_directory_error(folder: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         raise RunDirectoryError(
             f"the job {folder} could not be written: {reason}. Free space or change the "
-            "permissions, and resume the run: the job continues, and no rollout is lost."
+            "permissions, then resume the run: the job continues."
         ) from error
 
 
@@ -268,7 +265,7 @@ def _read_job(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Restore its files.") from error
     if not is_whole:
-        raise CheckpointError(f"{folder} is no longer as it was submitted. Restore its files.")
+        raise CheckpointError(f"the files of {folder} have changed. Restore them.")
     return job, examples
 
 

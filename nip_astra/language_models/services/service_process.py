@@ -1,4 +1,4 @@
-"""A text service in a process of its own, and the one that chat models start for themselves."""
+"""A text service in its own process, and the one that chat models start for themselves."""
 
 from __future__ import annotations
 
@@ -23,38 +23,19 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_START = 180.0
 """Loading models takes most of it."""
 SECONDS_TO_STOP = 15.0
-"""After a signal; then the process is killed."""
+"""After the signal; then the process is killed."""
 
 
 class ServiceProcess:
-    """A text service in a process of its own; also a context manager that stops it.
+    """A text service in its own process; see `nip_astra.serve.LocalService` for the parameters.
 
-    The process ends with the one that started it, however that ends. A signal to the terminal's
-    process group does not reach it, so that a run that is interrupted can finish its step.
-
-    Parameters
-    ----------
-    models : Mapping[str, str]
-        Folder, hub id or `.gguf` file by name.
-    settings : Mapping[str, Any]
-        Values of `ServiceSettings`. Without a `state_dir` its files, jobs and trained models are
-        gone when it is stopped.
-    num_threads : int, optional
-        CPU cores that it computes with.
-    protocols : Sequence[str]
-        By which clients train the models, "http" and "tinker"; without one, the models answer
-        texts.
+    A signal to the terminal's process group does not reach it, so that an interrupted run can
+    finish its step.
 
     Attributes
     ----------
     base_url : str
-        What a client is given, for instance `http://127.0.0.1:41234/v1`, or the same without
-        `/v1` for one that trains.
-
-    Raises
-    ------
-    ServiceError
-        When it cannot be started.
+        Address for clients, for instance `http://127.0.0.1:41234/v1`, without `/v1` for training.
     """
 
     base_url: str
@@ -70,31 +51,31 @@ class ServiceProcess:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nip-astra-serve-")
         state = settings.get("state_dir") or str(Path(self._folder.name) / "state")
-        told = Path(self._folder.name) / "service.json"
+        address_file = Path(self._folder.name) / "service.json"
         self._log = Path(self._folder.name) / "log.txt"
         order = {
             "models": {name: str(path) for name, path in models.items()},
             "settings": {**settings, "state_dir": state},
             "num_threads": num_threads,
             "protocols": list(protocols),
-            "told": str(told),
+            "address_file": str(address_file),
         }
         # The pipe closes when this process ends, and that ends the service.
         self._process = start_program(
             "a text service",
-            ["-m", "nip_astra.serve.process", json.dumps(order)],
+            ["-m", "nip_astra.serve.local_service", json.dumps(order)],
             log=self._log,
             stdin=subprocess.PIPE,
         )
         try:
-            self.base_url = self._wait_until_told(told, seconds_to_start)
+            self.base_url = self._wait_for_address(address_file, seconds_to_start)
         except BaseException:
             self.stop()
             raise
 
-    def _wait_until_told(self, told: Path, seconds: float) -> str:
+    def _wait_for_address(self, address_file: Path, seconds: float) -> str:
         deadline = time.monotonic() + seconds
-        while not told.exists():
+        while not address_file.exists():
             if not self.is_alive or time.monotonic() > deadline:
                 what = f"did not start within {seconds:.0f} s"
                 what = what if self.is_alive else f"its process {self._process.ending} at once"
@@ -104,26 +85,24 @@ class ServiceProcess:
                     "Try its models with nip-astra serve, which shows what is wrong."
                 )
             time.sleep(0.02)
-        return str(json.loads(told.read_text())["base_url"])
+        return str(json.loads(address_file.read_text())["base_url"])
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.code is None
 
     @property
     def pid(self) -> int:
-        """Of the service's process."""
         return self._process.pid
 
     def log(self) -> str:
-        """What the service has said so far."""
+        """The output of the service so far."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def stop(self) -> None:
-        """End the service; nothing happens where it has ended already."""
+        """End the service, if it has not ended."""
         if not self._process.stop(SECONDS_TO_STOP):
-            logger.warning("the text service did not end when asked to, and was killed")
+            logger.warning("the text service did not end at the signal, and was killed")
         if self._process.program is not None and self._process.program.stdin is not None:
             self._process.program.stdin.close()
         self._folder.cleanup()
@@ -154,17 +133,7 @@ _SHARED: weakref.WeakValueDictionary[tuple[str, str, str], OwnService] = (
 
 
 class OwnService:
-    """A service that starts when it is first needed, and ends with the last model that asks it.
-
-    Parameters
-    ----------
-    name : str
-        Under which it serves the model.
-    weights : str
-        Folder, hub id or `.gguf` file.
-    device : str
-        Where the model is held.
-    """
+    """A service of one model that starts when it is first needed, and ends with its last user."""
 
     def __init__(self, name: str, weights: str, device: str) -> None:
         self.name, self.weights, self.device = name, weights, device
@@ -173,7 +142,7 @@ class OwnService:
 
     @classmethod
     def shared(cls, name: str, weights: str, device: str) -> OwnService:
-        """The one service of this process for a model."""
+        """The service of this process for a model."""
         key = (name, weights, device)
         found = _SHARED.get(key)
         if found is None:
@@ -182,18 +151,12 @@ class OwnService:
 
     @property
     def address(self) -> str | None:
-        """Where it listens; None while it does not run."""
+        """Its address; None while it does not run."""
         process = self._process
         return process.base_url if process is not None and process.is_alive else None
 
     def start(self) -> str:
-        """Where it listens, once it does; one that has died is started again.
-
-        Raises
-        ------
-        ConfigurationError
-            When it cannot be started.
-        """
+        """Its address; starts it if it does not run."""
         with self._lock:
             if self.address is None:
                 if self._process is not None:
@@ -213,7 +176,7 @@ class OwnService:
             return self._process.base_url
 
     def stop(self) -> None:
-        """End it; it starts again when it is asked."""
+        """End it; it starts again when it is needed."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -1,10 +1,11 @@
-"""A policy of whose weights each of several processes holds and steps a part (FSDP2)."""
+"""A policy trained by several processes, each with whole weights or with a part (FSDP2)."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from nip_astra.checkpoints.shards import SHARDS, load_shards, save_shards
 from nip_astra.checkpoints.tensors import load_state, save_state
@@ -23,24 +25,117 @@ from nip_astra.distributed.sharding import (
     sum_of_squares,
 )
 from nip_astra.distributed.team import LOST, Handler, Team, lost_process_errors
-from nip_astra.errors import CheckpointError
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.errors import CheckpointError, NipAstraError
+from nip_astra.language_models.adapters import has_adapter, learned_weights, saved_weights
+from nip_astra.language_models.base import LanguageModel, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import RowReader, layers_of
-from nip_astra.language_models.saved_weights import has_adapter, learned_weights, saved_weights
-from nip_astra.language_models.services.data_parallel import DataParallelService
-from nip_astra.language_models.services.optimizer_files import (
+from nip_astra.language_models.services.training import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
-    put_together,
-    taken_apart,
-)
-from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
     OptimizerFigures,
-    check_step,
+    accumulate,
+    load_optimizer,
 )
+
+
+class DataParallelService(LocalTrainingService):
+    """A model and its optimizer in each process of a team, with equal weights.
+
+    Each process takes a part of a step's batches, weighted as among all rows of the step, and
+    gradients are summed: losses and weights are those of one process up to rounding. That holds
+    for losses that are means over rows, or sums over tokens divided by `num_tokens_in_step`.
+
+    Parameters
+    ----------
+    local : LocalTrainingService
+        This process' model and optimizer; the leader's weights are taken.
+    """
+
+    waits_within_steps: ClassVar[bool] = False
+    """Whether processes wait for each other within a pass, so that a failure ends it at once."""
+
+    def __init__(self, local: LocalTrainingService, team: Team) -> None:
+        super().__init__(
+            local.model,
+            local.optimizer,
+            learned=local.learned,
+            modules=local.modules,
+            role=local.role,
+        )
+        self.team = team
+        team.broadcast_tensors([*self.learned, *self.modules.buffers()])
+
+    def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
+        num_samples = sum(len(batch) for batch in batches)
+        failure: NipAstraError | None = None
+        mine: dict[str, float] = {}
+        with self.model.counting() as spent:
+            try:
+                mine = self._part_of_step(batches, num_samples, loss)
+            except NipAstraError as error:
+                if self.waits_within_steps:
+                    raise
+                # All processes wait for each other: a failure ends the step in all of them.
+                failure = error
+        part: dict[str, Any] = {
+            "failure": None if failure is None else str(failure),
+            "figures": mine,
+            "has_gradient": [weight.grad is not None for weight in self.learned],
+            "tokens": asdict(spent),
+        }
+        parts = self.team.all_gather(part)
+        if failure is not None:
+            raise failure
+        for rank, one in enumerate(parts):
+            if one["failure"] is not None:
+                raise NipAstraError(f"process {rank} failed at its step: {one['failure']}")
+            if rank != self.team.rank:
+                self.model.token_count.add(TokenCount(**one["tokens"]))
+        self._add_up_gradients([one["has_gradient"] for one in parts])
+        names = dict.fromkeys(name for one in parts for name in one["figures"])
+        return {name: sum(one["figures"].get(name, 0.0) for one in parts) for name in names}
+
+    def _part_of_step(
+        self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
+    ) -> dict[str, float]:
+        """The gradient of this process' rows, and their share in the means of the step."""
+        batches = parts_of(batches, self.team)
+        if not batches:
+            return {}
+        mine = sum(len(batch) for batch in batches)
+        share = mine / num_samples
+
+        def scaled(batch: TensorDict) -> Any:
+            output = loss(batch)
+            return output._replace(loss=output.loss * share)
+
+        figures = super().forward_backward(batches, scaled)
+        return {"loss": figures.pop("loss")} | {n: value * share for n, value in figures.items()}
+
+    def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
+        """Sum gradients over processes; a weight without any keeps none."""
+        gradients: list[Tensor] = []
+        for weight, *has in zip(self.learned, *has_gradient, strict=True):
+            if any(has):
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                gradients.append(weight.grad)
+        self.team.all_reduce(gradients)
+
+
+def parts_of(batches: Sequence[TensorDict], team: Team) -> list[TensorDict]:
+    """A process' part of a step's batches: whole ones, and rows of the last ones."""
+    num_whole = len(batches) // team.size * team.size
+    found: list[TensorDict] = [batches[number] for number in team.shard_of(num_whole)]
+    for batch in batches[num_whole:]:
+        rows = team.shard_of(len(batch))
+        if rows:
+            found.append(batch[rows.start : rows.stop])
+    return found
+
 
 _SAVE = "save_sharded_state"
 
@@ -48,27 +143,17 @@ _SAVE = "save_sharded_state"
 class ShardedService(DataParallelService):
     """A model of which each process of a team holds a part: weights, gradients and optimizer.
 
-    A part is gathered from all when it is read, layer by layer, and forgotten again. The numbers
-    are those of `DataParallelService`, up to rounding: of each step's batches a process takes a
-    part, rows weigh as they do among all, and gradients are added up. What learns beside the model
-    is small, and whole in each process.
+    Layers are gathered when they are read. The numbers are those of `DataParallelService` up to
+    rounding. The weights under an adapter are divided too; further modules are whole everywhere.
 
-    The weights under an adapter are divided as well, though they do not learn: they have neither
-    gradients nor optimizer, and no process but the leader holds them whole.
-
-    The leader holds the model whole beside its part, for it samples, scores and measures alone; it
-    is brought up to date by `gather`. An engine of vLLM takes what has changed from there.
+    The leader also holds the whole model, since it samples, scores and measures alone; `gather`
+    updates it. An engine of vLLM takes changed weights from there.
 
     Parameters
     ----------
     local : LocalTrainingService
-        This process' model, whole, and its optimizer, which has not stepped; the leader's weights
+        This process' whole model, and its optimizer before the first step; the leader's weights
         are taken. In the other processes the model is divided in place, and only learns then.
-
-    Raises
-    ------
-    ConfigurationError
-        When the model's layers are not known.
     """
 
     waits_within_steps: ClassVar[bool] = True
@@ -95,7 +180,7 @@ class ShardedService(DataParallelService):
         self.learned = [*self._parts, *self._beside]
 
     def handlers(self) -> dict[str, Handler]:
-        """What the leader asks the others for."""
+        """The requests of the leader."""
         return {_SAVE: lambda directory: self._save_parts(Path(directory))}
 
     # ---- learning
@@ -110,19 +195,13 @@ class ShardedService(DataParallelService):
     def _part_of_step(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
-        sums: dict[str, float] = {}
-        for batch, num_rows in self._parts_of(batches):
-            share = num_rows / num_samples
-            value, metrics = loss(batch)
-            torch.autograd.backward(value * share)
-            for name, figure in {"loss": value, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + share * float(figure.detach().double())
-        return sums
+        parts = self._parts_of(batches)
+        return accumulate(((batch, rows / num_samples) for batch, rows in parts), loss)
 
     def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
-        """The part of a step's batches that this process takes, with the rows that count.
+        """The own part of a step's batches, each with the number of rows that count.
 
-        As many in each: a pass waits for all processes. Where there is no row to take, one is read
+        Equally many in each process, since a pass waits for all; a process without rows reads one
         that does not count.
         """
         num_whole = len(batches) // self.team.size * self.team.size
@@ -133,41 +212,34 @@ class ShardedService(DataParallelService):
             yield (batch[rows.start : rows.stop], len(rows)) if rows else (batch[:1], 0)
 
     def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
-        # Those of the parts were added up when each layer had been gone through backwards.
+        # Gradients of the parts are summed in the backward pass of each layer.
         num_parts = len(self._parts)
         super()._add_up_gradients(
             [[False] * num_parts + [*one[num_parts:]] for one in has_gradient]
         )
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        check_step(lr, max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)
-        gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
-        norm = self._norm()
-        if max_grad_norm is not None and math.isfinite(norm):
-            # As torch.nn.utils.clip_grad_norm_ does it.
-            torch._foreach_mul_(gradients, min(1.0, max_grad_norm / (norm + 1e-6)))
-        figures = OptimizerFigures(norm, was_taken=math.isfinite(norm))
-        if figures.was_taken:
-            self.optimizer.step()
-            self._is_gathered = False
-        self.optimizer.zero_grad(set_to_none=True)
+        figures = super().optim_step(lr=lr, max_grad_norm=max_grad_norm)
+        self._is_gathered &= not figures.was_taken
         return figures
 
-    def _norm(self) -> float:
-        """The norm of all gradients, of which each process has a part."""
+    def _clip(self, max_grad_norm: float | None) -> float:
         parts = [local_tensor(one.grad) for one in self._parts if one.grad is not None]
         square = sum_of_squares(parts)
         self.team.all_reduce([square])
         beside = [one.grad for one in self._beside if one.grad is not None]
-        return math.sqrt(float(square + sum_of_squares(beside)))
+        norm = math.sqrt(float(square + sum_of_squares(beside)))
+        if max_grad_norm is not None and math.isfinite(norm):
+            # As in torch.nn.utils.clip_grad_norm_.
+            gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
+            torch._foreach_mul_(gradients, min(1.0, max_grad_norm / (norm + 1e-6)))
+        return norm
 
     # ---- the leader's own model
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the leader's model up to date; all processes do so together."""
+        """Update the leader's whole model; called in all processes."""
         if self._is_gathered:
             return
         for number, part in enumerate(self._parts):
@@ -185,10 +257,10 @@ class ShardedService(DataParallelService):
     # ---- saving
 
     def save_state(self, directory: Path) -> None:
-        """Have each process write its part; called by the leader while it may ask."""
+        """Have each process write its part; called by the leader while it may send requests."""
         assert self.team.can_request
         self.team.request(_SAVE, [str(directory)] * self.team.size)
-        _, state = taken_apart(self.optimizer)
+        _, state = split_optimizer(self.optimizer)
         save_state(
             directory / OPTIMIZER,
             {"modules": dict(self.modules.state_dict()), "optimizer": state},
@@ -196,7 +268,7 @@ class ShardedService(DataParallelService):
         self.learner.save_description(directory / self.role)
 
     def _save_parts(self, directory: Path) -> None:
-        tensors, _ = taken_apart(self.optimizer)
+        tensors, _ = split_optimizer(self.optimizer)
         with lost_process_errors(self.team, only_if=LOST):
             save_shards(directory / self.role / SHARDS, self._named_parts())
             save_shards(directory / OPTIMIZER_SHARDS, tensors)
@@ -205,12 +277,12 @@ class ShardedService(DataParallelService):
         content = load_state(directory / OPTIMIZER)
         self._load_weights(directory / self.role)
         self.modules.load_state_dict(content["modules"])
-        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, shard)
+        load_optimizer(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, shard)
         self._is_gathered = False
 
     @torch.no_grad()
     def _load_weights(self, folder: Path) -> None:
-        """Take each process' part of weights that were saved divided or whole."""
+        """Load this process' part of weights that were saved divided or whole."""
         parts = self._named_parts()
         if (folder / SHARDS).is_dir():
             load_shards(folder / SHARDS, parts)
@@ -219,8 +291,8 @@ class ShardedService(DataParallelService):
         for name, part in parts.items():
             if name not in saved or saved[name].shape != part.shape:
                 raise CheckpointError(
-                    f"the weights in {folder} were to be divided, but they are of another model: "
-                    f"{name} does not fit. Resume with the parameters that wrote them."
+                    f"{folder} is of another model: {name} does not fit. Resume with the "
+                    "parameters that wrote it."
                 )
             local_tensor(part).copy_(local_tensor(shard(saved[name], part)))
 
@@ -229,27 +301,36 @@ class ShardedService(DataParallelService):
 
 
 def learner_of(model: LanguageModel) -> HuggingFaceLanguageModel:
-    """What learns of a policy: the model itself, or beside an engine that samples its scorer."""
+    """The model of a policy that learns: its scorer, if an engine samples, else itself."""
     learner = getattr(model, "scorer", model)
     assert isinstance(learner, HuggingFaceLanguageModel)
     return learner
 
 
 def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:
-    """Leave each process of a team a part of a reader's weights, by layers.
-
-    Raises
-    ------
-    ConfigurationError
-        When its layers are not known.
-    """
+    """Leave each process of a team a part of a reader's weights, by layers."""
     options: dict[str, Any] = {"mesh": team.mesh(model.device)}
     mixed = options
     if model.dtype != next(reader.parameters()).dtype:
-        # Layers travel rounded; what they are given is left to autocast, as in one process.
+        # Layers are sent rounded; their inputs are left to autocast, as in one process.
         policy = MixedPrecisionPolicy(model.dtype, torch.float32, cast_forward_inputs=False)
         mixed = options | {"mp_policy": policy}
     for layer in layers_of(reader):
         fully_shard(layer, **mixed)
     fully_shard(reader, **options)
     sum_gradients(reader)
+
+
+def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state: its divided tensors by weight and name, and the rest."""
+    state = optimizer.state_dict()
+    divided: dict[str, Tensor] = {}
+    rest: dict[int, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        rest[number] = {}
+        for name, value in values.items():
+            if isinstance(value, DTensor):
+                divided[f"{number}.{name}"] = value
+            else:
+                rest[number][name] = value
+    return divided, {"state": rest, "param_groups": state["param_groups"]}

@@ -33,16 +33,17 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, SamplingOptions
-from nip_astra.language_models.services.adapter_shapes import tinker_shape
-from nip_astra.language_models.services.bounded_http import check_address
-from nip_astra.language_models.services.logprob_leaves import LogprobLeaves, mean_loss
-from nip_astra.language_models.services.run_sync import run_sync
+from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.remote import RemoteLanguageModel
+from nip_astra.language_models.services.chat import run_sync
+from nip_astra.language_models.services.http_client import check_address
 from nip_astra.language_models.services.training import (
+    LogprobLeaves,
     Loss,
     OptimizerFigures,
     TrainingService,
     TrainingServiceRequest,
+    adapter_config,
     check_step,
     register_training_service,
 )
@@ -50,20 +51,22 @@ from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
+LORA_ALPHA = 32.0
+"""Scale of all adapters of Tinker's protocol."""
 ADDRESS = "tinker.json"
-"""Name of the file that says where the service keeps what was saved."""
+"""File with the path of a saved state at the service."""
 ADDRESS_VARIABLE = "TINKER_BASE_URL"
-"""Environment variable from which the SDK takes an address that the parameters do not name."""
-SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_OF_A_LOOK = 10.0
-SECONDS_TO_FORGET = 2.0
+"""Environment variable with the SDK's default address."""
+SECONDS_BETWEEN_CHECKS = 0.2
+SECONDS_OF_A_CHECK = 10.0
+SECONDS_TO_FINISH = 2.0
 """How long to wait for a service to confirm the end of a session."""
 ERROR_KINDS: Mapping[str, type[ServiceError]] = {
-    "started anew": ServiceModelError,
+    "service was restarted": ServiceModelError,
     "one client at a time": ServiceConflictError,
     "higher max_training_models": ServiceBusyError,
 }
-"""Texts of a local server's refusals for which the SDK has no error class."""
+"""Parts of a local server's messages for which the SDK has no error class."""
 DEFAULT_KEY = "tml-local"
 """Sent when no key is named; a local server without a token needs none."""
 
@@ -73,17 +76,8 @@ class TinkerTrainingService(TrainingService):
     """Trains an adapter at a service of Tinker's protocol.
 
     Any loss of log-probabilities works: the service returns them, and receives the gradients as
-    weights of its cross-entropy. A checkpoint holds the address of the state there.
-
-    The service's model must have the policy's tokenizer; the policy's adapter gives the size of
-    the service's.
-
-    Raises
-    ------
-    ConfigurationError
-        When the protocol cannot train it as requested.
-    ServiceError
-        When the service cannot be reached, or refuses the model.
+    weights of its cross-entropy. A checkpoint holds the path of the state there. The service's
+    model must have the policy's tokenizer, and gets an adapter of the policy's size.
     """
 
     def __init__(self, request: TrainingServiceRequest) -> None:
@@ -106,8 +100,8 @@ class TinkerTrainingService(TrainingService):
         self._client = self._call(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
         )
-        # A run leaves no model at the service, however it ends.
-        self._forget = weakref.finalize(self, _finish, self._client)
+        # However a run ends, its model is deleted.
+        self._finish = weakref.finalize(self, _finish, self._client)
         self._training = self._await(
             lambda: self._client.create_lora_training_client(
                 model, seed=request.seed % (1 << 62), **shape
@@ -127,13 +121,13 @@ class TinkerTrainingService(TrainingService):
             # The service adds the gradient of -weights * logprobs.
             data.extend(self._data(rows, -gradient_BT))
 
-        found = mean_loss(batches, loss, self._leaves, send)
+        found = self._leaves.mean_loss(batches, loss, send)
         self._await(lambda: self._training.forward_backward(data, "cross_entropy"))
         return found
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         check_step(lr, max_grad_norm)
-        # The rest are torch's defaults, as of the local service.
+        # The others are torch's defaults, as in the local service.
         params = self._tinker.AdamParams(
             learning_rate=lr,
             beta1=0.9,
@@ -150,7 +144,7 @@ class TinkerTrainingService(TrainingService):
                 return OptimizerFigures(float("nan"), was_taken=False)
             raise
         metrics = found.metrics or {}
-        # Tinker's own service does not tell it.
+        # Tinker's own service does not report it.
         return OptimizerFigures(metrics.get("grad_norm:mean", float("nan")), was_taken=True)
 
     def logprobs(
@@ -168,7 +162,7 @@ class TinkerTrainingService(TrainingService):
         return self._leaves.leaf(rows, logprobs_BT)
 
     def _data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
-        """Rows with something to score, as the SDK takes them."""
+        """Rows with tokens to score, in the SDK's form."""
         data = []
         for context, context_mask, ids, mask, weights in zip(*rows, weights_BT, strict=True):
             answer = ids[mask]
@@ -199,9 +193,8 @@ class TinkerTrainingService(TrainingService):
     ) -> Generation:
         if options.min_new_tokens:
             raise ConfigurationError(
-                f"answers of at least {options.min_new_tokens} tokens were to be sampled through "
-                "Tinker's protocol, which has no least length. Set the policy's min_new_tokens "
-                "to 0."
+                f"Tinker's protocol does not support min_new_tokens={options.min_new_tokens}. Set "
+                "it to 0 for the policy."
             )
         if self._sampling is None:
             self._sampling = self._await(self._training.save_weights_and_get_sampling_client)
@@ -211,7 +204,7 @@ class TinkerTrainingService(TrainingService):
             first = uniforms_BT[place * rows_per_context].double()
             params = self._tinker.SamplingParams(
                 max_tokens=options.max_new_tokens,
-                # Each place of a uniform number adds bits, so that equal seeds are no accident.
+                # Each uniform number adds bits, so that seeds rarely coincide.
                 seed=int((first[:4].sum() / 4) * (1 << 53)) % (1 << 53),
                 stop=ends,
                 temperature=options.temperature,
@@ -251,51 +244,44 @@ class TinkerTrainingService(TrainingService):
         )
 
     def save_weights_for_sampler(self, directory: Path) -> None:
-        """Write the tokenizer, and where the service keeps the adapter: it hands out no weights."""
+        """Write the tokenizer and the path of the adapter: the service returns no weights."""
         saved = self._await(lambda: self._training.save_weights_for_sampler(uuid.uuid4().hex))
         _write_address(directory, saved.path)
         self.policy.tokenizer.save_pretrained(directory)
 
     def close(self) -> None:
-        """Have the service drop the model, as happens when the run ends."""
-        self._forget()
+        self._finish()
 
     # ---- requests
 
     def _await(self, request: Callable[[], Any]) -> Any:
-        """Send a request, and wait for its result."""
         return self._result(self._call(request))
 
     def _result(self, future: Any) -> Any:
-        """The result of a request, awaited as long as the service answers at all."""
+        """The result of a request, awaited while the service is alive."""
         while True:
             try:
                 return self._call(future.result, self.options.patience_seconds)
             except ServiceUnreachableError as error:
-                if not isinstance(error.__cause__, TimeoutError) or not self._is_alive():
+                url = str(self._client.holder._base_url)
+                if not isinstance(error.__cause__, TimeoutError) or _fault_of(url) is not None:
                     raise
 
-    def _is_alive(self) -> bool:
-        return _fault_of(str(self._client.holder._base_url)) is None
-
     def _await_service(self) -> None:
-        """Wait until the service answers, at most `patience_seconds`.
-
-        The SDK itself would try an address that refuses for minutes.
-        """
+        """Wait at most `patience_seconds` for the service; the SDK would retry for minutes."""
         url = self.options.base_url or read_variable(ADDRESS_VARIABLE)
         if url:
             check_address(url, "the training service")
         deadline = time.monotonic() + self.options.patience_seconds
         with waiting_for(f"the training service {url}, which does not answer"):
             while url and (fault := _fault_of(url)) is not None:
-                if time.monotonic() + SECONDS_BETWEEN_LOOKS > deadline:
+                if time.monotonic() + SECONDS_BETWEEN_CHECKS > deadline:
                     raise ServiceUnreachableError(
                         f"the training service {url} does not answer: {fault} (tried for "
                         f"{self.options.patience_seconds:.3g} s). Start it, or correct "
                         "train_service.base_url."
                     )
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(SECONDS_BETWEEN_CHECKS)
 
     def _call(self, request: Callable[..., Any], *arguments: Any) -> Any:
         """Call the SDK, and turn its errors into ours."""
@@ -327,23 +313,62 @@ class TinkerTrainingService(TrainingService):
         return ServiceError
 
 
+def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
+    """Size and place of a policy's adapter, in the terms of Tinker's protocol."""
+    is_remote = isinstance(policy, RemoteLanguageModel)
+    config: Any = getattr(policy, "lora", None) if is_remote else adapter_config(policy)
+    alpha = None if config is None else config.alpha if is_remote else config.lora_alpha
+    if alpha != LORA_ALPHA:
+        raise ConfigurationError(
+            f"Tinker's protocol trains adapters of lora.alpha {LORA_ALPHA:g}; the policy has "
+            f"{'none' if alpha is None else f'lora.alpha {alpha:g}'}. Set its language_model.lora "
+            f"to {{rank: 32, alpha: {LORA_ALPHA:g}}}."
+        )
+    if is_remote:
+        if config.target_modules != "all-linear":
+            raise ConfigurationError(
+                f"the adapter's layers {config.target_modules} are unknown here. Set "
+                "lora.target_modules to all-linear."
+            )
+        parts_of_all = {"train_attn": True, "train_mlp": True, "train_unembed": False}
+        return {"rank": config.rank, **parts_of_all}
+    module: Any = getattr(policy, "module", None)
+    head = module.get_base_model().get_output_embeddings()
+    parts: dict[str, set[bool]] = {"train_attn": set(), "train_mlp": set(), "train_unembed": set()}
+    for name, layer in module.get_base_model().named_modules():
+        is_adapted = hasattr(layer, "lora_A")
+        if not (is_adapted or isinstance(layer, torch.nn.Linear)) or "lora_" in name:
+            continue
+        if name.endswith("base_layer"):
+            continue
+        is_attention = "attn" in name or "attention" in name
+        part = "train_attn" if is_attention else "train_mlp"
+        parts["train_unembed" if layer is head else part].add(is_adapted)
+    mixed = [part for part, found in parts.items() if len(found) > 1]
+    if mixed:
+        raise ConfigurationError(
+            "Tinker's protocol adapts all attention, all MLPs or the head; the adapter covers only "
+            f"some layers of {', '.join(mixed)}. Set lora.target_modules to all-linear."
+        )
+    return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+
+
 def _fault_of(url: str) -> str | None:
     """Why a service does not answer; None if it does."""
     import httpx
 
-    async def look() -> int:
-        # Whatever it says, without its body.
+    async def status_of() -> int:
         async with (
-            asyncio.timeout(SECONDS_OF_A_LOOK),
+            asyncio.timeout(SECONDS_OF_A_CHECK),
             httpx.AsyncClient() as client,
             client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as answer,
         ):
             return answer.status_code
 
     try:
-        status = run_sync(look())
+        status = run_sync(status_of())
     except TimeoutError:
-        return f"no answer in {SECONDS_OF_A_LOOK:g} s"
+        return f"no answer in {SECONDS_OF_A_CHECK:g} s"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return str(error) or type(error).__name__
     return f"status {status}" if status >= 500 else None
@@ -354,8 +379,8 @@ def _sdk() -> Any:
         import tinker
     except ImportError as error:
         raise MissingDependencyError(
-            "a policy was to be trained through Tinker's protocol, and it needs the package "
-            "tinker. Install it with: pip install 'nip_astra[tinker]'."
+            "Tinker's protocol needs the package tinker. Install it with: pip install "
+            "'nip_astra[tinker]'."
         ) from error
     return tinker
 
@@ -366,19 +391,19 @@ def _key(token_variable: str | None) -> str | None:
     key = read_variable(token_variable) or ""
     if not key:
         raise ConfigurationError(
-            f"the API key of Tinker's protocol was to be taken from the environment variable "
-            f"{token_variable}, which is not set or empty. Set it."
+            f"train_service.token_variable names {token_variable}, which is not set or empty. Set "
+            "it to the API key."
         )
     return key
 
 
 def _finish(client: Any) -> None:
-    """End a client's session, and the thread that tells the service that it is alive."""
-    # Whatever fails here, the run is over.
+    """End a client's session, and the thread that reports to the service."""
+    # Whatever fails here, the run has ended.
     with suppress(Exception):
         closed = client.close("success").future()
-        wait([closed], SECONDS_TO_FORGET)
-        # The SDK would go on asking a service that is gone for minutes.
+        wait([closed], SECONDS_TO_FINISH)
+        # The SDK would repeat requests to a dead service for minutes.
         closed.cancel()
 
 
@@ -392,6 +417,6 @@ def _read_address(directory: Path) -> str:
         return str(json.loads((directory / ADDRESS).read_text(encoding="utf-8"))["path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the state in {directory} was to be read, but it says nothing of where a service of "
-            f"Tinker's protocol keeps it: {error}. Resume with the service that wrote it."
+            f"{directory / ADDRESS} does not name a state of Tinker's protocol: {error}. Resume "
+            "with the service that wrote it."
         ) from error

@@ -1,4 +1,4 @@
-"""What trains and samples a policy: in this process, in another one, or at a provider.
+"""Training services: they train and sample a policy here, in another process or at a provider.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -17,39 +17,38 @@ from pydantic import Field, JsonValue, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.checkpoints.shards import load_shards, sizes_in
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.errors import ConfigurationError, ServiceRequestError
+from nip_astra.errors import CheckpointError, ConfigurationError, ServiceRequestError
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.remote import RemoteLanguageModel
-from nip_astra.language_models.services.optimizer_files import (
-    OPTIMIZER,
-    OPTIMIZER_SHARDS,
-    put_together,
-)
 from nip_astra.parameters.conditions import where_not
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import MAX_LR, RegisteredName, SubParameters, Url
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.registry import Registry
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
 
 Loss = Callable[[TensorDict], LossOutput]
-"""The loss of a batch, a mean over its samples, and scalars to log. It gets the log-probabilities
-that it differentiates from `TrainingService.logprobs`, or, of a local service, from its model."""
+"""The loss of a batch, a mean over its samples, and scalars to log. It differentiates
+log-probabilities of `TrainingService.logprobs`, or of a local service's model."""
+OPTIMIZER = "optimizer"
+"""Name, in a folder of `LocalTrainingService.save_state`, of the optimizer's files."""
+OPTIMIZER_SHARDS = "optimizer_shards"
+"""Name, in the same folder, of the folder with each process' part."""
 
 
 @dataclass(frozen=True)
 class OptimizerFigures:
-    """What became of an optimizer step.
+    """The result of an optimizer step.
 
     Attributes
     ----------
     grad_norm : float
-        Norm of the gradients before they were scaled down.
+        Norm of the gradients before clipping.
     was_taken : bool
-        False where the norm is not finite; then the weights are as they were and the gradients are
-        gone.
+        False if the norm is not finite; then the weights stay and the gradients are dropped.
     """
 
     grad_norm: float
@@ -57,13 +56,7 @@ class OptimizerFigures:
 
 
 def check_step(lr: float, max_grad_norm: float | None) -> None:
-    """Refuse an optimizer step that could leave weights without finite values.
-
-    Raises
-    ------
-    ServiceRequestError
-        When the learning rate is not from 0 to `MAX_LR`, or the bound of the norm is not above 0.
-    """
+    """Refuse a learning rate outside 0 to `MAX_LR`, and a bound of the norm that is not above 0."""
     if not 0 <= lr <= MAX_LR:
         raise ServiceRequestError(f"lr is {lr}; give a learning rate from 0 to {MAX_LR:g}.")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -100,21 +93,20 @@ class TrainServiceParameters(SubParameters):
     model: Annotated[str | None, where_not("backend", "local")] = None
     """Name of the policy's model at the service; null for the path by which the policy names it."""
     token_variable: Annotated[str | None, where_not("backend", "local")] = None
-    """Environment variable with the token that the service asks for; null where it asks for
-    none."""
+    """Environment variable with the service's token; null for none."""
     patience_seconds: Annotated[float, where_not("backend", "local")] = Field(default=60.0, ge=0)
-    """How long a service that does not answer, or is full, is asked again before the run ends."""
+    """How long requests to a service that does not answer, or is full, are repeated."""
     operation_timeout: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=3600.0, gt=0
     )
-    """Longest in seconds that one operation, such as a gradient or a rollout, may take."""
+    """Seconds that one operation, such as a gradient or a rollout, may take."""
     max_answer_mib: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=4096.0, gt=0
     )
-    """Largest answer of the service that is read. A saved state of full weights in float32 with
-    Adam takes 12 bytes per weight."""
+    """Largest response of the service. A saved state of full weights in float32 with Adam takes 12
+    bytes per weight."""
     options: Annotated[dict[str, JsonValue], where_not("backend", "local", "http", "tinker")] = {}
-    """Values for a registered service, which reads them as `request.parameters.options`."""
+    """Values for a registered service, which reads `request.parameters.options`."""
 
     @model_validator(mode="after")
     def _has_address(self) -> Self:
@@ -128,7 +120,7 @@ class TrainServiceParameters(SubParameters):
 
 @dataclass(frozen=True)
 class TrainingServiceRequest:
-    """What a trainer needs a training service for.
+    """A trainer's request for a training service.
 
     Attributes
     ----------
@@ -139,9 +131,9 @@ class TrainingServiceRequest:
     learned : Sequence[Parameter]
         Weights that learn: the policy's and those of `modules`.
     modules : Module
-        What learns beside the policy, for instance a value head.
+        Further modules that learn, for instance a value head.
     seed : int
-        Of an adapter's first weights.
+        Seed of an adapter's initial weights.
     """
 
     parameters: TrainServiceParameters
@@ -155,13 +147,7 @@ class TrainingServiceRequest:
     scenario_dir: Path | None
 
     def remote_model(self) -> str:
-        """Name of the policy's model at a service that learns nothing beside it.
-
-        Raises
-        ------
-        ConfigurationError
-            When the parameters name no model, or other modules learn as well.
-        """
+        """Name of the policy's model at a service that trains no further modules."""
         names = [name for name, _ in self.modules.named_children()]
         if names:
             raise ConfigurationError(
@@ -180,10 +166,10 @@ class TrainingServiceRequest:
 
 
 class TrainingService(ABC):
-    """Holds the weights of a policy: adds up gradients, steps, samples and scores.
+    """Holds the weights of a policy: accumulates gradients, steps, samples and scores, in order.
 
-    Calls take effect in the order in which they are made. A class that parameter files name as
-    `train_service.backend` (`register_training_service`) implements `open`.
+    A class that parameter files name as `train_service.backend` (`register_training_service`)
+    implements `open`.
     """
 
     @classmethod
@@ -193,7 +179,7 @@ class TrainingService(ABC):
         Raises
         ------
         ConfigurationError
-            When it cannot train what is requested.
+            When it cannot train as requested.
         ServiceError
             When it cannot be reached, or lacks the policy's model.
         """
@@ -201,7 +187,7 @@ class TrainingService(ABC):
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
-        """Add the gradient of the mean loss over the samples of all batches to what there is.
+        """Accumulate the gradient of the mean loss over the samples of all batches.
 
         Returns
         -------
@@ -211,12 +197,12 @@ class TrainingService(ABC):
         Raises
         ------
         ServiceError
-            When the service cannot be reached or cannot do what the loss asks for.
+            When the service cannot be reached, or does not support the loss.
         """
 
     @abstractmethod
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        """Step along the gradients that were added up, and forget them.
+        """Step along the accumulated gradients, and drop them.
 
         Parameters
         ----------
@@ -252,23 +238,15 @@ class TrainingService(ABC):
         uniforms_BT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        """As `LanguageModel.generate`. A service that draws by itself takes its seeds from the
-        uniform numbers.
-        """
+        """As `LanguageModel.generate`; a remote sampler derives its seeds from the uniforms."""
 
     @abstractmethod
     def save_state(self, directory: Path) -> None:
-        """Write what training needs to go on exactly: weights and optimizer, or their address."""
+        """Write what an exact continuation needs: weights and optimizer, or their address."""
 
     @abstractmethod
     def load_state(self, directory: Path) -> None:
-        """Take up what `save_state` wrote.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of another policy or broken.
-        """
+        """Load the state of `save_state`; `CheckpointError` if it is damaged or does not fit."""
 
     @abstractmethod
     def save_weights_for_sampler(self, directory: Path) -> None:
@@ -279,19 +257,19 @@ class TrainingService(ABC):
 class LocalTrainingService(TrainingService):
     """A model in this process and its optimizer.
 
-    A loss may also differentiate what else learns, and whatever `model` gives with gradient:
-    entropies and hidden states by `token_scores`.
+    A loss may also differentiate `modules` and other results of the model, such as entropies and
+    hidden states of `token_scores`.
 
     Parameters
     ----------
     optimizer : Optimizer
         Over the learned parameters; its groups may have an `lr_factor`.
     learned : Sequence[Parameter]
-        What gradients are taken of; those of the optimizer.
+        Parameters of the optimizer; default: those of the model.
     modules : Module, optional
-        What learns beside the model, for instance a value head.
+        Further modules that learn, for instance a value head.
     role : str
-        Name, in a folder of `save_state`, of the model's folder.
+        Name of the model's folder in a folder of `save_state`.
     """
 
     def __init__(
@@ -327,27 +305,23 @@ class LocalTrainingService(TrainingService):
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples = sum(len(batch) for batch in batches)
-        sums: dict[str, Tensor] = {}
-        for batch in batches:
-            share = len(batch) / num_samples
-            value, metrics = loss(batch)
-            torch.autograd.backward(value * share)
-            for name, figure in {"loss": value, **metrics}.items():
-                added = share * figure.detach().double()
-                sums[name] = sums[name] + added if name in sums else added
-        # One transfer from the device for all of them.
-        return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+        return accumulate(((batch, len(batch) / num_samples) for batch in batches), loss)
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         check_step(lr, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
-        figures = OptimizerFigures(float(norm.double()), was_taken=bool(norm.isfinite()))
+        norm = self._clip(max_grad_norm)
+        figures = OptimizerFigures(norm, was_taken=math.isfinite(norm))
         if figures.was_taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return figures
+
+    def _clip(self, max_grad_norm: float | None) -> float:
+        """Scale the gradients down to a norm; returns their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
+        return float(norm.double())
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
@@ -375,7 +349,139 @@ class LocalTrainingService(TrainingService):
         content = load_state(directory / OPTIMIZER)
         self.model.restore(directory / self.role)
         self.modules.load_state_dict(content["modules"])
-        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS)
+        load_optimizer(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS)
 
     def save_weights_for_sampler(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
+
+
+def accumulate(
+    batches: Iterable[tuple[TensorDict, float]],
+    loss: Loss,
+    backward: Callable[[Tensor], None] = torch.autograd.backward,
+) -> dict[str, float]:
+    """Backpropagate the loss of each batch times its share; returns the sums of all figures."""
+    sums: dict[str, Tensor] = {}
+    for batch, share in batches:
+        value, metrics = loss(batch)
+        backward(value * share)
+        for name, figure in {"loss": value, **metrics}.items():
+            added = share * figure.detach().double()
+            sums[name] = sums[name] + added if name in sums else added
+    # One transfer from the device for all of them.
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    shards: Path,
+    place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+) -> None:
+    """Load an optimizer's state: `shards` holds divided tensors, `place` divides whole ones."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    found = {
+        number: {
+            name: place(value, weights[number]) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    if shards.is_dir():
+        into: dict[str, Tensor] = {}
+        for name in sizes_in(shards):
+            number, _, key = name.partition(".")
+            if not number.isdecimal() or int(number) >= len(weights):
+                raise CheckpointError(
+                    f"{shards} is of another optimizer: it has {name}, here are {len(weights)} "
+                    "weights. Resume with the parameters that wrote it."
+                )
+            into[name] = torch.zeros_like(weights[int(number)], requires_grad=False)
+            found.setdefault(int(number), {})[key] = into[name]
+        load_shards(shards, into)
+    optimizer.load_state_dict({"state": found, "param_groups": state["param_groups"]})
+
+
+# ---- remote services
+
+Rows = tuple[Tensor, ...]
+"""Contexts, their mask, continuations, their mask."""
+
+
+class LogprobLeaves:
+    """Losses of a remote policy: its log-probabilities are leaves, whose gradients are sent back.
+
+    The loss must not differentiate `policy`, the model in this process.
+    """
+
+    def __init__(self, policy: LanguageModel) -> None:
+        self.policy = policy
+        self._leaves: list[tuple[Rows, Tensor]] = []
+        self._is_open = False
+
+    def leaf(self, rows: Rows, logprobs_BT: Tensor) -> Tensor:
+        """The log-probabilities as a leaf while a loss is computed, otherwise unchanged."""
+        if not (self._is_open and torch.is_grad_enabled()):
+            return logprobs_BT
+        leaf_BT = logprobs_BT.detach().requires_grad_()
+        self._leaves.append((rows, leaf_BT))
+        return leaf_BT
+
+    def mean_loss(
+        self,
+        batches: Sequence[TensorDict],
+        loss: Loss,
+        send: Callable[[Rows, Tensor], None],
+    ) -> dict[str, float]:
+        """Compute a loss, and send the gradients of its mean over all batches' samples.
+
+        Parameters
+        ----------
+        send : Callable
+            Called with rows and the gradient of each log-probability, `[B, T]`.
+
+        Returns
+        -------
+        dict[str, float]
+            Means over the samples of all batches, `loss` among them.
+        """
+
+        def with_leaves(batch: TensorDict) -> LossOutput:
+            self._leaves, self._is_open = [], True
+            return loss(batch)
+
+        def backward(value: Tensor) -> None:
+            if value.requires_grad:
+                torch.autograd.backward(value)
+            for rows, gradient_BT in self._gradients():
+                send(rows, gradient_BT)
+
+        num_samples = sum(len(batch) for batch in batches)
+        shares = ((batch, len(batch) / num_samples) for batch in batches)
+        return accumulate(shares, with_leaves, backward)
+
+    def _gradients(self) -> list[tuple[Rows, Tensor]]:
+        leaves, self._leaves, self._is_open = self._leaves, [], False
+        if any(one.grad is not None for one in self.policy.parameters()):
+            for one in self.policy.parameters():
+                one.grad = None
+            raise ServiceRequestError(
+                "the loss differentiates the model in this process, for instance its entropies or "
+                "hidden states, which services do not return. Use service.logprobs only, or "
+                "train_service.backend local."
+            )
+        gradients = [(rows, leaf.grad) for rows, leaf in leaves if leaf.grad is not None]
+        if not gradients:
+            raise ServiceRequestError(
+                "the loss depends on no log-probability of the training service. Take them from "
+                "service.logprobs or policy_logprobs."
+            )
+        return gradients
+
+
+def adapter_config(policy: LanguageModel) -> Any:
+    """PEFT's configuration of a policy's adapter; None without one."""
+    module: Any = getattr(policy, "module", None)
+    if not hasattr(module, "peft_config"):
+        return None
+    return module.peft_config[module.active_adapter]

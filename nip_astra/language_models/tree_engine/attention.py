@@ -7,32 +7,53 @@ share keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from nip_astra.language_models.tree_engine.block_attention import Block, block_attention, blocks_of
+from nip_astra.errors import reason_of
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
+from nip_astra.utils.experimental import Experimental, tell_experimental
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_IN_BLOCKS = 1 << 26
-"""Multiplications that scores of a row take, below which one product is as fast as blocks."""
+"""Multiplications for the scores of a row below which one product is as fast as blocks."""
+BLOCK_TOKENS = 96
+"""Smaller blocks compute fewer unrelated pairs, in more and smaller products."""
+SMALLEST_FLEX = 512
+"""Shortest sequence that flex attention is compiled for; shorter ones are computed densely."""
+
+
+def grouped_attention(
+    queries_NHD: Tensor, keys_KLD: Tensor, values_KLD: Tensor, mask_NL: Tensor | None
+) -> Tensor:
+    """Attention of tokens to one sequence, causal without a mask, `[N, H * D]`; queries scaled."""
+    num_tokens, _, dim = queries_NHD.shape
+    grouped_KGND = queries_NHD.view(num_tokens, len(keys_KLD), -1, dim).permute(1, 2, 0, 3)
+    size = (*grouped_KGND.shape[:2], -1, -1)
+    attended_KGND = F.scaled_dot_product_attention(
+        grouped_KGND,
+        # Query heads of one group read the same keys, without copies of them.
+        keys_KLD.unsqueeze(1).expand(size),
+        values_KLD.unsqueeze(1).expand(size),
+        attn_mask=mask_NL,
+        is_causal=mask_NL is None,
+        scale=1.0,
+    )
+    return attended_KGND.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
 class TrieAttention:
     """Attention within the rows of a trie; gradients flow.
 
-    On a CPU long rows are attended to in blocks that leave strangers out.
-
-    Parameters
-    ----------
-    trie : TokenTrie
-        On the device of the model.
-    dtype : torch.dtype
-        Of queries and keys.
+    On a CPU long rows are computed in blocks that skip unrelated tokens.
     """
 
     def __init__(self, trie: TokenTrie, dtype: torch.dtype) -> None:
@@ -43,8 +64,13 @@ class TrieAttention:
 
     @cached_property
     def biases(self) -> list[Tensor]:
-        """What each row adds to its scores: 0 where a token is seen, -inf where not."""
-        return [_as_bias(mask, self.dtype) for mask in self.trie.row_masks()]
+        """Each row's additive mask: 0 where a token is seen, -inf elsewhere."""
+        return [
+            torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
+                ~mask, float("-inf")
+            )
+            for mask in self.trie.row_masks()
+        ]
 
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
@@ -58,18 +84,8 @@ class TrieAttention:
         inputs = (queries_NHD, keys_NKD, values_NKD)
         splits = (torch.split(x, self.row_lengths) for x in inputs)
         for query, key, value, bias in zip(*splits, self.biases, strict=True):
-            length, num_keys, dim = key.shape
-            grouped_KGLD = query.view(length, num_keys, -1, dim).permute(1, 2, 0, 3)
-            shape = grouped_KGLD.shape
-            attended_KGLD = F.scaled_dot_product_attention(
-                grouped_KGLD,
-                # Query heads of one group read the same keys, without copies of them.
-                key.transpose(0, 1).unsqueeze(1).expand(shape),
-                value.transpose(0, 1).unsqueeze(1).expand(shape),
-                attn_mask=bias,
-                scale=1.0,
-            )
-            rows.append(attended_KGLD.permute(2, 0, 1, 3).reshape(length, -1))
+            keys_KLD, values_KLD = key.transpose(0, 1), value.transpose(0, 1)
+            rows.append(grouped_attention(query, keys_KLD, values_KLD, bias))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _is_in_blocks(self, queries_NHD: Tensor) -> bool:
@@ -78,27 +94,15 @@ class TrieAttention:
         return queries_NHD.device.type == "cpu" and size >= SMALLEST_IN_BLOCKS
 
 
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return bias.masked_fill_(~mask, float("-inf"))
-
-
 class SharedKeys(NamedTuple):
-    """Keys and values that several rows read.
-
-    Attributes
-    ----------
-    keys : Tensor
-        `[P, K, D, L]`; row r reads group `r // (R / P)`.
-    values : Tensor
-        `[P, K, L, D]`.
-    bias : Tensor or None
-        `[P, 1, 1, 1 or T, 1, L]`: 0 where a key may be seen, -inf where not; None where all may.
-    """
+    """Keys and values that several rows read."""
 
     keys: Tensor
+    """`[P, K, D, L]`; row r reads group `r // (R / P)`."""
     values: Tensor
+    """`[P, K, L, D]`."""
     bias: Tensor | None
+    """`[P, 1, 1, 1 or T, 1, L]`: 0 where a key may be seen, -inf where not; None where all may."""
 
 
 def causal_bias(
@@ -108,20 +112,17 @@ def causal_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Let each new token see the old keys of its group and the new ones up to itself.
+    """The bias by which each new token sees its group's old keys and the new ones up to itself.
 
-    Returns
-    -------
-    Tensor
-        `[P or 1, 1, 1, T, 1, num_old + T]`.
+    `[P or 1, 1, 1, T, 1, num_old + T]`.
     """
     future = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).triu(1)
     new = torch.zeros(num_queries, num_queries, dtype=dtype, device=device)
     new.masked_fill_(future, float("-inf"))
     num_groups = 1 if old_bias_PL is None else len(old_bias_PL)
-    old = torch.zeros(num_groups, num_old, dtype=dtype, device=device)
-    if old_bias_PL is not None:
-        old = old_bias_PL
+    old = old_bias_PL
+    if old is None:
+        old = torch.zeros(1, num_old, dtype=dtype, device=device)
     bias = torch.cat(
         [old[:, None].expand(-1, num_queries, -1), new.expand(num_groups, -1, -1)], dim=-1
     )
@@ -137,11 +138,6 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
         Scaled by `1 / sqrt(D)` already.
     segments : Sequence[SharedKeys]
         In any order; their softmax is one.
-
-    Returns
-    -------
-    Tensor
-        `[R, T, K, G, D]`.
     """
     num_rows, num_queries, num_keys, group, dim = queries_RTKGD.shape
     scores = []
@@ -187,3 +183,190 @@ def _scatter_groups(x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, x.shape[1], x.shape[4], x.shape[5])
     rows = x.permute(0, 2, 3, 1, 4, 5)
     return rows.reshape(x.shape[0] * x.shape[2], x.shape[3], x.shape[1], x.shape[4], x.shape[5])
+
+
+class Block(NamedTuple):
+    """Consecutive queries, and the keys that any of them sees.
+
+    `bias_QL` is 0 where a key is seen, -inf elsewhere; `Q` counts each query once per `G`.
+    """
+
+    start: int
+    stop: int
+    keys_L: Tensor
+    bias_QL: Tensor
+
+
+def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
+    """Divide the rows of a trie into blocks, for `group` query heads a key-value head."""
+    blocks, first = [], 0
+    for mask in trie.row_masks():
+        for start in range(0, len(mask), BLOCK_TOKENS):
+            seen = mask[start : start + BLOCK_TOKENS]
+            keys = seen.any(dim=0).nonzero().squeeze(1)
+            is_hidden_QL = ~seen[:, keys].repeat_interleave(group, dim=0)
+            bias_QL = torch.zeros(is_hidden_QL.shape, device=mask.device)
+            bias_QL.masked_fill_(is_hidden_QL, float("-inf"))
+            begin = first + start
+            blocks.append(Block(begin, begin + len(seen), keys + first, bias_QL))
+        first += len(mask)
+    return blocks
+
+
+def block_attention(
+    queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
+) -> Tensor:
+    """The attended values `[N, H * D]`; the queries carry the scale, gradients flow."""
+    num_tokens, num_keys, dim = keys_NKD.shape
+    # Query heads of one group side by side: they read the same keys.
+    queries_KND = queries_NHD.view(num_tokens, num_keys, -1, dim).transpose(0, 1)
+    attended: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
+        queries_KND.reshape(num_keys, -1, dim),
+        keys_NKD.transpose(0, 1),
+        values_NKD.transpose(0, 1),
+        blocks,
+    )
+    return attended.view(num_keys, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Nothing of the size of queries times keys is kept: the backward pass computes it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys_KND: Tensor, values_KND: Tensor, blocks: list[Block]
+    ) -> Tensor:
+        ctx.save_for_backward(queries, keys_KND, values_KND)
+        ctx.blocks = blocks
+        attended = []
+        for block, shares_KQL in zip(blocks, _shares(queries, keys_KND, blocks), strict=True):
+            attended.append(torch.bmm(shares_KQL, values_KND.index_select(1, block.keys_L)))
+        return torch.cat(attended, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys_KND, values_KND = ctx.saved_tensors
+        grad_queries = torch.empty_like(queries)
+        # Many blocks add to one key, which in bfloat16 would lose what each adds.
+        grad_keys = torch.zeros(keys_KND.shape, device=queries.device)
+        grad_values = torch.zeros_like(grad_keys)
+        group = queries.shape[1] // keys_KND.shape[1]
+        for block, shares_KQL in zip(
+            ctx.blocks, _shares(queries, keys_KND, ctx.blocks), strict=True
+        ):
+            own = slice(block.start * group, block.stop * group)
+            grad_KQD = gradients[0][:, own]
+            values_KLD = values_KND.index_select(1, block.keys_L)
+            grad_shares = torch.bmm(grad_KQD, values_KLD.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(
+                grad_shares, shares_KQL, -1, shares_KQL.dtype
+            )
+            grad_queries[:, own] = torch.bmm(grad_scores, keys_KND.index_select(1, block.keys_L))
+            new_keys = torch.bmm(grad_scores.transpose(1, 2), queries[:, own])
+            new_values = torch.bmm(shares_KQL.transpose(1, 2), grad_KQD)
+            grad_keys.index_add_(1, block.keys_L, new_keys.float())
+            grad_values.index_add_(1, block.keys_L, new_values.float())
+        return grad_queries, grad_keys.to(keys_KND), grad_values.to(values_KND), None
+
+
+def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[Tensor]:
+    """The weight of each key for each query, `[K, Q, L]`, block by block."""
+    group = queries.shape[1] // keys_KND.shape[1]
+    # In float32: rounded to bfloat16, a large score would be off by more than its inputs are.
+    exact_queries, exact_keys_KND = queries.float(), keys_KND.float()
+    for block in blocks:
+        queries_KQD = exact_queries[:, block.start * group : block.stop * group]
+        keys_KDL = exact_keys_KND.index_select(1, block.keys_L).transpose(1, 2)
+        scores = torch.baddbmm(block.bias_QL, queries_KQD, keys_KDL)
+        yield scores.softmax(dim=-1).to(keys_KND.dtype)
+
+
+class FlexTrieAttention:
+    """Attention within the rows of a trie by torch's flex attention; gradients flow.
+
+    Experimental: tested with the uncompiled kernel, not run on a GPU yet. All rows are one
+    sequence, and blocks of 128 by 128 pairs without a visible pair are skipped.
+    """
+
+    def __init__(self, trie: TokenTrie, attend: Callable[..., Any] = flex_attention) -> None:
+        self.num_tokens = trie.num_tokens
+        # Each size is compiled for once, so there are few: powers of two.
+        self.size = max(SMALLEST_FLEX, 1 << (trie.num_tokens - 1).bit_length())
+        self.block_mask = _block_mask(trie, self.size)
+        self._attend = attend
+
+    def __call__(
+        self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
+    ) -> Tensor:
+        """The attended values `[N, H * D]`; the queries carry the scale."""
+        padding = (0, 0, 0, 0, 0, self.size - self.num_tokens)
+        inputs = (
+            F.pad(x, padding).transpose(0, 1).unsqueeze(0)
+            for x in (queries_NHD, keys_NKD, values_NKD)
+        )
+        attended_1HND: Tensor = self._attend(
+            *inputs, block_mask=self.block_mask, scale=1.0, enable_gqa=True
+        )
+        return attended_1HND[0, :, : self.num_tokens].transpose(0, 1).flatten(1)
+
+
+def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
+    """Let each token see itself and its ancestors: those before it that have not ended.
+
+    A row's tokens end within the row, so that rows need no mask of their own. Padding sees itself.
+    """
+    device = trie.ids_N.device
+    lengths = torch.tensor(trie.row_lengths, device=device)
+    starts_N = torch.repeat_interleave(
+        lengths.cumsum(0) - lengths, lengths, output_size=trie.num_tokens
+    )
+    padding = torch.arange(trie.num_tokens, size, device=device)
+    ends_N = torch.cat([trie.ends_N + starts_N, padding + 1])
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends_N[key])
+
+    mask: BlockMask = create_block_mask(sees, None, None, size, size, device=device)
+    return mask
+
+
+@lru_cache(maxsize=1)
+def compiled_flex_attention() -> Callable[..., Any] | None:
+    """Compile flex attention and try it, with gradients, once in a process."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    try:
+        inputs = [torch.randn(1, 2, SMALLEST_FLEX, 64, device="cuda") for _ in range(3)]
+        mask = create_block_mask(
+            lambda batch, head, query, key: key <= query,
+            None,
+            None,
+            SMALLEST_FLEX,
+            SMALLEST_FLEX,
+            "cuda",
+        )
+        for x in inputs:
+            x.requires_grad_(True)
+        with torch.enable_grad():
+            compiled(*inputs, block_mask=mask, scale=1.0, enable_gqa=True).sum().backward()
+        torch.cuda.synchronize()
+    except Exception as error:
+        logger.warning(
+            "trees are scored with dense attention: flex attention failed: %s", reason_of(error)
+        )
+        return None
+    tell_experimental(Experimental.FLEX_ATTENTION)
+    logger.info("trees are scored with flex attention")
+    return compiled
+
+
+def uses_flex_attention(device: torch.device) -> bool:
+    """Whether trees on this device are scored with flex attention."""
+    return device.type == "cuda" and compiled_flex_attention() is not None
+
+
+def trie_attention(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention | TrieAttention:
+    """The attention that is fastest for a trie where it lies."""
+    compiled = compiled_flex_attention() if trie.ids_N.device.type == "cuda" else None
+    if compiled is None or trie.num_tokens < SMALLEST_FLEX:
+        return TrieAttention(trie, dtype)
+    return FlexTrieAttention(trie, compiled)

@@ -1,9 +1,8 @@
 """Decoding steps of fixed shapes, which a GPU replays as one captured graph (experimental).
 
-A step of a small model is some hundred kernels of microseconds each, so that starting them takes
-longer than running them. A CUDA graph starts all at once, but reads and writes the same memory
-each time: keys and values of a level of the tree are copied into buffers of a few sizes, of which
-rows and positions beyond the level's own are padding.
+A step of a small model is some hundred short kernels, which take longer to launch than to run. A
+CUDA graph launches all at once, but uses the same memory each time: keys and values of a level are
+copied into buffers of a few sizes, padded.
 
 Shape suffixes: `R` row, padding included, `L` key position, `Y` layer, `K` key-value head,
 `G` query heads of one key-value head, `D` head dimension, `X` hidden unit, `V` vocabulary.
@@ -19,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, reason_of
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
@@ -34,13 +33,13 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 SMALLEST_ROWS = 4
 SMALLEST_LENGTH = 128
 MAX_BYTES = 4 << 30
-"""Keys and values of all sizes of a model. Beyond it, the size that was used longest ago is
-forgotten; a level that alone needs more is decoded over the tree's own blocks."""
+"""Keys and values of all sizes of a model. Beyond it the least recently used size is dropped; a
+level that alone needs more is decoded over the tree's own blocks."""
 NUM_WARM_UPS = 2
 
 
 def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
-    """Capture what a function does on the GPU, after running it to let its libraries settle."""
+    """Capture a function's work on the GPU, after warm-up runs."""
     # torch leaves it without types.
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
@@ -65,7 +64,7 @@ def bucket(count: int, smallest: int) -> int:
 
 
 class FixedStep:
-    """One decoding step over buffers of its own: a token of each row in, its logits out."""
+    """One decoding step over its own buffers, for the turns of one level at a time."""
 
     def __init__(
         self, decoder: Decoder, weights: Weights, num_rows: int, num_positions: int
@@ -119,15 +118,10 @@ class FixedStep:
         )
         return attended_RKGD.reshape(num_rows, -1)
 
-    def fill(self, tree: KeyValueTree, lengths_R: Tensor) -> int:
-        """Take over what each row of the tree's top block sees; give the first free slot.
-
-        Parameters
-        ----------
-        lengths_R : Tensor
-            Tokens before the next of each row, which is its position.
-        """
+    def begin(self, tree: KeyValueTree, lengths_R: Tensor) -> None:
+        """Start a level: copy the keys and values that each row of the tree's top block sees."""
         num_rows = len(lengths_R)
+        self.tree, self.num_rows, self.num_steps = tree, num_rows, 0
         self.bias_RL.fill_(float("-inf"))
         # Padding rows see something, so that no row's softmax is over nothing.
         self.bias_RL[num_rows:, 0] = 0.0
@@ -150,53 +144,31 @@ class FixedStep:
         self.positions_R.zero_()
         self.positions_R[:num_rows] = lengths_R
         self.slot_1.fill_(start)
-        return start
-
-
-class FixedDecoding:
-    """One level of a tree in the middle of its turns."""
-
-    def __init__(self, step: FixedStep, tree: KeyValueTree, lengths_R: Tensor) -> None:
-        self.step = step
-        self.tree = tree
-        self.num_rows = len(lengths_R)
-        self.first_slot = step.fill(tree, lengths_R)
-        self.num_steps = 0
-
-    @property
-    def num_forwarded(self) -> int:
-        """Positions that a step computes."""
-        return len(self.step.tokens_R)
+        self.first_slot = start
 
     def advance(self, tokens_R: Tensor) -> Tensor:
-        """Read one token of each row, and give the logits of the next, to be used up."""
+        """Read one token of each row; the logits of the next, which the next call overwrites."""
         if self.num_steps:
-            self.step.positions_R[: self.num_rows] += 1
-            self.step.slot_1 += 1
-        self.step.tokens_R[: self.num_rows] = tokens_R
-        self.step.replay()
+            self.positions_R[: self.num_rows] += 1
+            self.slot_1 += 1
+        self.tokens_R[: self.num_rows] = tokens_R
+        self.replay()
         self.num_steps += 1
-        return self.step.logits_RV[: self.num_rows]
+        return self.logits_RV[: self.num_rows]
 
     def close(self) -> None:
-        """Bring the new keys and values back into the tree."""
+        """Copy the new keys and values into the tree."""
         block = self.tree.top
         new = slice(self.first_slot, self.first_slot + self.num_steps)
         own = slice(block.length, block.length + self.num_steps)
-        keys = self.step.keys_YRKLD[:, : self.num_rows, :, new]
-        block.keys[..., own] = keys.transpose(-1, -2)
-        block.values[..., own, :] = self.step.values_YRKLD[:, : self.num_rows, :, new]
+        block.keys[..., own] = self.keys_YRKLD[:, : self.num_rows, :, new].transpose(-1, -2)
+        block.values[..., own, :] = self.values_YRKLD[:, : self.num_rows, :, new]
 
 
 class FixedSteps:
-    """The steps of one model, by size.
+    """The steps of one model, by size; without `capture` they run uncaptured.
 
-    Parameters
-    ----------
-    capture : Capture or None
-        None to compute each step anew.
-    is_required : bool
-        Whether a step that cannot be captured is an error.
+    With `is_required`, a step that cannot be captured is an error.
     """
 
     def __init__(self, decoder: Decoder, capture: Capture | None, *, is_required: bool) -> None:
@@ -205,10 +177,10 @@ class FixedSteps:
         self.is_required = is_required
         self._weights: Weights | None = None
         self._steps: dict[tuple[int, int], FixedStep] = {}
-        self._is_size_told = False
+        self._has_logged_size = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs, which captures steps of its own."""
+        """A copy in another process captures its own steps."""
         return {**self.__dict__, "_weights": None, "_steps": {}}
 
     def anew(self) -> FixedSteps:
@@ -217,31 +189,29 @@ class FixedSteps:
 
     def begin(
         self, weights: Weights, tree: KeyValueTree, lengths: Sequence[int], num_new: int
-    ) -> FixedDecoding | None:
-        """Start the turns of a level, of which `num_new` tokens a row are read.
-
-        None where the level is too large for buffers of its own.
-        """
+    ) -> FixedStep | None:
+        """A step for the turns of a level, `num_new` tokens per row; None if it is too large."""
         if weights is not self._weights:
             self._weights, self._steps = weights, {}
         needed = sum(block.length for block in tree.blocks) + num_new
         size = bucket(len(lengths), SMALLEST_ROWS), bucket(needed, SMALLEST_LENGTH)
         num_bytes = self._bytes_of(*size)
         if num_bytes > MAX_BYTES:
-            if not self._is_size_told:
+            if not self._has_logged_size:
                 logger.info(
                     "%d rows of %d tokens are decoded without fixed shapes: they would take "
                     "%.1f GiB. Smaller rollouts (max_rollout_gib) are captured.",
                     *size,
                     num_bytes / 2**30,
                 )
-            self._is_size_told = True
+            self._has_logged_size = True
             return None
         step = self._steps.pop(size, None) or self._build(weights, *size)
         # The newest is last.
         self._steps[size] = step
         device = weights.embedding_VX.device
-        return FixedDecoding(step, tree, torch.tensor(lengths, device=device))
+        step.begin(tree, torch.tensor(lengths, device=device))
+        return step
 
     def _bytes_of(self, num_rows: int, num_positions: int) -> int:
         assert self._weights is not None
@@ -263,11 +233,11 @@ class FixedSteps:
         try:
             step.replay = self.capture(step.run)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = reason_of(error)
             if self.is_required:
                 raise ConfigurationError(
-                    f"decode_graphs is always, but a decoding step of {num_rows} rows could not be "
-                    f"captured: {reason}. Set decode_graphs to auto to compute without."
+                    f"decode_graphs is always, but a step of {num_rows} rows cannot be captured: "
+                    f"{reason}. Set decode_graphs to auto."
                 ) from error
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
@@ -282,18 +252,12 @@ class FixedSteps:
 def build_fixed_steps(
     decoder: Decoder | None, device: torch.device, mode: DecodeGraphs
 ) -> FixedSteps | None:
-    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end.
-
-    Raises
-    ------
-    ConfigurationError
-        When graphs are demanded where there can be none.
-    """
+    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end."""
     if mode == "always" and (decoder is None or device.type != "cuda"):
         why = "the model runs on the CPU" if device.type != "cuda" else "it is no Llama-like model"
         raise ConfigurationError(
-            f"decode_graphs is always, but {why}, and only steps of our own forward pass on a GPU "
-            "are captured. Use --device cuda with such a model, or set decode_graphs to auto."
+            f"decode_graphs is always, but {why}. Use --device cuda with a Llama-like model, or "
+            "set it to auto."
         )
     if decoder is None or device.type == "cpu":
         return None

@@ -1,9 +1,8 @@
 """A forward pass over loose tokens for models of the Llama family.
 
-The modules of transformers take rectangular batches. A tree of conversations is not rectangular, so
-this one takes a flat list of tokens, each with its position, and leaves to an attention function
-which token sees which. It reads the weights of the module and is checked against it when it is
-built.
+It takes a flat list of tokens with their positions, since a tree of conversations is no rectangular
+batch, and an attention function that decides which token sees which. It is compared with the
+transformers module when it is built.
 
 Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, `D` head dimension,
 `V` vocabulary, `S` scored position.
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.language_models.tree_engine.attention import TrieAttention
-from nip_astra.language_models.tree_engine.elementwise import rms_norm, silu_gated, unsaved
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import Layer, Weights, live_weights
 
@@ -38,7 +36,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def why_unsupported(module: Any) -> str | None:
-    """Say why a module's forward pass is not this one, or None where it is."""
+    """The reason why a module's forward pass differs from this one; None if it does not."""
     name = type(module).__name__
     config = module.config
     if name not in FAMILY:
@@ -56,7 +54,7 @@ def why_unsupported(module: Any) -> str | None:
 
 
 def _why_unsupported_adapter(layer: Any) -> str | None:
-    """Say what of an adapted layer is more than `scaling * up @ down` on frozen weights."""
+    """The reason why an adapted layer is not `scaling * up @ down` on frozen weights."""
     if not getattr(layer, "lora_A", None):
         return "it has adapters other than LoRA on linear layers"
     if any(up.bias is not None for up in layer.lora_B.values()):
@@ -69,13 +67,7 @@ def _why_unsupported_adapter(layer: Any) -> str | None:
 
 
 class Decoder:
-    """The forward pass of one module.
-
-    Parameters
-    ----------
-    module : PreTrainedModel
-        The causal language model itself, not wrapped by peft, though its linear layers may be.
-    """
+    """The forward pass of a causal language model, whose linear layers alone peft may wrap."""
 
     def __init__(self, module: Any) -> None:
         config = module.config
@@ -112,14 +104,7 @@ class Decoder:
         *,
         num_positions: int | None = None,
     ) -> Tensor:
-        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype.
-
-        Parameters
-        ----------
-        num_positions : int, optional
-            More than any of the positions; where it is not said, the device is asked and waited
-            for.
-        """
+        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype."""
         # As in the module, the padding token's own row gets no gradient from being read.
         x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
         num_tokens = len(ids_N)
@@ -142,15 +127,10 @@ class Decoder:
         values = joined.view(len(x), -1, self.head_dim)[:, -self.num_kv_heads :]
         x = x + layer.output(attend(queries, keys, values))
         gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
-        return x + layer.down(self._gated(gate_up))
+        gated = silu_gated(gate_up) if self._is_silu else unsaved(self._gated, gate_up)
+        return x + layer.down(gated)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        if self._is_silu:
-            return silu_gated(gate_up)
-        gated: Tensor = unsaved(self._gated_by_another, gate_up)
-        return gated
-
-    def _gated_by_another(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up
 
@@ -169,14 +149,8 @@ class Decoder:
 
     def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
         queries, keys = torch.split(heads, [self.num_heads, self.num_kv_heads], dim=1)
-        shape = (self.head_dim,)
-        return torch.cat(
-            [
-                F.rms_norm(queries, shape, query_norm, self.eps),
-                F.rms_norm(keys, shape, key_norm, self.eps),
-            ],
-            dim=1,
-        )
+        queries = F.rms_norm(queries, (self.head_dim,), query_norm, self.eps)
+        return torch.cat([queries, F.rms_norm(keys, (self.head_dim,), key_norm, self.eps)], dim=1)
 
     def rotations(
         self, num_positions: int, dtype: torch.dtype, device: torch.device
@@ -193,10 +167,10 @@ class Decoder:
 
 
 def build_decoder(module: Any) -> Decoder | None:
-    """The forward pass of a module, or None, with a line in the log, where it is another.
+    """The forward pass of a module, or None, with a line in the log, if it differs.
 
-    It is compared with the module's own where the weights are float32; in bfloat16 two right passes
-    may differ by as much as a wrong one.
+    It is compared with the module's own in float32 only: in bfloat16 two correct passes may differ
+    by as much as a wrong one.
     """
     reason = why_unsupported(module)
     decoder = None if reason else Decoder(module)
@@ -205,7 +179,7 @@ def build_decoder(module: Any) -> Decoder | None:
         decoder, reason = None, "its outputs differ from the module's"
     if decoder is None:
         logger.info(
-            "%s goes through its own forward pass, which reads shared tokens again: %s",
+            "%s uses its own forward pass, which repeats shared tokens: %s",
             type(module).__name__,
             reason,
         )
@@ -225,3 +199,78 @@ def _agrees_with_module(decoder: Decoder, module: Any) -> bool:
     found = weights.head(decoder.hidden(weights, trie.ids_N, trie.positions_N, attend))
     # Relative to the spread of the logits; a wrong pass is off by about one.
     return bool((found - expected).abs().max() <= 1e-3 * expected.std())
+
+
+SMALLEST_UNSAVED = 1 << 18
+"""Functions of fewer numbers keep their intermediate values for the backward pass."""
+
+
+def is_unsaved(x: Tensor) -> bool:
+    """Whether the backward pass recomputes intermediate values of a function of `x`."""
+    return torch.is_grad_enabled() and x.numel() >= SMALLEST_UNSAVED
+
+
+def unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a function; if its input is large, intermediate values are not kept."""
+    if not is_unsaved(inputs[0]):
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
+    """Divide by the root mean square of the last axis, and multiply by weights."""
+    if not is_unsaved(x_NX):
+        return F.rms_norm(x_NX, weight_X.shape, weight_X, eps)
+    normed: Tensor = _RmsNorm.apply(x_NX, weight_X, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def silu_gated(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[N, 2 * Y]`, the gate being the first half."""
+    if not is_unsaved(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    gated: Tensor = _SiluGated.apply(gate_up)  # type: ignore[no-untyped-call]
+    return gated
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With `n = x / rms(x)`, the gradient is `(h - n * mean(h * n)) / rms(x)`, `h` that of `n`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x_NX, weight_X)
+        ctx.eps = eps
+        return F.rms_norm(x_NX, weight_X.shape, weight_X, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NX, weight_X = ctx.saved_tensors
+        exact_NX, grad_NX = x_NX.float(), gradients[0].float()
+        scale_N1 = exact_NX.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed_NX = exact_NX * scale_N1
+        grad_weight_X = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_X = (grad_NX * normed_NX).flatten(0, -2).sum(dim=0).to(weight_X)
+        grad_NX = grad_NX * weight_X.float()
+        along_N1 = (grad_NX * normed_NX).mean(dim=-1, keepdim=True)
+        grad_NX = grad_NX.sub_(normed_NX.mul_(along_N1)).mul_(scale_N1)
+        return grad_NX.to(x_NX), grad_weight_X, None
+
+
+class _SiluGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        torch.mul(gradients[0], F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(gradients[0] * up, gate))
+        return grad

@@ -7,33 +7,25 @@ dimension, `L` key position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.tree_engine.attention import SharedKeys, cascade_attention
+from nip_astra.language_models.tree_engine.attention import (
+    SharedKeys,
+    cascade_attention,
+    grouped_attention,
+)
 
 STEP_POSITIONS = 64
 """Positions by which rows grow at a time; each growth copies all of them."""
 MAX_IDLE_BYTES = 64 << 20
-"""Most memory for keys held without a row."""
+"""Most memory for keys that is kept without a row."""
 
 
 class PrefilledPrompt:
-    """A prompt with the keys and values of the tokens read so far.
-
-    Attributes
-    ----------
-    ids : tuple of int
-        All tokens of the prompt.
-    keys : Tensor
-        `[Y, K, D, L]`.
-    values : Tensor
-        `[Y, K, L, D]`.
-    num_read : int
-        Positions that are filled.
-    """
+    """A prompt with keys `[Y, K, D, L]` and values `[Y, K, L, D]` of its first tokens."""
 
     def __init__(
         self,
@@ -49,7 +41,7 @@ class PrefilledPrompt:
         self.values = torch.zeros(layers, heads, len(ids), dim, dtype=dtype, device=device)
 
     def take(self, other: PrefilledPrompt, length: int) -> None:
-        """Copy the first positions of another prompt, which has the same tokens there."""
+        """Copy the first positions of a prompt with the same tokens there."""
         self.keys[..., :length] = other.keys[..., :length]
         self.values[:, :, :length] = other.values[:, :, :length]
         self.num_read = length
@@ -63,13 +55,7 @@ class PrefilledPrompt:
 
 
 class PrefillAttention:
-    """Attention of the next tokens of several prompts, each to its own prompt.
-
-    Parameters
-    ----------
-    parts : Sequence[tuple[PrefilledPrompt, int]]
-        The prompts in the order of the tokens, and the number of tokens of each.
-    """
+    """Attention of the next tokens of several prompts, each to its own prompt."""
 
     def __init__(self, parts: Sequence[tuple[PrefilledPrompt, int]]) -> None:
         self.parts = parts
@@ -96,29 +82,14 @@ class PrefillAttention:
             start, stop = prompt.num_read, prompt.num_read + length
             prompt.keys[layer, :, :, start:stop] = key.permute(1, 2, 0)
             prompt.values[layer, :, start:stop] = value.transpose(0, 1)
-            # Query heads of one group read the same keys.
-            grouped_KGLD = query.view(length, key.shape[1], -1, key.shape[2]).permute(1, 2, 0, 3)
-            size = (*grouped_KGLD.shape[:2], -1, -1)
-            attended_KGLD = F.scaled_dot_product_attention(
-                grouped_KGLD,
-                prompt.keys[layer, :, :, :stop].transpose(1, 2).unsqueeze(1).expand(size),
-                prompt.values[layer, :, :stop].unsqueeze(1).expand(size),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=1.0,
-            )
-            rows.append(attended_KGLD.permute(2, 0, 1, 3).reshape(length, -1))
+            keys_KLD = prompt.keys[layer, :, :, :stop].transpose(1, 2)
+            values_KLD = prompt.values[layer, :, :stop]
+            rows.append(grouped_attention(query, keys_KLD, values_KLD, mask))
         return torch.cat(rows)
 
 
 class KVCache:
-    """Keys and values of the rows that speak; row r is the r-th of the batch.
-
-    Parameters
-    ----------
-    shape : tuple[int, int, int]
-        Layers, key-value heads and head dimension.
-    """
+    """Keys and values of the rows that speak; row r is the r-th of the batch."""
 
     def __init__(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -154,13 +125,7 @@ class KVCache:
         self.lengths += [length] * count
 
     def keep(self, are_kept: Sequence[bool]) -> list[int]:
-        """Drop rows, moving the last ones into their places; give the old indices of the rest.
-
-        Parameters
-        ----------
-        are_kept : Sequence[bool]
-            Of each row.
-        """
+        """Drop rows, moving the last ones into their places; the old indices of the rest."""
         count = sum(are_kept)
         gaps = [row for row in range(count) if not are_kept[row]]
         movers = [row for row in range(count, len(are_kept)) if are_kept[row]]
@@ -205,15 +170,7 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one new token of every row to its row.
-
-    Parameters
-    ----------
-    keys, values : Tensor
-        `[Y, R or more, K, D, L]` and `[Y, R or more, K, L, D]`.
-    lengths : Sequence[int]
-        Filled positions of each row; the new token comes after them.
-    """
+    """Attention of one new token of every row to its row, after `lengths` filled positions."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
         self.keys, self.values = keys, values
@@ -240,3 +197,132 @@ class DecodeAttention:
         )
         grouped = queries_RHD.view(self.num_rows, 1, keys_RKD.shape[1], -1, keys_RKD.shape[2])
         return cascade_attention(grouped, [own]).flatten(1)
+
+
+FOLD_TOKENS = 400
+"""Shared keys are copied to their readers where that adds at most this many: reading a few keys
+again costs less than one more segment of attention."""
+
+
+@dataclass
+class Block:
+    """One part of the tree."""
+
+    keys: Tensor
+    """`[Y, P, K, D, L]`; positions from `length` on are free."""
+    values: Tensor
+    """`[Y, P, K, L, D]`."""
+    bias_PL: Tensor | None = None
+    """0 where a key may be seen, -inf on padding; None where nothing is padded."""
+    length: int = 0
+    """Positions in use."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of rows, each with keys of its own."""
+        return int(self.keys.shape[1])
+
+    def write(self, layer: int, groups: slice, start: int, keys: Tensor, values: Tensor) -> None:
+        """Store `[P, T, K, D]` keys and values at the positions from `start` on."""
+        stop = start + keys.shape[1]
+        self.keys[layer, groups, :, :, start:stop] = keys.permute(0, 2, 3, 1)
+        self.values[layer, groups, :, start:stop] = values.transpose(1, 2)
+
+    def read(self, layer: int, groups: slice, stop: int, bias: Tensor | None) -> SharedKeys:
+        """The keys and values of some groups in one layer, up to a position."""
+        return SharedKeys(
+            self.keys[layer, groups, :, :, :stop], self.values[layer, groups, :, :stop], bias
+        )
+
+
+class KeyValueTree:
+    """The blocks from the root to the newest level; rows of a level are ordered by parent."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.blocks: list[Block] = []
+
+    @property
+    def top(self) -> Block:
+        """The newest block."""
+        return self.blocks[-1]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.blocks = []
+
+    def grow(self, num_groups: int, capacity: int) -> Block:
+        """Add and return a block of `num_groups` with room for `capacity` positions.
+
+        If it is cheap, the block below is copied into it instead of being read beside it.
+        """
+        layers, num_heads, dim = self.shape
+        below = self.blocks[-1] if self.blocks else None
+        sharing = num_groups // below.num_groups if below else 0
+        is_folded = (
+            below is not None and (num_groups - below.num_groups) * below.length <= FOLD_TOKENS
+        )
+        old = below.length if below is not None and is_folded else 0
+        size = old + capacity
+        # Zeros, because padding that was never written is multiplied by a weight of 0.
+        block = Block(
+            keys=self._zeros(num_groups, num_heads, dim, size),
+            values=self._zeros(num_groups, num_heads, size, dim),
+            length=old,
+        )
+        if below is not None and is_folded:
+            groups = (layers, below.num_groups, sharing, num_heads)
+            block.keys.view(*groups, dim, size)[..., :old] = below.keys[:, :, None, :, :, :old]
+            values = block.values.view(*groups, size, dim)
+            values[..., :old, :] = below.values[:, :, None, :, :old]
+            if below.bias_PL is not None:
+                block.bias_PL = below.bias_PL.repeat_interleave(sharing, dim=0)
+            self.blocks.pop()
+        self.blocks.append(block)
+        return block
+
+    def _zeros(self, *size: int) -> Tensor:
+        return torch.zeros(self.shape[0], *size, dtype=self.dtype, device=self.device)
+
+    def close(self, added_P: Sequence[int]) -> None:
+        """Count the new positions of the top block, of which each group uses `added_P`."""
+        block = self.top
+        longest = max(added_P, default=0)
+        old, block.length = block.length, block.length + longest
+        if block.bias_PL is None and min(added_P, default=0) == longest:
+            return
+        bias = torch.zeros(block.num_groups, block.length, dtype=self.dtype, device=self.device)
+        if block.bias_PL is not None:
+            bias[:, :old] = block.bias_PL
+        used = torch.tensor(added_P, device=self.device)
+        padding = torch.arange(longest, device=self.device) >= used[:, None]
+        bias[:, old:].masked_fill_(padding, float("-inf"))
+        block.bias_PL = bias
+
+    def read_below(self, layer: int, rows: slice, num_rows: int) -> list[SharedKeys]:
+        """The keys and values that some rows of the top block read from the blocks below."""
+        found = []
+        for block in self.blocks[:-1]:
+            sharing = num_rows // block.num_groups
+            groups = slice(rows.start // sharing, -(-rows.stop // sharing))
+            bias = None
+            if block.bias_PL is not None:
+                bias = block.bias_PL[groups, None, None, None, None]
+            found.append(block.read(layer, groups, block.length, bias))
+        return found
+
+    def chunks(self, num_rows: int, limit: int) -> list[slice]:
+        """Divide rows into ranges of about `limit` that begin and end with whole groups."""
+        # Each of these divides the next: a block's groups are whole groups of the block below.
+        sizes = sorted({num_rows // block.num_groups for block in self.blocks})
+        base = max([1, *(size for size in sizes if size <= limit)])
+        times = max(1, limit // base)
+        larger = [size for size in sizes if size > base]
+        while larger and (larger[0] // base) % times:
+            times -= 1
+        step = base * times
+        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

@@ -9,50 +9,36 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.tree_engine.kernels import LinearMap
-from nip_astra.language_models.tree_engine.weights import Weights
+from nip_astra.language_models.tree_engine.weights import JOINED, LinearMap, Weights
 
-JOINED: dict[str, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Linear layers of a module that are one product here, in their order."""
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a product: `up @ down`, the scale within `up`."""
+    """An adapter's update of a product, `up @ down`; `up` includes the scale."""
 
     down_RI: Tensor
     up_OR: Tensor
 
 
 Adapter = Mapping[tuple[int, str], LowRank]
-"""What is added at each layer to each of `JOINED`."""
+"""The update of each of `JOINED` at each layer."""
 
 
 @dataclass
 class Routes:
-    """Which tokens of the next forward pass go through which adapter.
-
-    Attributes
-    ----------
-    current : list of (Adapter, Tensor or None)
-        Adapters, and the indices of their tokens; None stands for all tokens.
-    """
+    """The adapters of the next forward pass, each with its tokens."""
 
     current: list[tuple[Adapter, Tensor | None]] = field(default_factory=list)
 
     def set(self, adapters: Sequence[Adapter | None], device: torch.device) -> None:
-        """Say of each token which adapter it goes through, None for the plain weights."""
+        """Set the adapter of each token, None for the plain weights."""
         found: dict[int, tuple[Adapter, list[int]]] = {}
         for index, adapter in enumerate(adapters):
             if adapter is not None:
@@ -64,7 +50,7 @@ class Routes:
 
 
 class RoutedLinear:
-    """A product with a matrix, to which adapters add for the tokens that are theirs."""
+    """A product with a matrix, plus the updates of adapters for their tokens."""
 
     def __init__(self, base: LinearMap, routes: Routes, place: tuple[int, str]) -> None:
         self.base, self.routes, self.place = base, routes, place
@@ -85,28 +71,18 @@ class RoutedLinear:
 
 
 def routed(weights: Weights, routes: Routes) -> Weights:
-    """The same weights with room for adapters beside every product of their layers."""
-    layers = [
-        replace(
-            layer,
-            qkv=RoutedLinear(layer.qkv, routes, (index, "qkv")),
-            output=RoutedLinear(layer.output, routes, (index, "output")),
-            gate_up=RoutedLinear(layer.gate_up, routes, (index, "gate_up")),
-            down=RoutedLinear(layer.down, routes, (index, "down")),
-        )
-        for index, layer in enumerate(weights.layers)
-    ]
+    """The same weights with adapters of `routes` at every product of their layers."""
+    layers = []
+    for index, layer in enumerate(weights.layers):
+        maps: dict[str, Any] = {
+            name: RoutedLinear(getattr(layer, name), routes, (index, name)) for name in JOINED
+        }
+        layers.append(replace(layer, **maps))
     return replace(weights, layers=layers)
 
 
 def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Read an adapter that peft wrote, for the layers of a model of the Llama family.
-
-    Raises
-    ------
-    ModelLoadError
-        When it is more than low-rank updates of linear layers, or cannot be read.
-    """
+    """Read an adapter that peft wrote, for the layers of a model of the Llama family."""
     from safetensors.torch import load_file
 
     try:
@@ -115,8 +91,8 @@ def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adap
         scale = float(config["lora_alpha"]) / int(config["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"the adapter in {folder} was to be served, but cannot be read: {error}. Give a folder "
-            "that save_pretrained of a peft model with LoRA wrote."
+            f"the adapter in {folder} cannot be read: {error}. Give a folder that save_pretrained "
+            "of a peft model with LoRA wrote."
         ) from error
     strange = [name for name in _UNSUPPORTED if config.get(name)]
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
@@ -133,9 +109,8 @@ def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adap
     strange += [f"layers.{index}.{layer}" for index, layer in places if layer not in known]
     if strange:
         raise ModelLoadError(
-            f"the adapter in {folder} was to be served, but it holds {', '.join(strange[:3])}, "
-            "which is not a plain low-rank update of a layer's linear maps. Merge it into its "
-            "model (merge_and_unload) and serve the folder of that."
+            f"the adapter in {folder} holds {', '.join(strange[:3])}, not only low-rank updates of "
+            "linear layers. Merge it into its model (merge_and_unload) and serve that."
         )
     return _joined(halves, scale, dtype)
 
@@ -153,9 +128,8 @@ def _joined(
                 continue
             if len(present) < len(parts):
                 raise ModelLoadError(
-                    f"an adapter was to be served that changes some of {', '.join(layers)} and not "
-                    "the others. Merge it into its model (merge_and_unload) and serve the folder "
-                    "of that."
+                    f"the adapter changes some of {', '.join(layers)} only. Merge it into its "
+                    "model (merge_and_unload) and serve that."
                 )
             down_RI = torch.cat([part["lora_A"] for part in present])
             # torch leaves it without types.

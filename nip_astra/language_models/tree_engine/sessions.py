@@ -1,49 +1,42 @@
-"""A rollout through one model: each level of a tree starts from the caches of the last one.
+"""A rollout through one model: each level of a tree continues from the caches of the level above.
 
-Shape suffixes: `N` token, `R` row, `C` context, `T` token of a turn or span, `K` key-value head,
-`H` query head, `D` head dimension, `X` hidden unit.
+Shape suffixes: `N` token, `R` row, `A` unfinished row, `C` context, `T` token of a turn or span,
+`K` key-value head, `H` query head, `D` head dimension, `X` hidden unit, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.language_models.base import (
-    Draw,
-    GenerationSession,
-    SamplingOptions,
-    TokenCount,
-    Turns,
-)
-from nip_astra.language_models.generation import DecodeLoop
-from nip_astra.language_models.scoring import token_logprobs
+from nip_astra.language_models.base import GenerationSession
+from nip_astra.language_models.sampling import Draw, SamplingOptions
+from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
+from nip_astra.language_models.tokens import Generation, TokenCount, Turns
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
-from nip_astra.language_models.tree_engine.decode_graphs import FixedSteps
+from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_SCORES = 1 << 26
 """Attention scores computed at once: 256 MiB of float32."""
+CHECK_PERIOD = 8
+"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
+steps after the last end are wasted."""
 
 
 @dataclass(frozen=True)
 class _Pass:
     """Hidden states of consecutive positions of the contexts, from one forward pass.
 
-    Attributes
-    ----------
-    sharing : int
-        Contexts per node.
-    starts, stops : list[int]
-        First and last position of each node.
-    offsets : list[int]
-        Start of each node in the hidden states.
+    `sharing` contexts share a node, which has the positions from `starts` to `stops`; its hidden
+    states begin at `offsets`.
     """
 
     hidden_NX: Tensor
@@ -58,7 +51,7 @@ class _Pass:
         return self.hidden_NX[torch.tensor(ends, device=self.hidden_NX.device) - 1]
 
     def hidden_of(self, context: int, start: int, stop: int) -> Tensor:
-        """Hidden states of a context's positions in a range, as far as they are in this pass."""
+        """Hidden states of a context's positions in a range that this pass computed."""
         node = context // self.sharing
         first, last = max(start, self.starts[node]), min(stop, self.stops[node])
         offset = self.offsets[node] - self.starts[node]
@@ -69,22 +62,8 @@ class CachedSession(GenerationSession):
     """Generation that forwards no token twice.
 
     Contexts that continue rows of the last call start from their keys and values; common beginnings
-    of several contexts are forwarded once.
-
-    Parameters
-    ----------
-    weights : Weights
-        Must not change during the session.
-    draw : Draw
-        Draws tokens from logits.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn of this model.
-    token_count : TokenCount
-        Counts what is forwarded.
-    max_batch_tokens : int
-        Most tokens in one forward pass.
-    steps : FixedSteps, optional
-        Decode with fixed shapes.
+    of several contexts are forwarded once. Decoding has fixed shapes if `steps` is given; otherwise
+    rows leave the batch when they end.
     """
 
     def __init__(
@@ -98,12 +77,8 @@ class CachedSession(GenerationSession):
         max_batch_tokens: int,
         steps: FixedSteps | None = None,
     ) -> None:
-        self.decoder = decoder
-        self.weights = weights
-        self.token_count = token_count
-        self.decode_loop = DecodeLoop(
-            decoder, weights, draw, end_ids=end_ids, token_count=token_count, steps=steps
-        )
+        self.decoder, self.weights, self.draw = decoder, weights, draw
+        self.end_ids, self.token_count, self.steps = end_ids, token_count, steps
         self.max_batch_tokens = max_batch_tokens
         self.device = weights.embedding_VX.device
         shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
@@ -131,7 +106,7 @@ class CachedSession(GenerationSession):
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
             self._tree.grow(len(hidden_RX), reserve)
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
-        generation = self.decode_loop.generate(self._tree, hidden_RX, lengths, uniforms_RT, options)
+        generation = self._decode(hidden_RX, lengths, uniforms_RT.to(self.device), options)
         ids_RT, lengths = generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist()
         self._tree.close([max(length - 1, 0) for length in lengths])
         self._cached = [
@@ -154,13 +129,7 @@ class CachedSession(GenerationSession):
         reserve: int,
         firsts: Sequence[int] | None = None,
     ) -> list[_Pass]:
-        """Forward new tokens of the contexts: first those that siblings share, then the rest.
-
-        Parameters
-        ----------
-        firsts : Sequence[int], optional
-            First position to predict, for each context.
-        """
+        """Forward new tokens of the contexts: first those that siblings share, then the rest."""
         starts = self._num_cached(contexts, branching)
         if starts is not None and firsts is not None:
             # If nothing separates two turns, the position before was forwarded while decoding,
@@ -212,35 +181,25 @@ class CachedSession(GenerationSession):
         limit = max(1, self.max_batch_tokens // max(1, max(lengths)))
         hidden = []
         for rows in self._tree.chunks(len(contexts), limit):
-            ids = [
-                i for r in range(rows.start, rows.stop) for i in contexts[r][starts[r] : stops[r]]
-            ]
-            positions = torch.cat(
-                [torch.arange(starts[r], stops[r]) for r in range(rows.start, rows.stop)]
+            own = range(rows.start, rows.stop)
+            ids = [i for r in own for i in contexts[r][starts[r] : stops[r]]]
+            if not ids:
+                hidden.append(self.weights.final_norm.new_zeros(0, len(self.weights.final_norm)))
+                continue
+            self.token_count.forwarded += len(ids)
+            positions = torch.cat([torch.arange(starts[r], stops[r]) for r in own])
+            hidden.append(
+                self.decoder.hidden(
+                    self.weights,
+                    torch.tensor(ids, device=self.device),
+                    positions.to(self.device),
+                    _PrefillAttention(self._tree, rows, len(contexts), lengths[rows]),
+                    num_positions=max(stops),
+                )
             )
-            attend = _PrefillAttention(self._tree, rows, len(contexts), lengths[rows])
-            hidden.append(self._forward(torch.tensor(ids), positions, attend, max(stops)))
         self._tree.close(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
         return _Pass(torch.cat(hidden), sharing, starts, stops, offsets)
-
-    def _forward(
-        self,
-        ids_N: Tensor,
-        positions_N: Tensor,
-        attend: Callable[..., Tensor],
-        num_positions: int,
-    ) -> Tensor:
-        self.token_count.forwarded += len(ids_N)
-        if len(ids_N) == 0:
-            return self.weights.embedding_VX.new_zeros(0, self.weights.embedding_VX.shape[1])
-        return self.decoder.hidden(
-            self.weights,
-            ids_N.to(self.device),
-            positions_N.to(self.device),
-            attend,
-            num_positions=num_positions,
-        )
 
     def _score_spans(
         self,
@@ -261,6 +220,117 @@ class CachedSession(GenerationSession):
         )
         lengths = [stop - start for start, stop in spans]
         return pad_sequence(list(torch.split(logprobs.cpu(), lengths)), batch_first=True)
+
+    # ---- decoding
+
+    def _decode(
+        self,
+        hidden_RX: Tensor,
+        lengths: Sequence[int],
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        """Sample a turn per row from the last hidden states of contexts of some lengths.
+
+        New keys and values go into the tree's top block.
+        """
+        fixed = None
+        if self.steps is not None and options.max_new_tokens > 1:
+            # The last token of a turn is predicted and not read.
+            num_new = options.max_new_tokens - 1
+            fixed = self.steps.begin(self.weights, self._tree, lengths, num_new)
+        if fixed is None:
+            sampled = self._generate_shrinking(hidden_RX, lengths, uniforms_RT, options)
+        else:
+            sampled = self._generate_fixed(fixed, hidden_RX, uniforms_RT, options)
+        ids_RT, mask_RT, logprobs_RT = (x.cpu() for x in sampled)
+        return Generation(ids_RT, mask_RT, logprobs_RT)
+
+    def _generate_shrinking(
+        self,
+        hidden_RX: Tensor,
+        lengths: Sequence[int],
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Drop rows from the batch when they end."""
+        num_rows, width = len(hidden_RX), options.max_new_tokens
+        ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
+        rows_A = torch.arange(num_rows, device=self.device)
+        positions_R = torch.tensor(lengths, device=self.device)
+        end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
+        attend = _DecodeAttention(self._tree, num_rows)
+        for step in range(width):
+            tokens_A, chosen_A = self._draw_after(
+                hidden_RX, uniforms_RT[rows_A, step], step, options
+            )
+            ids_RT[rows_A, step] = tokens_A
+            mask_RT[rows_A, step] = True
+            logprobs_RT[rows_A, step] = chosen_A
+            is_open_A = ~torch.isin(tokens_A, end_ids)
+            if step + 1 == width or not is_open_A.any():
+                break
+            if not is_open_A.all():
+                rows_A, tokens_A = rows_A[is_open_A], tokens_A[is_open_A]
+            attend.advance(rows_A)
+            self.token_count.forwarded += len(tokens_A)
+            hidden_RX = self.decoder.hidden(
+                self.weights,
+                tokens_A,
+                positions_R[rows_A] + step,
+                attend,
+                num_positions=max(lengths) + step + 1,
+            )
+        return ids_RT, mask_RT, logprobs_RT
+
+    def _generate_fixed(
+        self,
+        fixed: FixedStep,
+        hidden_RX: Tensor,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward all rows to the end, checking for the end only now and then."""
+        num_rows, width = len(hidden_RX), options.max_new_tokens
+        ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
+        end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
+        is_open_R = torch.ones(num_rows, dtype=torch.bool, device=self.device)
+        tokens_R, chosen_R = self._draw_after(hidden_RX, uniforms_RT[:, 0], 0, options)
+        for step in range(width):
+            ids_RT[:, step] = tokens_R * is_open_R
+            mask_RT[:, step] = is_open_R
+            logprobs_RT[:, step] = torch.where(is_open_R, chosen_R, 0.0)
+            is_open_R = is_open_R & ~torch.isin(tokens_R, end_ids)
+            is_check = (step + 1) % CHECK_PERIOD == 0
+            if step + 1 == width or (is_check and not is_open_R.any()):
+                break
+            self.token_count.forwarded += len(fixed.tokens_R)
+            self.token_count.head_rows += len(fixed.tokens_R)
+            logits_RV = fixed.advance(tokens_R).float()
+            tokens_R, chosen_R = self.draw(logits_RV, uniforms_RT[:, step + 1], step + 1, options)
+        fixed.close()
+        return ids_RT, mask_RT, logprobs_RT
+
+    def _empty(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        size, device = (num_rows, width), self.device
+        ids_RT = torch.zeros(size, dtype=torch.long, device=device)
+        mask_RT = torch.zeros(size, dtype=torch.bool, device=device)
+        return ids_RT, mask_RT, torch.zeros(size, device=device)
+
+    def _draw_after(
+        self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token per row, in chunks that bound the memory for logits."""
+        self.token_count.head_rows += len(hidden_RX)
+        size = max(1, 2 * MAX_LOGITS // len(self.weights.embedding_VX))
+        parts = [
+            self.draw(self.weights.head(hidden).float(), uniforms, step, options)
+            for hidden, uniforms in zip(
+                torch.split(hidden_RX, size), torch.split(uniforms_R, size), strict=True
+            )
+        ]
+        tokens, chosen = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(chosen)
 
 
 class _PrefillAttention:
@@ -320,3 +390,46 @@ def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
             same = (a == b for a, b in zip(first, other, strict=True))
             first = first[: next(i for i, is_same in enumerate(same) if not is_same)]
     return len(first)
+
+
+CHECK_PERIOD = 8
+"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
+steps after the last end are wasted."""
+
+
+class _DecodeAttention:
+    """Attention of one new token of each unfinished row."""
+
+    def __init__(self, tree: KeyValueTree, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.block = tree.top
+        all_rows = slice(0, num_rows)
+        self.below = [
+            tree.read_below(layer, all_rows, num_rows) for layer in range(len(self.block.keys))
+        ]
+        self.bias = None
+        if self.block.bias_PL is not None:
+            free = self.block.values.shape[3] - self.block.length
+            self.bias = F.pad(self.block.bias_PL, (0, free))[:, None, None, None, None]
+        self.rows_A: Tensor | None = None
+        self.end = self.block.length
+
+    def advance(self, rows_A: Tensor) -> None:
+        """Make room for one token of the given rows."""
+        self.rows_A = rows_A if len(rows_A) < self.num_rows else None
+        self.end += 1
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        block, end = self.block, self.end
+        rows = slice(None) if self.rows_A is None else self.rows_A
+        block.keys[layer, rows, :, :, end - 1] = keys
+        block.values[layer, rows, :, end - 1] = values
+        if self.rows_A is not None:
+            all_rows = queries.new_zeros(self.num_rows, *queries.shape[1:])
+            all_rows[self.rows_A] = queries
+            queries = all_rows
+        bias = None if self.bias is None else self.bias[..., :end]
+        own = block.read(layer, slice(None), end, bias)
+        grouped = queries.view(self.num_rows, 1, keys.shape[1], -1, keys.shape[2])
+        attended = cascade_attention(grouped, [*self.below[layer], own]).flatten(1)
+        return attended if self.rows_A is None else attended[self.rows_A]

@@ -7,7 +7,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,31 +19,21 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenTrie:
-    """The unique tokens of some sequences, each with its place.
-
-    Attributes
-    ----------
-    ids_N : Tensor
-        int64 tokens, in rows that share nothing; within a row a token stands after all tokens
-        that precede it in a sequence, and before all that do not follow from it (preorder).
-    positions_N : Tensor
-        int64 positions in the sequence, from 0.
-    ends_N : Tensor
-        int64: where the tokens that follow from this one end, as an index into the row's tokens.
-    row_lengths : list[int]
-        Tokens of each row.
-    nodes_SD : Tensor
-        int64 `[S, D]`: index in `ids_N` of each token of each sequence; -1 on padding.
-    num_unique : int
-        Tokens without those that rows repeat.
-    """
+    """The unique tokens of some sequences, each with its place."""
 
     ids_N: Tensor
+    """int64 tokens, in rows that share nothing; within a row a token stands after all tokens that
+    precede it in a sequence, and before all that do not follow from it (preorder)."""
     positions_N: Tensor
+    """int64 positions in the sequence, from 0."""
     ends_N: Tensor
+    """int64: where the tokens that follow from this one end, as an index into the row's tokens."""
     row_lengths: list[int]
+    """Tokens of each row."""
     nodes_SD: Tensor
+    """int64 `[S, D]`: index in `ids_N` of each token of each sequence; -1 on padding."""
     num_unique: int
+    """Tokens without those that rows repeat."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,13 +41,7 @@ class TokenTrie:
         return len(self.ids_N)
 
     def row_masks(self) -> list[Tensor]:
-        """Say for each row which token attends to which: to itself and what precedes it.
-
-        Returns
-        -------
-        list[Tensor]
-            bool `[L, L]` on the device of the ids; True where the column may be seen.
-        """
+        """Per row a bool mask `[L, L]`: True where the row's token sees the column's."""
         masks = []
         start = 0
         for length in self.row_lengths:
@@ -80,29 +64,20 @@ class TokenTrie:
             ):
                 stop += self.row_lengths[last]
                 last += 1
-            parts.append(
-                TokenTrie(
-                    self.ids_N[start:stop],
-                    self.positions_N[start:stop],
-                    self.ends_N[start:stop],
-                    self.row_lengths[first:last],
-                    self.nodes_SD,
-                    self.num_unique,
-                )
-            )
+            tokens = {
+                name: getattr(self, name)[start:stop] for name in ("ids_N", "positions_N", "ends_N")
+            }
+            parts.append(replace(self, row_lengths=self.row_lengths[first:last], **tokens))
             first, start = last, stop
         return parts
 
     def to(self, device: torch.device) -> TokenTrie:
         """The same trie on a device."""
-        return TokenTrie(
-            self.ids_N.to(device),
-            self.positions_N.to(device),
-            self.ends_N.to(device),
-            self.row_lengths,
-            self.nodes_SD.to(device),
-            self.num_unique,
-        )
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("ids_N", "positions_N", "ends_N", "nodes_SD")
+        }
+        return replace(self, **moved)
 
 
 def build_trie(

@@ -11,20 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.base import TokenCount, TokenScores
 from nip_astra.language_models.plain_forward import spread
 from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.tokens import TokenCount, TokenRows, TokenScores
+from nip_astra.language_models.tree_engine.attention import trie_attention, uses_flex_attention
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.flex_attention import trie_attention, uses_flex_attention
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.language_models.tree_engine.weights import Weights
 
 
-def sequences_to_read(
-    context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-) -> list[list[int]]:
+def sequences_to_read(rows: TokenRows) -> list[list[int]]:
     """The tokens to forward to score each row: all but its last."""
+    context_BC, context_mask_BC, ids_BT, mask_BT = rows
     width = context_BC.shape[1]
     return [
         [*context[width - size :], *ids[: max(length - 1, 0)]]
@@ -47,24 +46,15 @@ def score_trie(
     decoder: Decoder,
     weights: Weights,
     trie: TokenTrie,
-    context_mask_BC: Tensor,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
+    rows: TokenRows,
     *,
     max_batch_tokens: int,
     needs_entropy: bool,
     needs_hidden: bool,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, and count the work.
-
-    Parameters
-    ----------
-    trie : TokenTrie
-        Of `sequences_to_read`, in the order of the rows.
-    transform : LogitsTransform, optional
-        To the logits of another distribution.
-    """
+    """Score each continuation token by the trie of `sequences_to_read`, and count the work."""
+    _, context_mask_BC, ids_BT, mask_BT = rows
     device = weights.embedding_VX.device
     trie = trie.to(device)
     # The mask of block attention takes memory quadratic in the tokens of a pass.

@@ -5,22 +5,25 @@ Shape suffixes: `N` token, `X` hidden unit, `V` vocabulary, `O` output, `I` inpu
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.tree_engine.adapted_linear import Adapter, Matrix, adapted_linear
-from nip_astra.language_models.tree_engine.kernels import (
-    LinearMap,
-    OneDnnLinear,
-    has_onednn,
-    is_packing_faster,
-    packed_linear,
-)
+JOINED: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Linear layers of a module that are one product here, in their order."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,9 @@ def frozen_weights(
 ) -> Weights:
     """A snapshot for sampling: adapters merged, matrices that are used together joined.
 
-    On a CPU the matrices are copied into oneDNN's layout where that is faster; elsewhere they are
-    joined copies in `dtype`.
-
-    Parameters
-    ----------
-    release : bool
-        Free the module's own matrices one by one; it cannot compute afterwards.
-    into : Weights, optional
-        An earlier snapshot off the CPU, which is overwritten and given back, so that whoever reads
-        its memory reads the new weights.
+    Matrices are copies in `dtype`, on a CPU in oneDNN's layout if that is faster. `release` frees
+    the module's own matrices, so that it cannot compute afterwards. `into`, an earlier snapshot off
+    the CPU, is overwritten, so that captured steps read the new weights.
     """
     old_maps = iter(_maps_of(into)) if into is not None else None
 
@@ -137,9 +133,7 @@ def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weigh
         adapters = [_live_adapters(linear) if use_adapter else [] for linear in linears]
         if any(adapters):
             return adapted_linear(matrices, adapters)
-        return lambda x: _side_by_side(
-            [multiply(x, weight, bias) for weight, bias, multiply in matrices]
-        )
+        return lambda x: _products(x, matrices)
 
     return _weights(module, dtype, joined)
 
@@ -151,10 +145,10 @@ def _weights(module: Any, dtype: torch.dtype, joined: Callable[..., LinearMap]) 
             mlp_norm=layer.post_attention_layernorm.weight.to(dtype),
             query_norm=_optional_norm(layer.self_attn, "q_norm", dtype),
             key_norm=_optional_norm(layer.self_attn, "k_norm", dtype),
-            qkv=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-            output=joined(layer.self_attn.o_proj),
-            gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=joined(layer.mlp.down_proj),
+            **{
+                name: joined(*(layer.get_submodule(path) for path in paths))
+                for name, paths in JOINED.items()
+            },
         )
         for layer in module.model.layers
     ]
@@ -192,7 +186,13 @@ def _live_matrix(linear: Any, dtype: torch.dtype) -> Matrix:
     base = _base(linear)
     weight = base.weight.to(dtype)
     bias = None if base.bias is None else base.bias.to(dtype)
-    return Matrix(weight, bias, _gradient_kernel(weight))
+    # oneDNN if torch would use a slower library.
+    is_packed = (
+        dtype == torch.float32
+        and has_onednn(weight.device, dtype)
+        and is_packing_faster(weight.shape, dtype)
+    )
+    return Matrix(weight, bias, OneDnnLinear.apply if is_packed else F.linear)
 
 
 def _live_adapters(linear: Any) -> list[Adapter]:
@@ -202,33 +202,8 @@ def _live_adapters(linear: Any) -> list[Adapter]:
     ]
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-
-
-def _gradient_kernel(weight: Tensor) -> Callable[..., Tensor]:
-    """Torch's product, or oneDNN's where torch would use a slower library."""
-    if (
-        weight.dtype == torch.float32
-        and has_onednn(weight.device, weight.dtype)
-        and is_packing_faster(weight.shape, weight.dtype)
-    ):
-        return OneDnnLinear.apply
-    return F.linear
-
-
 class WeightSnapshot:
-    """A snapshot of a module's weights.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        What is computed in.
-    use_adapter : bool
-        Whether the module's adapter is merged in.
-    is_overwritten : bool
-        Whether later weights take the memory of earlier ones, which captured steps read.
-    """
+    """A snapshot of a module's weights."""
 
     def __init__(
         self, module: Any, dtype: torch.dtype, *, use_adapter: bool, is_overwritten: bool
@@ -248,8 +223,8 @@ class WeightSnapshot:
 
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
         """The snapshot as long as these parameters have not changed, else a new one."""
-        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
-        # 8-bit) nor writes through `.data`: an update says itself that it begins.
+        # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version: an
+        # update also calls `make_room`.
         versions = tuple(parameter._version for parameter in parameters)
         is_old = self._is_stale or versions != self._versions
         if self._weights is None or (is_old and not self.is_released):
@@ -271,3 +246,195 @@ class WeightSnapshot:
         """Keep the snapshot alone: the module's own matrices are freed, and it cannot compute."""
         self._weights = self._make(release=True)
         self.is_released = True
+
+
+logger = logging.getLogger(__name__)
+
+# oneDNN keeps each shape of a product prepared, which takes about half a megabyte; rollouts go
+# through hundreds of shapes, of which few come again soon. It reads this at the first product.
+for _setting in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_setting, "128")
+
+LinearMap = Callable[[Tensor], Tensor]
+"""A matrix product with a fixed matrix, `[N, I] -> [N, O]`."""
+
+SMALLEST_MEASURED = 250_000
+"""Matrices of fewer weights stay with torch: there neither is clearly faster, and a choice that
+noise decides would change the last digits from run to run."""
+_CLEARLY_FASTER = 1.3
+
+
+def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether oneDNN can multiply on this device, in float32 or bfloat16.
+
+    Of bfloat16 it packs no weights for processors that have not AVX-512 or better.
+    """
+    # torch leaves its backend checks without types.
+    is_built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not is_built:
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
+    """A product with a copy of the weights in oneDNN's own layout; no gradient."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), None)
+    bias = None if bias_O is None else bias_O.detach().to(weight_OI.dtype)
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def linear(x_NI: Tensor) -> Tensor:
+        product: Tensor = multiply(x_NI, packed, bias, "none", [], "")
+        return product
+
+    return linear
+
+
+class OneDnnLinear(torch.autograd.Function):
+    """A float32 product with gradients, all three products of it by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.has_bias = bias_O is not None
+        product: Tensor = _multiply(x_NI, weight_OI, bias_O)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        grad_NO = gradients[0].contiguous()
+        grad_x = _multiply(grad_NO, weight_OI.t(), None) if ctx.needs_input_grad[0] else None
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _multiply(grad_NO.t(), x_NI.t(), None)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad_NO.sum(dim=0)
+        return grad_x, grad_weight, grad_bias
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def is_packing_faster(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Measure both kernels on a matrix of this shape with a few rows, once in a process.
+
+    A matrix of fewer than `SMALLEST_MEASURED` weights is not measured and stays with torch.
+    """
+    if shape.numel() < SMALLEST_MEASURED:
+        return False
+    return _measure(shape[0], shape[1], dtype)
+
+
+@lru_cache(maxsize=32)
+def _measure(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    x = torch.randn(4, num_inputs, generator=generator).to(dtype)
+    packed, dense = packed_linear(weight, None), DenseLinear(weight, None)
+    # The fastest of several: a busy machine makes single ones slow, never fast.
+    seconds = {"oneDNN": _fastest(packed, x), "torch": _fastest(dense, x)}
+    # The tie goes to oneDNN, so that noise cannot change the choice from run to run.
+    is_faster = seconds["torch"] * _CLEARLY_FASTER > seconds["oneDNN"]
+    logger.info(
+        "matrix products of %d x %d in %s: torch %.0f us, oneDNN packed %.0f us; taking %s",
+        num_outputs,
+        num_inputs,
+        str(dtype).removeprefix("torch."),
+        seconds["torch"] * 1e6,
+        seconds["oneDNN"] * 1e6,
+        "oneDNN" if is_faster else "torch",
+    )
+    return is_faster
+
+
+@torch.no_grad()
+def _fastest(linear: LinearMap, x: Tensor, repeats: int = 12) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        linear(x)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(x_NI, weight_OI, bias_O) -> [N, O]`."""
+
+
+class Matrix(NamedTuple):
+    """A matrix and its bias in the computing precision, with the function that multiplies."""
+
+    weight: Tensor
+    bias: Tensor | None
+    multiply: Multiply
+
+
+class Adapter(NamedTuple):
+    """A trained update of a matrix: `scaling * up @ down`."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+
+def _products(x_NI: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+    """The products with all matrices side by side."""
+    products = [multiply(x_NI, weight, bias) for weight, bias, multiply in matrices]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def adapted_linear(matrices: Sequence[Matrix], adapters: Sequence[Sequence[Adapter]]) -> LinearMap:
+    """The products with all matrices side by side, `[N, I] -> [N, O]`."""
+    like = matrices[0].weight
+    every = [adapter for of_matrix in adapters for adapter in of_matrix]
+
+    def apply(x_NI: Tensor) -> Tensor:
+        down_RI = torch.cat([adapter.down for adapter in every]).to(like)
+        blocks = [
+            torch.cat([adapter.up * adapter.scaling for adapter in of_matrix], dim=1)
+            if of_matrix
+            else every[0].up.new_zeros(len(matrix.weight), 0)
+            for matrix, of_matrix in zip(matrices, adapters, strict=True)
+        ]
+        # torch leaves it without types.
+        up_OR = torch.block_diag(*blocks).to(like)  # type: ignore[no-untyped-call]
+        found: Tensor = _AdaptedLinear.apply(x_NI, down_RI, up_OR, matrices)  # type: ignore[no-untyped-call]
+        return found
+
+    return apply
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """`x W^T + (x down^T) up^T`; no gradient of `W` is ever computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        down_RI: Tensor,
+        up_OR: Tensor,
+        matrices: Sequence[Matrix],
+    ) -> Tensor:
+        inner_NR = x_NI @ down_RI.t()
+        ctx.save_for_backward(x_NI, inner_NR, down_RI, up_OR)
+        ctx.matrices = matrices
+        return _products(x_NI, matrices).addmm_(inner_NR, up_OR.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, inner_NR, down_RI, up_OR = ctx.saved_tensors
+        grad_NO = gradients[0].contiguous()
+        grad_inner_NR = grad_NO @ up_OR
+        grad_down_RI, grad_up_OR = grad_inner_NR.t() @ x_NI, grad_NO.t() @ inner_NR
+        if not ctx.needs_input_grad[0]:
+            return None, grad_down_RI, grad_up_OR, None
+        grad_NI, start = None, 0
+        for weight, _, multiply in ctx.matrices:
+            stop = start + len(weight)
+            part_NI = multiply(grad_NO[:, start:stop].contiguous(), weight.t(), None)
+            grad_NI = part_NI if grad_NI is None else grad_NI.add_(part_NI)
+            start = stop
+        assert grad_NI is not None
+        return grad_NI.addmm_(grad_inner_NR, down_RI), grad_down_RI, grad_up_OR, None

@@ -1,18 +1,15 @@
-"""One vLLM engine in this process: requests of tokens, its weights and adapters, and its sleep.
-
-vLLM is imported when an engine is started. What is asked of it has been there, under these names,
-from 0.30 to 0.33.
-"""
+"""One vLLM engine in this process, and requests to it; the names exist in vLLM 0.30 to 0.33."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +20,9 @@ from nip_astra.errors import (
     ContextLengthError,
     MissingDependencyError,
     ModelLoadError,
+    reason_of,
 )
-from nip_astra.language_models.vllm_backend.requests import Reply, Request, forcing, read_reply
+from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that an engine can be started for; an adapter may have a lower one."""
@@ -32,23 +30,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is started.
-
-    Attributes
-    ----------
-    dtype : str
-        What vLLM computes in.
-    max_model_len : int
-        Most tokens of context and continuation together.
-    gpu_memory_utilization : float
-        Share of the GPU's memory that the engine takes.
-    lora_rank : int or None
-        Rank of the adapters to come; None for an engine without.
-    can_sleep : bool
-        Whether the engine can give its memory back between rollouts.
-    enforce_eager : bool
-        Whether the engine captures no graphs.
-    """
+    """How an engine is started."""
 
     dtype: str
     max_model_len: int
@@ -58,58 +40,58 @@ class EngineOptions:
     enforce_eager: bool = False
 
 
-class SamplingEngine(Protocol):
-    """What samples turns: an engine of this process, or several in actors."""
+class SamplingEngine:
+    """Samples turns. This class itself stands in for one in processes of a run that sample none."""
 
-    options: EngineOptions
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
-        """Raise `ModelLoadError` where its tokens are others than the trainer's."""
+        """Raise `ModelLoadError` if its tokens differ from the trainer's."""
 
     def note_weights(self, version: Hashable) -> None:
-        """Say which version it was started with."""
+        """Note the version of the weights that it was started with."""
 
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Take full weights unless this version is held."""
+        """Load full weights, by their names in the checkpoint, unless this version is loaded."""
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """What samples with an adapter, which is taken unless this version is held."""
+        """The adapter for `generate`, loaded unless this version is; `write` saves it as peft."""
 
     def sleep(self) -> None:
-        """Give memory back until the next use."""
+        """Release memory until the next use."""
 
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        """Sample a turn for each request."""
+        """Sample a turn for each request, with what `hold_adapter` returned or the base weights."""
+        raise ConfigurationError(
+            f"process {rank_of_process()} of the run cannot sample: the first process alone has "
+            "the vLLM engines (num_engines). Set the language model's _type to huggingface."
+        )
 
 
 def start_engine(name: str, options: EngineOptions) -> VllmEngine:
-    """Load a model into an engine of its own.
-
-    Raises
-    ------
-    MissingDependencyError
-        When vLLM is not installed.
-    ModelLoadError
-        When vLLM cannot load the model, or has too little memory for it.
-    """
-    # Weights are handed over as tensors, which takes an engine in this process.
+    """Load a model into an engine of its own."""
+    # Weights are passed as tensors, which requires an engine in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         vllm: Any = importlib.import_module("vllm")
         lora: Any = importlib.import_module("vllm.lora.request")
     except ImportError as error:
         raise MissingDependencyError(
-            f"the model {name!r} was to be sampled by vLLM, which is not installed or cannot be "
-            f"imported ({error}). Install it with: pip install 'nip_astra[vllm]', on a machine "
-            "with a GPU, or set the language model's _type to huggingface."
+            f"vLLM cannot be imported for the model {name!r} ({error}). Run: pip install "
+            "'nip_astra[vllm]' on a machine with a GPU, or set _type to huggingface."
         ) from error
     with_lora: dict[str, Any] = {}
     if options.lora_rank is not None:
-        rank = _engine_rank(options.lora_rank)
+        rank = next((known for known in LORA_RANKS if known >= options.lora_rank), None)
+        if rank is None:
+            raise ConfigurationError(
+                f"lora.rank is {options.lora_rank}; vLLM takes ranks up to {LORA_RANKS[-1]}."
+            )
         with_lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     try:
         # An engine in this process sets the global seed.
@@ -126,75 +108,27 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
                 enforce_eager=options.enforce_eager,
                 # Before temperature, top_k and top_p, as everywhere in this package.
                 logprobs_mode="raw_logprobs",
-                # What a checkpoint says of sampling is not asked for.
+                # Not the checkpoint's own sampling options.
                 generation_config="vllm",
                 **with_lora,
             )
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelLoadError(
-            f"the model {name!r} was to be sampled by vLLM, which could not load it: {reason}. "
-            "Where memory is short, lower max_model_len, or change gpu_memory_utilization: it is "
-            "the engine's share of the whole GPU. Where vLLM does not know the architecture, set "
-            "_type to huggingface."
+            f"vLLM could not load the model {name!r}: {reason_of(error)}. Lower max_model_len or "
+            "change gpu_memory_utilization (a share of the whole GPU) if memory is short, or set "
+            "_type to huggingface if the architecture is unknown."
         ) from error
     return VllmEngine(llm, vllm.SamplingParams, lora.LoRARequest, options)
 
 
-class AbsentEngine:
-    """What stands for engines in actors in the processes of a run that sample no turn."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        self.options = options
-
-    def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
-        """Left to the process with the engine."""
-
-    def note_weights(self, version: Hashable) -> None:
-        """Nothing is held."""
-
-    def hold_weights(
-        self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
-    ) -> None:
-        """Nothing is held."""
-
-    def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """Nothing is held."""
-
-    def sleep(self) -> None:
-        """There is nothing to give back."""
-
-    def generate(
-        self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
-    ) -> list[Reply]:
-        """Refuse to sample.
-
-        Raises
-        ------
-        ConfigurationError
-            Always.
-        """
-        raise ConfigurationError(
-            f"process {rank_of_process()} of a run was to sample by vLLM, but the first process "
-            "alone has the engines (num_engines). Have it play, or set the language model's _type "
-            "to huggingface."
-        )
-
-
-class VllmEngine:
-    """A running engine; several models may share it, where adapters alone tell them apart.
-
-    Parameters
-    ----------
-    llm : vllm.LLM
-        In this process.
-    """
+class VllmEngine(SamplingEngine):
+    """A running engine; several models may share it, where adapters alone tell them apart."""
 
     def __init__(
         self, llm: Any, sampling_params: Any, lora_request: Any, options: EngineOptions
     ) -> None:
+        super().__init__(options)
         self.llm = llm
-        self.options = options
         self._sampling_params = sampling_params
         self._lora_request = lora_request
         self._awake = {"weights", "kv_cache"}
@@ -204,7 +138,6 @@ class VllmEngine:
         self._num_adapters = 0
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
-        """Raise `ModelLoadError` where the engine's tokens are others than the trainer's."""
         refuse_other_vocabulary(*self.vocabulary(), tokenizer, vocab_size)
 
     def vocabulary(self) -> tuple[int, dict[str, int]]:
@@ -219,13 +152,6 @@ class VllmEngine:
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Take full weights, by their names in the checkpoint, unless this version is held.
-
-        Parameters
-        ----------
-        version : Hashable
-            Differs whenever the weights do.
-        """
         if version == self._held:
             return
         self._wake("weights")
@@ -241,28 +167,14 @@ class VllmEngine:
         self._has_stale_prefixes = True
 
     def note_weights(self, version: Hashable) -> None:
-        """Say which version the engine was started with."""
         self._held = version
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """The request that samples with an adapter, loading it unless this version is held.
-
-        Each version has a number and a name that no other had: vLLM would take an adapter of the
-        same number from its cache, and cached prefixes of the same name for those of the new one.
-
-        Parameters
-        ----------
-        write : Callable
-            Writes the adapter into an empty folder, as peft does.
-
-        Raises
-        ------
-        ModelLoadError
-            When vLLM refuses the adapter.
-        """
+        # Each version gets a new number and name: vLLM would take an adapter of the same number
+        # from its cache, and reuse cached prefixes of the same name.
         if self._adapter is not None and self._adapter[0] == version:
             return self._adapter[1]
-        # The folder stays as long as the adapter is in use: vLLM may read it again.
+        # Kept while the adapter is in use: vLLM may read it again.
         folder = TemporaryDirectory(prefix="nip_astra_adapter_")
         write(Path(folder.name))
         self._num_adapters += 1
@@ -280,8 +192,8 @@ class VllmEngine:
         except Exception as error:
             folder.cleanup()
             raise ModelLoadError(
-                f"vLLM was to sample with a LoRA adapter, but refused it: {error}. Set "
-                "lora.target_modules to attention and MLP projections, or lora to null."
+                f"vLLM refused the LoRA adapter: {error}. Set lora.target_modules to attention "
+                "and MLP projections, or lora to null."
             ) from error
         self._adapter = (version, request, folder)
         self._has_stale_prefixes = True
@@ -290,10 +202,7 @@ class VllmEngine:
     # ---- memory
 
     def sleep(self) -> None:
-        """Memory back until the next use: weights go to the processor's, caches are dropped.
-
-        Weights are kept because dropping them (vLLM's level 2) has lost what no sync brings back.
-        """
+        # Level 2, which drops weights, has lost some that no sync restores.
         if self.options.can_sleep and self._awake:
             self.llm.sleep(level=1)
             self._awake = set()
@@ -310,64 +219,47 @@ class VllmEngine:
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        """Sample a turn for each request.
-
-        Parameters
-        ----------
-        arguments : dict[str, Any]
-            See `sampling_arguments`.
-        adapter : LoRARequest, optional
-            What `hold_adapter` gave; None samples from the base weights.
-
-        Raises
-        ------
-        ContextLengthError
-            When a context and its turn are longer than the engine's window.
-        """
         if not requests:
             return []
-        self._check_lengths(requests, arguments["max_tokens"])
+        longest, max_tokens = max(len(one.context) for one in requests), arguments["max_tokens"]
+        if longest + max_tokens > self.options.max_model_len:
+            raise ContextLengthError(
+                f"a context of {longest} tokens and a turn of {max_tokens} exceed vLLM's window of "
+                f"{self.options.max_model_len}. Raise max_model_len, or lower max_new_tokens."
+            )
         self._wake("weights", "kv_cache")
         if self._has_stale_prefixes:
             if self.llm.reset_prefix_cache() is False:
                 raise ModelLoadError(
-                    "vLLM was to forget prefixes read with older weights, but did not, since "
-                    "requests are in flight. Give each engine one user at a time."
+                    "vLLM did not reset its prefix cache, because requests are in flight. Use "
+                    "each engine from one place at a time."
                 )
             self._has_stale_prefixes = False
+        forced = [
+            {} if one.forced is None else {"allowed_token_ids": [one.forced], "logit_bias": None}
+            for one in requests
+        ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(request.context)} for request in requests],
             [
                 self._sampling_params(
-                    **(arguments | forcing(request)),
+                    **(arguments | extra),
                     seed=request.seed,
-                    # Scores of what the prefix cache holds are not in it; some versions give
-                    # those of another request instead (vllm-project/vllm pull request 42245).
+                    # The prefix cache has no scores; some versions return those of another
+                    # request (vllm-project/vllm pull request 42245).
                     skip_reading_prefix_cache=request.scores_context,
                     prompt_logprobs=0 if request.scores_context else None,
                 )
-                for request in requests
+                for request, extra in zip(requests, forced, strict=True)
             ],
             use_tqdm=False,
             lora_request=adapter,
         )
         return [read_reply(*pair) for pair in zip(requests, outputs, strict=True)]
 
-    def _check_lengths(self, requests: Sequence[Request], max_tokens: int) -> None:
-        longest = max(len(request.context) for request in requests)
-        if longest + max_tokens > self.options.max_model_len:
-            raise ContextLengthError(
-                f"a context of {longest} tokens and a turn of {max_tokens} were to be read by "
-                f"vLLM, whose window holds {self.options.max_model_len}. Raise max_model_len of "
-                "the language model, or lower max_new_tokens."
-            )
-
 
 def _has_packed_weights(llm: Any) -> bool:
-    """Whether an engine has laid its weights out anew, so that they are loaded as at the start.
-
-    On CPUs it has, and what it has made of a matrix knows no loader.
-    """
+    """Whether weights must be reloaded as at the start; on CPUs vLLM repacks matrices."""
     config = getattr(llm.llm_engine, "vllm_config", None)
     return getattr(getattr(config, "device_config", None), "device_type", None) == "cpu"
 
@@ -375,21 +267,117 @@ def _has_packed_weights(llm: Any) -> bool:
 def refuse_other_vocabulary(
     found_size: int, found: Mapping[str, int], tokenizer: Any, vocab_size: int
 ) -> None:
-    """Raise `ModelLoadError` where an engine's tokens are others than the trainer's."""
+    """Raise `ModelLoadError` if an engine's tokens differ from the trainer's."""
     if found_size == vocab_size and found == tokenizer.get_vocab():
         return
     raise ModelLoadError(
-        f"vLLM was to sample the tokens that are trained on, but it loaded a vocabulary of "
-        f"{found_size} rows where the model has {vocab_size}, or another tokenizer. Give a folder "
-        "in which weights, config.json and tokenizer belong together."
+        f"vLLM loaded another tokenizer, or a vocabulary of {found_size} rows instead of "
+        f"{vocab_size}. Give a folder in which weights, config.json and tokenizer belong together."
     )
 
 
-def _engine_rank(rank: int) -> int:
-    fitting = [known for known in LORA_RANKS if known >= rank]
-    if not fitting:
+MAX_BANNED = 1024
+"""Most tokens for which vLLM takes a bias."""
+TEMPERATURES = (0.01, 2.0)
+"""Range of temperatures in vLLM; it raises lower ones silently and refuses higher ones."""
+
+
+class Request(NamedTuple):
+    """One turn to sample; `seed` is its only randomness, and `forced` a prescribed first token."""
+
+    context: Sequence[int]
+    seed: int
+    scores_context: bool = False
+    forced: int | None = None
+
+
+class Reply(NamedTuple):
+    """The result of a request.
+
+    Log-probabilities are at temperature 1 with nothing cut off, nats; 0 for a context's first
+    token. `num_forwarded` excludes tokens of the prefix cache.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    context_logprobs: list[float] | None
+    num_forwarded: int
+
+
+def sampling_arguments(
+    options: SamplingOptions, *, end_ids: Sequence[int], banned_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The arguments of `SamplingParams` for `options`; vLLM applies them in the same order."""
+    low, high = TEMPERATURES
+    if options.temperature != 0.0 and not low <= options.temperature <= high:
         raise ConfigurationError(
-            f"a LoRA adapter of rank {rank} was to be sampled by vLLM, which takes ranks up to "
-            f"{LORA_RANKS[-1]}. Lower lora.rank."
+            f"temperature is {options.temperature:g}, but vLLM draws at 0 or between {low:g} and "
+            f"{high:g}. Change it, or set _type to huggingface."
         )
-    return fitting[0]
+    if len(banned_ids) > MAX_BANNED:
+        raise ConfigurationError(
+            f"the model has {len(banned_ids)} special tokens, but vLLM can ban at most "
+            f"{MAX_BANNED}. Set _type to huggingface."
+        )
+    return {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": options.temperature,
+        "top_k": 0 if options.top_k is None else options.top_k,
+        "top_p": options.top_p,
+        # All ends are named, so that vLLM adds none of its own.
+        "stop_token_ids": sorted({*end_ids, *options.end_ids}),
+        "ignore_eos": True,
+        "logit_bias": dict.fromkeys(banned_ids, float("-inf")) or None,
+        # Of the drawn token only.
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def scoring_request(text: Sequence[int], window: int) -> Request:
+    """A request for log p of a text's tokens: those of the context, then those of the turn."""
+    if len(text) < window:
+        return Request(text, seed=0, scores_context=True)
+    # No room for the token that vLLM samples after a text: the last one is sampled, forced.
+    return Request(text[:-1], seed=0, scores_context=True, forced=text[-1])
+
+
+def read_reply(request: Request, output: Any) -> Reply:
+    """The reply in a `RequestOutput` of vLLM."""
+    said = output.outputs[0]
+    if said.finish_reason not in ("stop", "length"):
+        raise ModelLoadError(
+            f"vLLM aborted a turn ({said.finish_reason}). Its log gives the reason."
+        )
+    ids = list(said.token_ids)
+    chosen = [found[token].logprob for found, token in zip(said.logprobs, ids, strict=True)]
+    context_logprobs = None
+    if request.scores_context:
+        read = zip(output.prompt_logprobs, request.context, strict=True)
+        # Nothing predicts the first token.
+        context_logprobs = [0.0 if found is None else found[token].logprob for found, token in read]
+    num_read = len(request.context) - (output.num_cached_tokens or 0)
+    return Reply(ids, chosen, context_logprobs, num_read + max(len(ids) - 1, 0))
+
+
+def seed_of(uniforms_T: Tensor) -> int:
+    """The seed of a row, which its uniform numbers alone decide."""
+    digest = hashlib.sha256(uniforms_T.cpu().contiguous().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
+
+
+def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
+    """Replies as turns, padded to a width."""
+    ids, mask = pad_right([reply.ids for reply in replies], torch.device("cpu"))
+    padding = (0, width - ids.shape[1])
+    logprobs = padded_rows([reply.logprobs for reply in replies])
+    found = (torch.nn.functional.pad(x, padding) for x in (ids, mask, logprobs))
+    return Generation(*found)
+
+
+def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Numbers of several lengths as one tensor, 0 on padding."""
+    if not rows:
+        return torch.zeros(0, 0)
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

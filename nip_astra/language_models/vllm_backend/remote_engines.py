@@ -1,4 +1,4 @@
-"""vLLM engines in actors of Ray: each samples a part of the requests, with the weights of now.
+"""vLLM engines in Ray actors: each samples a part of the requests with the current weights.
 
 Run with vLLM for CPUs, two engines on one machine; not on GPUs yet.
 """
@@ -14,27 +14,19 @@ from torch import Tensor
 
 from nip_astra.language_models.vllm_backend.engine import (
     EngineOptions,
+    Reply,
+    Request,
+    SamplingEngine,
     VllmEngine,
     refuse_other_vocabulary,
     start_engine,
 )
-from nip_astra.language_models.vllm_backend.requests import Reply, Request
 from nip_astra.utils.actors import MAX_RESTARTS, results_of
 from nip_astra.utils.ray_cluster import open_ray
 
 
 class _Held(NamedTuple):
-    """What engines are to sample from, and where it is.
-
-    Attributes
-    ----------
-    version : int
-        Counted up whenever it changes.
-    reference : Any
-        To named weights, or to the files of an adapter by name.
-    is_adapter : bool
-        Which of them.
-    """
+    """Weights or files of an adapter, in Ray's object store, and their number."""
 
     version: int
     reference: Any
@@ -42,10 +34,9 @@ class _Held(NamedTuple):
 
 
 class EngineActor:
-    """An engine in a process of Ray's, which gets weights with the first request that needs them.
+    """An engine in a Ray process; current weights arrive with the first request that needs them.
 
-    An actor that takes the place of one that died has the weights of the beginning, and gets those
-    of now in the same way.
+    So does an actor that replaces one that died get them.
     """
 
     def __init__(self, name: str, options: EngineOptions) -> None:
@@ -83,21 +74,14 @@ class EngineActor:
         return self._engine.hold_adapter(held.version, write)
 
 
-class RemoteEngines:
-    """Engines of one model in actors of Ray, used as one `VllmEngine` is.
+class RemoteEngines(SamplingEngine):
+    """Engines of one model in Ray actors, used like one `VllmEngine`.
 
-    Which of them samples a turn changes no random number: each request has its own seed.
-
-    Parameters
-    ----------
-    ray : module
-        The package Ray, connected.
-    actors : Sequence
-        Handles of `EngineActor`s.
+    Which of them samples a turn does not matter: each request has its own seed.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any], options: EngineOptions) -> None:
-        self.options = options
+        super().__init__(options)
         self._ray = ray
         self._actors = list(actors)
         self._weights: _Held | None = None
@@ -106,26 +90,22 @@ class RemoteEngines:
         self._num_versions = 0
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
-        """Raise `ModelLoadError` where the engines' tokens are others than the trainer's."""
         for size, vocabulary in results_of(
             self._ray, [actor.vocabulary.remote() for actor in self._actors]
         ):
             refuse_other_vocabulary(size, vocabulary, tokenizer, vocab_size)
 
     def note_weights(self, version: Hashable) -> None:
-        """Say which version the engines were started with."""
         self._versions[False] = version
 
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Take full weights, by their names in the checkpoint, unless this version is held."""
         if self._versions.get(False) != version:
             content = [(name, weight.cpu()) for name, weight in weights()]
             self._weights = self._put(version, content, is_adapter=False)
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """What `generate` takes to sample with an adapter, taken anew unless it is held."""
         if self._versions.get(True) != version:
             with TemporaryDirectory(prefix="nip_astra_adapter_") as folder:
                 write(Path(folder))
@@ -134,22 +114,13 @@ class RemoteEngines:
         return self._adapter
 
     def sleep(self) -> None:
-        """Have the engines give their memory back until the next request."""
         if self.options.can_sleep:
             results_of(self._ray, [actor.sleep.remote() for actor in self._actors])
 
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        """Sample a turn for each request; each engine takes neighbours, which begin alike.
-
-        Raises
-        ------
-        ContextLengthError
-            When a context and its turn are longer than the engines' window.
-        WorkerProcessError
-            When an engine died, and those that took its place too.
-        """
+        # Each engine takes neighbours, which begin alike.
         held = [one for one in (self._weights, adapter) if one is not None]
         count = len(self._actors)
         ends = [len(requests) * place // count for place in range(count + 1)]
@@ -169,15 +140,7 @@ class RemoteEngines:
 def start_remote_engines(
     name: str, options: EngineOptions, *, num_engines: int, num_gpus: float
 ) -> RemoteEngines:
-    """Load a model into engines of their own, each in an actor of Ray.
-
-    Raises
-    ------
-    MissingDependencyError
-        When Ray is not installed, or vLLM is not where the actors are.
-    ModelLoadError
-        When vLLM cannot load the model.
-    """
+    """Load a model into several engines, each in a Ray actor."""
     ray = open_ray()
     kind = ray.remote(num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(
         EngineActor

@@ -1,4 +1,4 @@
-"""Failures that were put into a target on purpose: ground truth for what a search finds."""
+"""Failures planted in a target: ground truth for searches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nip_astra.rollouts.tree import RolloutTree
 
 
 class PlantedFailure(SubParameters):
-    """One way in which the target was made to fail."""
+    """A failure planted in the target."""
 
     name: PlainText
     """Name in reports."""
     description: PlainText = ""
-    """What a person says to meet it; results.json holds it."""
+    """Description of its trigger, written to results.json."""
     probe: PlainText
     """Regular expression that the probe matches somewhere."""
     previous_probe: PlainText | None = None
     """Regular expression that the probe just before matches; null for a single-turn failure."""
     rarity: float | None = Field(default=None, gt=0, le=1)
-    """Measured share of ordinary turns that meet it; reports show it."""
+    """Measured fraction of ordinary turns that trigger it, for reports."""
 
     @field_validator("probe", "previous_probe")
     @classmethod
@@ -33,11 +33,11 @@ class PlantedFailure(SubParameters):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"is no regular expression: {error}") from error
+                raise ValueError(f"is not a regular expression: {error}") from error
         return pattern
 
     def matches(self, probe: str, previous_probe: str | None) -> bool:
-        """Say whether a probe, after the one before it, meets this failure."""
+        """Whether a probe, after the one before it, triggers this failure."""
         if re.search(self.probe, probe) is None:
             return False
         if self.previous_probe is None:
@@ -47,22 +47,14 @@ class PlantedFailure(SubParameters):
 
 @dataclass
 class Discovery:
-    """Which planted failures a search has found, and when.
-
-    A planted failure is found when a probe meets it and the target fails on that probe.
-
-    Attributes
-    ----------
-    num_queries : int
-        Target queries seen so far.
-    first_query : dict[str, int | None]
-        For each planted failure the number of queries at its first find, counted from 1.
-    """
+    """Planted failures that a search found: a probe triggered them, and the target failed on it."""
 
     planted: Sequence[PlantedFailure]
     failure_threshold: float
     num_queries: int = 0
+    """Target queries seen so far."""
     first_query: dict[str, int | None] = field(default_factory=dict)
+    """Number of queries at the first discovery of each planted failure, from 1."""
 
     def __post_init__(self) -> None:
         for plant in self.planted:

@@ -1,4 +1,4 @@
-"""Read opening prompts from a text, CSV, JSON Lines, JSON or Parquet file, or from a dataset."""
+"""Opening prompts from a text, CSV, JSON Lines, JSON or Parquet file, or from a dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nip_astra.parameters.content import resolve_reference
 from nip_astra.rollouts.prompts import Prompt
 
 DEFAULT_COLUMN = "prompt"
-"""Column that holds the prompts where none is named."""
+"""Default column of the prompts."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
 _SUFFIXES = (".txt", ".jsonl", ".json", _PARQUET, *_DELIMITERS)
@@ -55,55 +55,47 @@ def read_prompts(
         rows, place = _rows_of_file(path, _read_text(path, reference)), f"the prompt file {path}"
     try:
         prompts = [_prompt_of(row, where, column) for where, row in rows]
-    except RecursionError as error:
+    except (RecursionError, ValueError, csv.Error) as error:
+        reason = "too deeply nested" if isinstance(error, RecursionError) else error
         raise DataError(
-            f"{place} cannot be parsed: its brackets are nested too deep. A .jsonl file holds one "
-            '{"prompt": "..."} a line, a .json file a list of texts.'
-        ) from error
-    except (ValueError, csv.Error) as error:
-        raise DataError(
-            f"{place} cannot be parsed: {error}. A .csv file begins with the names of its columns, "
-            'a .jsonl file holds one {"prompt": "..."} a line, a .json file a list of texts.'
+            f"{place} cannot be parsed: {reason}. A .csv file begins with its column names, "
+            'a .jsonl file has one {"prompt": "..."} per line, a .json file is a list of texts.'
         ) from error
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
-        raise DataError(
-            f"prompts were to be read from {reference!r}, but {place} holds none. Give at least "
-            "one opening prompt."
-        )
+        raise DataError(f"{place} has no prompts. Give at least one opening prompt.")
     return prompts
 
 
 def _read_text(path: Path, reference: str) -> str:
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is a folder or device, and no file")
-        # Some editors begin a file with a byte order mark, which is no part of the first prompt.
+            raise OSError("not a file")
+        # Without the byte order mark of some editors.
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         raise DataError(
-            f"prompts were to be read from {reference!r}, but {path} cannot be read: {reason}. "
-            f"Give {_KINDS_OF_FILES}."
+            f"cannot read the prompts {reference!r} from {path}: {reason}. Give {_KINDS_OF_FILES}."
         ) from error
 
 
 def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each text or row of a file, and where it stands."""
+    """Each text or row of a file, and its place."""
     if path.suffix in _DELIMITERS:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=_DELIMITERS[path.suffix])
         for row in reader:
             if None in row or None in row.values():
-                raise ValueError(f"line {reader.line_num}: it has not as many values as columns")
+                raise ValueError(f"line {reader.line_num}: not as many values as columns")
             yield f"line {reader.line_num}", row
         return
     if path.suffix == ".json":
         items = json.loads(text)
         if not isinstance(items, list):
-            raise ValueError("it is no list")
+            raise ValueError("not a list")
         yield from ((f"item {number}", item) for number, item in enumerate(items, start=1))
         return
-    # Not splitlines: a prompt may hold the rarer line separators of Unicode.
+    # Not splitlines: a prompt may contain rarer line separators of Unicode.
     for number, line in enumerate(text.split("\n"), start=1):
         if path.suffix != ".jsonl":
             yield f"line {number}", line
@@ -113,7 +105,7 @@ def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
             if not isinstance(record, dict):
-                raise ValueError(f"line {number}: it has no {DEFAULT_COLUMN!r}: no object")
+                raise ValueError(f"line {number}: not an object with {DEFAULT_COLUMN!r}")
             yield f"line {number}", record
 
 
@@ -124,10 +116,10 @@ def _prompt_of(row: Any, place: str, column: str) -> Prompt:
             near = nearest_names(column, row, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             names = ", ".join(map(repr, row)) or "none"
-            raise ValueError(f"{place}: it has no {column!r}, but the columns {names}{hint}")
+            raise ValueError(f"{place}: no column {column!r}, only {names}{hint}")
         text, others = row[column], [pair for pair in row.items() if pair[0] != column]
     elif column != DEFAULT_COLUMN:
-        raise ValueError(f"{place}: the column {column!r} was asked for, but it has no columns")
+        raise ValueError(f"{place}: no column {column!r}, because it has no columns")
     else:
         text, others = row, []
     messages: tuple[tuple[str, str], ...] = ()
@@ -136,12 +128,12 @@ def _prompt_of(row: Any, place: str, column: str) -> Prompt:
         text = _transcript(messages)
     if not isinstance(text, str):
         shown = json.dumps(text, default=str)
-        raise ValueError(f"{place}: its prompt is {shown[:80]}, neither text nor messages")
-    for one in (text, *(value for _, value in others if isinstance(value, str))):
+        raise ValueError(f"{place}: the prompt {shown[:80]} is neither a text nor messages")
+    for value in (text, *(value for _, value in others if isinstance(value, str))):
         try:
-            one.encode()
+            value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: it holds half of a character (a lone surrogate)") from error
+            raise ValueError(f"{place}: it contains a lone surrogate (half a character)") from error
     columns = tuple((str(name), _plain(value)) for name, value in others)
     return Prompt(text.strip(), columns, {str(name): value for name, value in others}, messages)
 
@@ -173,7 +165,7 @@ def _transcript(messages: Sequence[tuple[str, str]]) -> str:
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
-    """A value that can be compared and written; lists and groups as JSON."""
+    """A comparable value; lists and objects as JSON."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, default=str)
@@ -215,7 +207,7 @@ def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]
     try:
         rows = list(load_dataset(*arguments, **options))
     except Exception as error:
-        # datasets and the hub's client have an error class for each of their layers.
+        # datasets and the hub's client have many error classes.
         raise DataError(
             f"{place} cannot be loaded: {error}. Check the name and the network, or give "
             f"{_KINDS_OF_FILES}."

@@ -1,7 +1,7 @@
-"""Turn a conversation into the tokens that one model reads.
+"""Conversations as the tokens that a model reads.
 
-What a model generated is kept as tokens and never tokenised again; only the text between turns
-(role markers, separators) is tokenised, once per shape of conversation.
+Generated tokens are never tokenised again; only the text between turns (role markers, separators)
+is tokenised, once per shape of conversation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Turn(NamedTuple):
     """One turn, in the tokens of the model that reads it."""
 
     is_own: bool
-    """Whether the reading model said it."""
+    """Whether it is a turn of the reading model."""
     ids: tuple[int, ...]
-    """Content tokens, without role markers and without the end of the turn."""
+    """Content tokens, without role markers and end token."""
     is_system: bool = False
     """Whether it is a system message, which opens a conversation."""
 
@@ -43,7 +43,7 @@ class FittedContext:
 
 
 class ConversationFormat(ABC):
-    """Tokens of a conversation up to the place where the reading model speaks next."""
+    """Tokens of a conversation up to the reading model's next turn."""
 
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn in this format, besides the model's own end token."""
@@ -53,39 +53,30 @@ class ConversationFormat(ABC):
 
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        """The tokens that precede the next turn of the reading model."""
+        """The tokens before the reading model's next turn."""
 
     @abstractmethod
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
-        """How many tokens of the context follow the content of the last turn."""
+        """Number of tokens of the context after the content of the last turn."""
 
     def last_turn_span(self, turns: Sequence[Turn], context: Sequence[int]) -> tuple[int, int]:
-        """Where the content of the last turn begins and ends in a context that holds it."""
+        """Start and end of the last turn's content in a context."""
         stop = len(context) - self.num_tokens_after(turns)
         return stop - len(turns[-1].ids), stop
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
-        """The token with which the reading model ends a turn, or nothing where there is none.
-
-        Parameters
-        ----------
-        end_ids : Sequence[int]
-            Tokens that end a turn of the model.
-        """
+        """The token with which the reading model ends a turn, if any, out of its end tokens."""
         own = self.tokenizer.eos_token_id
         return (*self.end_ids, *([own] if own in end_ids else []), *end_ids)[:1]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The content tokens of a turn that somebody else said."""
+        """The content tokens of a turn of somebody else."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
         """The longest context of at most `num_tokens`, dropping the oldest whole turns.
 
-        Raises
-        ------
-        ContextLengthError
-            When the last turn alone is too long.
+        A system message at the beginning is kept.
         """
         head = turns[: sum(turn.is_system for turn in turns[:1])]
         for start in range(len(head), len(turns)):
@@ -93,21 +84,15 @@ class ConversationFormat(ABC):
             if len(ids) <= num_tokens:
                 return FittedContext(ids, start - len(head))
         raise ContextLengthError(
-            f"a turn of {len(turns[-1].ids)} tokens was to be read, but the model's window leaves "
-            f"room for {num_tokens} tokens of context. Shorten the prompt, or lower "
-            "max_new_tokens."
+            f"a turn of {len(turns[-1].ids)} tokens exceeds the model's window, which leaves "
+            f"{num_tokens} tokens of context. Shorten the prompt, or lower max_new_tokens."
         )
 
 
 class ChatFormat(ConversationFormat):
-    """The tokenizer's own chat template; the reading model is `assistant`, the other `user`.
+    """The tokenizer's chat template; the reading model is `assistant`, the other `user`.
 
-    Parameters
-    ----------
-    system_prompt : str, optional
-        Content of a system message before the conversation.
-    preamble : str, optional
-        A `user` turn before the conversation, for templates that demand that the user speaks first.
+    `preamble` is a `user` turn before the conversation, for templates that require one.
     """
 
     def __init__(
@@ -116,15 +101,20 @@ class ChatFormat(ConversationFormat):
         super().__init__(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
             raise ModelLoadError(
-                "the chat format was asked for, but the tokenizer has no chat template. Set "
-                "format: plain for this agent, or use an instruction-tuned model."
+                "the tokenizer has no chat template. Set format: plain for this agent, or use an "
+                "instruction-tuned model."
             )
         self._head = [("system", system_prompt)] if system_prompt else []
         self._head += [("user", preamble)] if preamble else []
         self._glue_by_roles: dict[tuple[str, ...], list[list[int]]] = {}
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        return _interleave(self._glue(tuple(turn.role for turn in turns)), turns)
+        before, *glue = self._glue(tuple(turn.role for turn in turns))
+        ids = list(before)
+        for turn, after in zip(turns, glue, strict=True):
+            ids += turn.ids
+            ids += after
+        return ids
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
         return len(self._glue(tuple(turn.role for turn in turns))[-1])
@@ -135,7 +125,7 @@ class ChatFormat(ConversationFormat):
         return self._glue_by_roles[roles]
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
-        # Of several tokens that end a turn, the template names the one that it was taught with.
+        # Of several end tokens, the template contains the one of training.
         *_, after = self._render_glue(("user", "assistant"), speaks_next=False)
         named = [token for token in after if token in end_ids]
         return tuple(named[:1]) or super().turn_end(end_ids)
@@ -158,48 +148,33 @@ class ChatFormat(ConversationFormat):
         except Exception as error:
             raise ModelLoadError(
                 f"the chat template refused a conversation of the roles "
-                f"{[message['role'] for message in messages]}: {error}. Where it demands that the "
-                "user speaks first, give the agent a preamble; where it knows no system role, "
-                "remove system_prompt."
+                f"{[message['role'] for message in messages]}: {error}. If the user must begin, "
+                "give the agent a preamble; without a system role, remove system_prompt."
             ) from error
         glue = []
         for name in names:
             before, found, text = text.partition(name)
             if not found:
                 raise ModelLoadError(
-                    "the chat template drops or changes the content of a turn, so a conversation "
-                    "cannot be built from tokens. Set format: plain for this agent."
+                    "the chat template changes the content of a turn. Set format: plain for this "
+                    "agent."
                 )
             glue.append(before)
         glue.append(text)
         return [self.tokenizer.encode(part, add_special_tokens=False) for part in glue]
 
 
-def _interleave(glue: Sequence[Sequence[int]], turns: Sequence[Turn]) -> list[int]:
-    ids = list(glue[0])
-    for turn, after in zip(turns, glue[1:], strict=True):
-        ids += turn.ids
-        ids += after
-    return ids
-
-
 class PlainFormat(ConversationFormat):
     """Turns one after the other, for models without a chat template.
 
-    A context begins with the tokenizer's first token, where it sets one. Elsewhere a conversation
-    that lost its oldest turns begins with the separator, and one without separators with the token
-    that begins or ends texts, so that something stands before whatever is to be predicted.
+    A context begins with the tokenizer's first token, if it sets one. Otherwise, so that every
+    token has a context, a conversation without its oldest turns begins with the separator, and one
+    without separators with the token that begins or ends texts.
 
     Parameters
     ----------
     separator : str
-        Stands between turns, or nothing where it is empty. Where it is one token, saying it ends a
-        turn.
-
-    Raises
-    ------
-    ModelLoadError
-        When nothing can stand before a turn.
+        Text between turns; a single token also ends a turn.
     """
 
     def __init__(self, tokenizer: Any, *, separator: str = "\n") -> None:
@@ -207,8 +182,8 @@ class PlainFormat(ConversationFormat):
         self._separator = tokenizer.encode(separator, add_special_tokens=False)
         if separator and not self._separator:
             _logger.warning(
-                "The tokenizer makes no token of %r, so nothing will stand between turns. Set "
-                "turn_separator to a text that it knows, for instance %r.",
+                "The tokenizer makes no token of turn_separator %r, so turns are not separated. "
+                "Set it for instance to %r.",
                 separator,
                 tokenizer.eos_token,
             )
@@ -220,9 +195,8 @@ class PlainFormat(ConversationFormat):
             first = tokenizer.eos_token_id if bos is None else bos
             if first is None:
                 raise ModelLoadError(
-                    "turns were to follow one another with nothing between them, but the tokenizer "
-                    "has no token that begins or ends a text, so a conversation would begin with "
-                    "nothing. Set turn_separator to a text that the tokenizer knows."
+                    "without a turn_separator, the tokenizer needs a token that begins or ends a "
+                    "text. Set turn_separator to a text that the tokenizer knows."
                 )
             self._start = [first]
 

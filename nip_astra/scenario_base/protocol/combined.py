@@ -1,4 +1,4 @@
-"""All agents of a protocol as one module.
+"""All agents of a protocol as one module, and their moves.
 
 Shapes: B frames, A agents, C channels, V channels that an agent sees, P positions, S symbols,
 L linear symbols.
@@ -6,7 +6,7 @@ L linear symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,60 +17,132 @@ from torch import Tensor, nn
 from nip_astra.distributed.sharding import RowDivision
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
 from nip_astra.rl_objectives.objective import FrameRows
-from nip_astra.scenario_base.protocol.agent_actions import (
-    AgentMoves,
-    PolicyEvaluation,
-    draw,
-    evaluate_moves,
-    logprobs_of,
-    normalised,
-    num_uniforms,
+from nip_astra.scenario_base.protocol.tensordict_agents import (
+    MASKED,
+    Agent,
+    MessageSpace,
+    Observation,
+    PolicyOutput,
 )
-from nip_astra.scenario_base.protocol.message_space import MASKED, MessageSpace
-from nip_astra.scenario_base.protocol.tensordict_agents import Agent, Observation, PolicyOutput
+
+
+class AgentMoves(NamedTuple):
+    """Moves of one agent in a batch of frames."""
+
+    message_BVP: Tensor
+    """Symbols, long."""
+    decision_B: Tensor | None = None
+    """0 reject, 1 accept, 2 continue; None for an agent without decisions."""
+    linear_BVP: Tensor | None = None
+    """Linear symbols, if any."""
+
+
+class PolicyEvaluation(NamedTuple):
+    """Log-probability and entropy of past moves under an agent's policy."""
+
+    logprobs_B: Tensor
+    """Log-probability of the joint move in nats, with grad; 0 where the agent could not act."""
+    entropies_B: Tensor
+    """Sum of the entropies of the agent's choices, in nats, with grad."""
+
+
+def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
+    """Number of uniform random numbers per move of an agent."""
+    return 1 + num_channels * message_size * (2 if has_linear else 1)
+
+
+def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
+    """Sample moves from log-probabilities by inverse transform sampling.
+
+    Uniforms in [0, 1) begin with the decision's; U >= `num_uniforms` of the visible channels.
+    """
+    message = logs.message_logits_BVPS
+    num_symbols = message.shape[1] * message.shape[2]
+    symbols_BVP = _invert(message, uniforms_BU[:, 1 : 1 + num_symbols].reshape(message.shape[:-1]))
+    decision_B = linear_BVP = None
+    if logs.decision_logits_B3 is not None:
+        decision_B = _invert(logs.decision_logits_B3, uniforms_BU[:, 0])
+    if logs.linear_logits_BVPL is not None:
+        uniforms_BVP = uniforms_BU[:, 1 + num_symbols : 1 + 2 * num_symbols]
+        uniforms_BVP = uniforms_BVP.reshape(message.shape[:-1])
+        linear_BVP = _invert(logs.linear_logits_BVPL, uniforms_BVP)
+    return AgentMoves(symbols_BVP, decision_B, linear_BVP)
+
+
+def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
+    """First alternative whose cumulative probability exceeds the uniform number."""
+    cumulative = logs.exp().cumsum(dim=-1)
+    # Scaled, because rounding may leave the sum below 1.
+    level = uniforms.unsqueeze(-1) * cumulative[..., -1:]
+    return (cumulative <= level).sum(dim=-1).clamp(max=logs.shape[-1] - 1)
+
+
+def normalised(output: PolicyOutput) -> PolicyOutput:
+    """Log-softmax of all logits."""
+    message, decision, linear = output
+    return PolicyOutput(
+        message.log_softmax(dim=-1),
+        None if decision is None else decision.log_softmax(dim=-1),
+        None if linear is None else linear.log_softmax(dim=-1),
+    )
+
+
+def evaluate_moves(
+    output: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
+) -> PolicyEvaluation:
+    """Log-probabilities and entropies of past moves, where the agent could send and decide."""
+    logs = normalised(output)
+    entropies_BV = _entropies(logs.message_logits_BVPS)
+    if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
+        entropies_BV = entropies_BV + _entropies(logs.linear_logits_BVPL)
+    entropies_B = (entropies_BV * active_BV.to(entropies_BV.dtype)).sum(dim=-1)
+    if logs.decision_logits_B3 is not None and moves.decision_B is not None:
+        logs_B3 = logs.decision_logits_B3
+        decides_B = can_decide_B.to(logs_B3.dtype)
+        entropies_B = entropies_B - (logs_B3.exp() * logs_B3).sum(dim=-1) * decides_B
+    return PolicyEvaluation(logprobs_of(logs, moves, active_BV, can_decide_B), entropies_B)
+
+
+def logprobs_of(
+    logs: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
+) -> Tensor:
+    """Log-probabilities of joint moves, [B], from those of `normalised`."""
+    logprobs_BV = _taken(logs.message_logits_BVPS, moves.message_BVP).sum(dim=-1)
+    if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
+        linear_BV = _taken(logs.linear_logits_BVPL, moves.linear_BVP).sum(dim=-1)
+        logprobs_BV = logprobs_BV + linear_BV
+    logprobs_B = (logprobs_BV * active_BV.to(logprobs_BV.dtype)).sum(dim=-1)
+    if logs.decision_logits_B3 is not None and moves.decision_B is not None:
+        decided_B = _taken(logs.decision_logits_B3, moves.decision_B)
+        logprobs_B = logprobs_B + decided_B * can_decide_B.to(decided_B.dtype)
+    return logprobs_B
+
+
+def _entropies(logs_BVPX: Tensor) -> Tensor:
+    """Entropies summed over positions, [B, V]."""
+    return -(logs_BVPX.exp() * logs_BVPX).sum(dim=(-2, -1))
+
+
+def _taken(logs: Tensor, choice: Tensor) -> Tensor:
+    return logs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class JointMoves:
-    """Moves of all agents in a batch of frames.
-
-    Attributes
-    ----------
-    decision_BA : Tensor
-        0 reject, 1 accept, 2 continue; 2 if the agent may not decide.
-    message_BACP : Tensor
-        Symbols, long; 0 if none is sent.
-    logprobs_BA : Tensor
-        Log-probability of each agent's joint move in nats; 0 if it could not act.
-    message_logits_BACPS : Tensor
-        Normalised log-probabilities of symbols; 0 if none is sent.
-    decision_logits_BA3 : Tensor
-        Normalised log-probabilities of decisions; 0 if there is none.
-    linear_BACP : Tensor or None
-        Linear symbols, if any.
-    """
+    """Moves of all agents in a batch of frames."""
 
     decision_BA: Tensor
+    """0 reject, 1 accept, 2 continue; 2 if the agent may not decide."""
     message_BACP: Tensor
+    """Symbols, long; 0 if none is sent."""
     logprobs_BA: Tensor
+    """Log-probability of each agent's joint move in nats; 0 if it could not act."""
     message_logits_BACPS: Tensor
+    """Normalised log-probabilities of symbols; 0 if none is sent."""
     decision_logits_BA3: Tensor
+    """Normalised log-probabilities of decisions; 0 if there is none."""
     linear_BACP: Tensor | None = None
-
-
-class AgentLogProbabilities(NamedTuple):
-    """Normalised log-probabilities of one agent's alternatives, 0 if it has none.
-
-    Attributes
-    ----------
-    message_logits_BCPS : Tensor
-        Of symbols, in all channels of the protocol.
-    decision_logits_B3 : Tensor
-        Of decisions.
-    """
-
-    message_logits_BCPS: Tensor
-    decision_logits_B3: Tensor
+    """Linear symbols, if any."""
 
 
 class CombinedAgents(nn.Module):
@@ -168,44 +240,32 @@ class CombinedAgents(nn.Module):
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
             self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
-        own = self._of_all_channels(agent, logs, active_BV)
-        moves.message_logits_BACPS[rows, number] = own.message_logits_BCPS
-        moves.decision_logits_BA3[rows, number] = own.decision_logits_B3
+        message_logits_BCPS, decision_logits_B3 = self._of_all_channels(agent, logs, active_BV)
+        moves.message_logits_BACPS[rows, number] = message_logits_BCPS
+        moves.decision_logits_BA3[rows, number] = decision_logits_B3
         if drawn.decision_B is not None:
             moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
 
-    def log_probabilities(
-        self, name: str, output: PolicyOutput, observation: Observation
-    ) -> AgentLogProbabilities:
-        """Log-probabilities of a policy's output over all channels, with grad."""
-        agent = self[name]
-        active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
-        return self._of_all_channels(agent, normalised(output), active_BV)
-
     def _of_all_channels(
         self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
-    ) -> AgentLogProbabilities:
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of symbols in all channels and of decisions, 0 if there are none."""
         message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
         if agent.shape.num_visible < agent.shape.num_channels:
             unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
             channels = torch.tensor(agent.shape.visible_channels, device=message.device)
             message = unseen.index_copy(1, channels, message)
         decision = logs.decision_logits_B3
-        return AgentLogProbabilities(
-            message, message.new_zeros(len(message), 3) if decision is None else decision
-        )
+        return message, message.new_zeros(len(message), 3) if decision is None else decision
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
-        """Differentiable reward of an agent's logits, [B] with grad, or None.
+        """Differentiable reward of an agent's current logits, [B] with grad, or None.
 
-        Parameters
-        ----------
-        output : PolicyOutput
-            The agent's current logits; those of others are from sampling.
-        frames : TensorDict
-            Frames of the sampler, [B].
+        The logits of other agents are those of the sampled frames.
         """
-        own, number = self.log_probabilities(name, output, frames), self.number(name)
+        agent, number = self[name], self.number(name)
+        active_BV = self._seen_by(agent, frames["active_mask"][:, number])
+        message, decision = self._of_all_channels(agent, normalised(output), active_BV)
         return self.protocol.logit_reward(
             name,
             frames["round"],
@@ -213,8 +273,8 @@ class CombinedAgents(nn.Module):
             frames["has_decided"],
             Moves(
                 frames["agents", "decision"],
-                _replaced(frames["agents", "message_logits"], own.message_logits_BCPS, number),
-                _replaced(frames["agents", "decision_logits"], own.decision_logits_B3, number),
+                _replaced(frames["agents", "message_logits"], message, number),
+                _replaced(frames["agents", "decision_logits"], decision, number),
             ),
         )
 
@@ -234,13 +294,7 @@ class CombinedAgents(nn.Module):
         return channels_BC[:, list(agent.shape.visible_channels)]
 
     def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
-        """An agent's moves, and masks of where it could send, [B, V], and decide, [B].
-
-        Parameters
-        ----------
-        frames : TensorDict
-            Sampled frames with `("agents", "message")` and so on.
-        """
+        """An agent's sampled moves, and masks of where it could send, [B, V], and decide, [B]."""
         agent, number = self[name], self.number(name)
         linear_BACP = frames.get(("agents", "linear_message"), None)
         moves = AgentMoves(
@@ -255,24 +309,22 @@ class CombinedAgents(nn.Module):
         """The logits of an agent's moves, with grad."""
         if self.division is None:
             return self[name].policy(frames)
-        agent, fields = self[name], _OutputFields()
-        tensors = self.division(
-            lambda rows: fields.tensors_of(agent.policy(FrameRows(frames, rows))),
-            len(frames["round"]),
-        )
-        return fields.output_of(tensors)
+        agent = self[name]
+        names: list[str] = []
+
+        def compute(rows: slice) -> list[Tensor]:
+            names[:], tensors = _present(agent.policy(FrameRows(frames, rows)))
+            return tensors
+
+        tensors = self.division(compute, len(frames["round"]))
+        return PolicyOutput(**dict(zip(names, tensors, strict=True)))
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
     ) -> PolicyEvaluation:
-        """Log-probabilities and entropies of an agent's moves under its policy, with grad.
+        """Log-probabilities and entropies of an agent's sampled moves under its policy, with grad.
 
-        Parameters
-        ----------
-        frames : TensorDict
-            Frames of the sampler, [B].
-        output : PolicyOutput, optional
-            The policy's output for these frames, if already computed.
+        `output` is the policy's output for these frames, if already computed.
         """
         moves, active_BV, can_decide_B = self.moves_of(name, frames)
         if output is None:
@@ -291,16 +343,18 @@ class CombinedAgents(nn.Module):
 
     def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
         """Both, with grad, from one forward pass of the shared body."""
-        agent, fields = self[name], _OutputFields()
+        agent = self[name]
+        names: list[str] = []
         if self.division is None:
             return agent.policy_and_value(frames)
 
         def compute(rows: slice) -> list[Tensor]:
             output, values_B = agent.policy_and_value(FrameRows(frames, rows))
-            return [*fields.tensors_of(output), values_B]
+            names[:], tensors = _present(output)
+            return [*tensors, values_B]
 
         *logits, values_B = self.division(compute, len(frames["round"]))
-        return fields.output_of(logits), values_B
+        return PolicyOutput(**dict(zip(names, logits, strict=True))), values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
         """Frames in which an agent may send or decide, bool [B]."""
@@ -309,19 +363,10 @@ class CombinedAgents(nn.Module):
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
-class _OutputFields:
-    """The fields of a policy's output, while it is passed on as a list of tensors."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def tensors_of(self, output: PolicyOutput) -> list[Tensor]:
-        parts = {n: part for n, part in output._asdict().items() if part is not None}
-        self._names = list(parts)
-        return list(parts.values())
-
-    def output_of(self, tensors: Sequence[Tensor]) -> PolicyOutput:
-        return PolicyOutput(**dict(zip(self._names, tensors, strict=True)))
+def _present(output: PolicyOutput) -> tuple[list[str], list[Tensor]]:
+    """Names and values of the fields that are not None."""
+    parts = {name: value for name, value in output._asdict().items() if value is not None}
+    return list(parts), list(parts.values())
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""What a report shows of a datapoint, and the shapes of which a picture of one is made.
+"""Datapoints in reports: labels and symbols in words, and shapes of pictures.
 
-A scenario describes a datapoint by plain values, which a run keeps with its sample episodes; its
-view reads them back, says in the scenario's words what was said about it, and draws it. The
-templates of the report draw the shapes as SVG.
+A run stores a scenario's description of a datapoint, plain values, with its sample episodes; a view
+reads and draws it. The templates of the report draw the shapes as SVG.
 """
 
 from __future__ import annotations
@@ -12,54 +11,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WIDTH, HEIGHT = 300, 236
-"""Of a graph's picture."""
+"""Size of a graph's picture."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A place of the picture that an agent named.
-
-    Attributes
-    ----------
-    place : int
-        Node of the graph, or latent pixel by row and column.
-    part : int
-        Which graph; 0 for an image.
-    color : int
-        The agent's.
-    rounds : str
-        In which it was named, for instance "1, 3".
-    """
+    """A place of the picture that an agent named."""
 
     part: int
+    """Which graph; 0 for an image."""
     place: int
+    """Node of the graph, or latent pixel by row and column."""
     agent: str
     color: int
+    """The agent's."""
     rounds: str
+    """In which it was named, for instance "1, 3"."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A ring around a node, with the rounds beside it.
-
-    Attributes
-    ----------
-    x, y : float
-        Where the rounds stand.
-    anchor : str
-        Which end of them stands there: "start", "middle" or "end".
-    """
+    """A ring around a node, with the rounds beside it."""
 
     choice: Choice
     size: float
     x: float
     y: float
+    """Where the rounds stand."""
     anchor: str
+    """Which end of them stands there: "start", "middle" or "end"."""
 
 
 @dataclass
 class Node:
-    """A node with the marks of those who named it."""
+    """A node with the marks of agents that named it."""
 
     x: float
     y: float
@@ -97,25 +82,19 @@ class Frame:
 
     @property
     def text_y(self) -> float:
-        """Their base line: the middle, or lower for an agent who is framed inside another."""
+        """Their base line."""
         return rounded(self.y + self.height / 2 + 4.5)
 
 
 @dataclass
 class DrawnImage:
-    """An image with its grid of latent pixels, ready to draw.
-
-    Attributes
-    ----------
-    colors : list of (color, path)
-        Areas of one colour each; a path is in pixels.
-    scale : float
-        Width of a pixel.
-    """
+    """An image with its grid of latent pixels, ready to draw."""
 
     summary: str
     colors: list[tuple[str, str]]
+    """Areas of one colour each; a path is in pixels."""
     scale: float
+    """Width of a pixel."""
     lines: list[tuple[float, float, float, float]]
     frames: list[Frame]
     width: int
@@ -124,20 +103,19 @@ class DrawnImage:
 
 @dataclass
 class Picture:
-    """What an episode is about: graphs beside each other, or an image."""
+    """Graphs side by side, or an image."""
 
     graphs: list[DrawnGraph] = field(default_factory=list)
     image: DrawnImage | None = None
 
 
 class DatapointView:
-    """A datapoint as a report shows it; a kind of scenario has a subclass.
+    """A datapoint in reports; a kind of scenario has a subclass.
 
     Parameters
     ----------
     datapoint : Mapping[str, Any]
-        What `describe_datapoint` of the scenario gave, read from a file that anybody may have
-        written.
+        The result of the scenario's `describe_datapoint`, read from an untrusted file.
     """
 
     def __init__(self, datapoint: Mapping[str, Any]) -> None:
@@ -148,7 +126,7 @@ class DatapointView:
         return f"label {label}"
 
     def place_of(self, symbol: int) -> tuple[int, int] | None:
-        """The part of the picture, and the place in it, that a symbol stands for, if any."""
+        """The part of the picture and the place in it of a symbol, if any."""
         return None
 
     def symbol(self, symbol: int) -> str:
@@ -156,10 +134,10 @@ class DatapointView:
         return f"symbol {symbol}"
 
     def picture(self, choices: Sequence[Choice]) -> Picture | None:
-        """The datapoint with the places that agents named; None where nothing can be drawn."""
+        """The datapoint with the places that agents named; None if it cannot be drawn."""
         return None
 
 
 def rounded(value: float) -> float:
-    """A length with as many digits as a picture needs."""
+    """A length with one decimal place."""
     return round(float(value), 1)

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler, ProtocolStep
 from nip_astra.scenario_base.protocol.combined import JointMoves
-from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 NUM_EPISODE_SEEDS = 2**16
@@ -27,21 +27,14 @@ NUM_EPISODE_SEEDS = 2**16
 
 @dataclass(frozen=True)
 class Transition:
-    """Result of a round.
-
-    Attributes
-    ----------
-    observation : dict[str, Tensor]
-        The next frame; for an ended episode, the unused frame after its end.
-    step : ProtocolStep
-        Rewards and termination.
-    is_done_E : Tensor
-        bool; whether the episode ended.
-    """
+    """Result of a round."""
 
     observation: dict[str, Tensor]
+    """The next frame; for an ended episode, the unused frame after its end."""
     step: ProtocolStep
+    """Rewards and termination."""
     is_done_E: Tensor
+    """bool; whether the episode ended."""
 
 
 class DataCycler:
@@ -78,14 +71,8 @@ class ProtocolEnvironment(EnvBase):
     """A batch of synchronous environments as one TorchRL environment of batch size [E].
 
     `fresh` and `advance` implement the protocol on plain tensors; TorchRL's `reset` and `step` wrap
-    them for collectors. Episodes are always `terminated`, never truncated.
-
-    Parameters
-    ----------
-    dataset : TensorDict
-        Batch size [N], with `y` and the agents' observations.
-    key : tuple
-        Seed path of the data order and the episodes' seeds.
+    them for collectors. Episodes are always `terminated`, never truncated. `key` is the seed path
+    of the data order and the episodes' seeds.
     """
 
     batch_locked = True

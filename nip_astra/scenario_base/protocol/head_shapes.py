@@ -1,4 +1,4 @@
-"""Check once that the parts of agents give tensors of the shapes that a protocol needs.
+"""A check that agents' networks return tensors of the shapes that a protocol needs.
 
 Shapes: as in `tensordict_agents`.
 """
@@ -6,39 +6,36 @@ Shapes: as in `tensordict_agents`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nip_astra.errors import AgentShapeError
-from nip_astra.scenario_base.protocol.central_critic import LabelledValueHead
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     Agent,
     AgentBody,
-    AgentPolicyHead,
+    LabelledValueHead,
     Observation,
     PolicyOutput,
     Representation,
 )
 
 NUM_FRAMES = 5
-"""B of the check: no other dimension that is often met, so that a swap of dimensions is seen."""
-
-T = TypeVar("T")
+"""B of the check: unlike other dimensions, so that swapped dimensions are noticed."""
 
 
 @torch.no_grad()
 def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) -> None:
-    """Ask every agent about a few first frames, and refuse answers of a wrong shape.
+    """Run every agent on a few first frames, and refuse outputs of a wrong shape.
 
-    Agents, environment and generators are as before.
+    Agents, environment and generators are unchanged.
 
     Raises
     ------
     AgentShapeError
-        Naming the agent, its part, and the shape that was expected and found.
+        Names the agent, its part, and the expected and actual shape.
     """
     rows = torch.arange(NUM_FRAMES) % len(environment.dataset)
     frames = environment.first_frames(rows.to(environment.device))
@@ -54,85 +51,65 @@ def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) 
 
 
 def _check_parts(agent: Agent, frames: Observation) -> None:
-    read = _read(agent, agent.policy_body, frames)
-    if agent.policy_head is not None:
-        _check_policy(agent, agent.policy_head, read, frames)
-    if agent.solo_head is not None:
-        _check_head(agent, "solo head", agent.solo_head, [2], read, frames)
-    if agent.value_head is not None:
-        head, seen = agent.value_head, _read(agent, agent.value_body, frames)
-        first = head.heads[0] if isinstance(head, LabelledValueHead) else head
-        _check_head(agent, "value head", first, [], seen, frames)
+    representation = _read(agent, agent.policy_body, frames)
+    policy, solo, value = agent.policy_head, agent.solo_head, agent.value_head
+    if policy is not None:
+        output: Any = _run(
+            agent, "policy head", policy, lambda: policy.logits(representation, frames)
+        )
+        if not isinstance(output, PolicyOutput):
+            raise _wrong(agent, "policy head", policy, _kind(output), "a PolicyOutput")
+        space, num_linear = agent.shape.message_space, agent.shape.message_space.num_linear_symbols
+        places = [agent.shape.num_visible, space.message_size]
+        needed: dict[str, list[int] | None] = {
+            "message_logits_BVPS": [*places, space.num_symbols],
+            "linear_logits_BVPL": [*places, num_linear] if num_linear else None,
+        }
+        if agent.shape.has_decision or output.decision_logits_B3 is not None:
+            needed["decision_logits_B3"] = [3]
+        for name, expected in needed.items():
+            _check(agent, "policy head", policy, f"{name}: ", getattr(output, name), expected)
+        _run(agent, "policy head", policy, lambda: policy(representation, frames))
+    if solo is not None:
+        labels = _run(agent, "solo head", solo, lambda: solo(representation, frames))
+        _check(agent, "solo head", solo, "", labels, [2])
+    if value is not None:
+        seen = _read(agent, agent.value_body, frames)
+        head = value.heads[0] if isinstance(value, LabelledValueHead) else value
+        values = _run(agent, "value head", head, lambda: head(seen, frames))
+        _check(agent, "value head", head, "", values, [])
 
 
 def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Representation:
     if body is None:
         return {}
-    found: Any = _ask(agent, "body", body, lambda: body(frames))
-    if not isinstance(found, Mapping):
-        raise _fault(agent, "body", body, _kind(found), "a dictionary of tensors")
-    for name, value in found.items():
+    representation: Any = _run(agent, "body", body, lambda: body(frames))
+    if not isinstance(representation, Mapping):
+        raise _wrong(agent, "body", body, _kind(representation), "a dictionary of tensors")
+    for name, value in representation.items():
         if not isinstance(value, Tensor) or not value.ndim or len(value) != NUM_FRAMES:
-            raise _fault(
-                agent,
-                "body",
-                body,
-                f"{name}: {_kind(value)}",
-                f"numbers of shape [{NUM_FRAMES}, ...]",
-            )
-    return found
-
-
-def _check_policy(
-    agent: Agent, head: AgentPolicyHead, read: Representation, frames: Observation
-) -> None:
-    space, shape = agent.shape.message_space, agent.shape
-    output: Any = _ask(agent, "policy head", head, lambda: head.logits(read, frames))
-    if not isinstance(output, PolicyOutput):
-        raise _fault(agent, "policy head", head, _kind(output), "a PolicyOutput")
-    place = [shape.num_visible, space.message_size]
-    needed: dict[str, list[int] | None] = {
-        "message_logits_BVPS": [*place, space.num_symbols],
-        "linear_logits_BVPL": [*place, space.num_linear_symbols]
-        if space.num_linear_symbols
-        else None,
-    }
-    if shape.has_decision or output.decision_logits_B3 is not None:
-        needed["decision_logits_B3"] = [3]
-    for name, expected in needed.items():
-        _check(agent, "policy head", head, name, getattr(output, name), expected)
-    _ask(agent, "policy head", head, lambda: head(read, frames))
-
-
-def _check_head(
-    agent: Agent,
-    part: str,
-    head: nn.Module,
-    expected: list[int],
-    read: Representation,
-    frames: Observation,
-) -> None:
-    found = _ask(agent, part, head, lambda: head(read, frames))
-    _check(agent, part, head, "", found, expected)
+            expected = f"numbers of shape [{NUM_FRAMES}, ...]"
+            raise _wrong(agent, "body", body, f"{name}: {_kind(value)}", expected)
+    return representation
 
 
 def _check(
-    agent: Agent, part: str, module: nn.Module, name: str, found: Any, expected: list[int] | None
+    agent: Agent, part: str, module: object, name: str, value: Any, expected: list[int] | None
 ) -> None:
-    """Refuse what is no tensor of numbers of the expected shape, without its first dimension."""
+    """Refuse a value without the expected shape (B left out), or that should be None."""
     if expected is None:
-        if found is not None:
-            raise _fault(agent, part, module, f"{name}: {_kind(found)}", "None")
+        if value is not None:
+            raise _wrong(agent, part, module, name + _kind(value), "None")
         return
-    is_right = isinstance(found, Tensor) and list(found.shape) == [NUM_FRAMES, *expected]
-    if not is_right or not found.is_floating_point():
-        needed = f"numbers of shape {[NUM_FRAMES, *expected]}"
-        raise _fault(agent, part, module, f"{name}: {_kind(found)}".removeprefix(": "), needed)
+    shape = [NUM_FRAMES, *expected]
+    is_right = isinstance(value, Tensor) and list(value.shape) == shape
+    if not is_right or not value.is_floating_point():
+        raise _wrong(agent, part, module, name + _kind(value), f"numbers of shape {shape}")
 
 
-def _ask(agent: Agent, part: str, module: nn.Module, ask: Callable[[], T]) -> T:
+def _run(agent: Agent, part: str, module: object, call: Callable[[], Any]) -> Any:
     try:
-        return ask()
+        return call()
     except Exception as error:
         raise AgentShapeError(
             f"the {part} {type(module).__name__} of the agent {agent.name!r} fails on {NUM_FRAMES} "
@@ -141,11 +118,9 @@ def _ask(agent: Agent, part: str, module: nn.Module, ask: Callable[[], T]) -> T:
         ) from error
 
 
-def _fault(
-    agent: Agent, part: str, module: nn.Module, found: str, expected: str
-) -> AgentShapeError:
+def _wrong(agent: Agent, part: str, module: object, actual: str, expected: str) -> AgentShapeError:
     return AgentShapeError(
-        f"the {part} {type(module).__name__} of the agent {agent.name!r} returns {found} for "
+        f"the {part} {type(module).__name__} of the agent {agent.name!r} returns {actual} for "
         f"{NUM_FRAMES} frames, expected {expected}; the agent has {_dimensions(agent)}. Fix the "
         f"scenario's {part}."
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,8 +30,67 @@ import torch
 from torch import Tensor, nn
 
 from nip_astra.parameters.agents import AgentParameters
-from nip_astra.scenario_base.protocol.message_space import MASKED, AgentShape
+from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.utils.activations import ACTIVATIONS
+
+MASKED = -1e9
+"""Logit of a symbol that cannot be sent; finite, so that entropies have no 0 times infinity."""
+
+
+@dataclass(frozen=True)
+class MessageSpace:
+    """The symbols of a message."""
+
+    num_symbols: int
+    """S, symbols of the scenario: nodes of both graphs, or parts of an image."""
+    message_size: int = 1
+    """P, symbols per message."""
+    num_linear_symbols: int = 0
+    """L, additional symbols without a meaning in the scenario; 0 for none."""
+
+
+@dataclass(frozen=True)
+class AgentShape:
+    """Sizes that an agent's networks depend on."""
+
+    name: str
+    is_verifier: bool
+    """Whether the agent is a verifier or acts as one (a simulator), not a prover."""
+    has_decision: bool
+    """Whether the agent needs logits over reject, accept and continue."""
+    num_rounds: int
+    """R, rounds of the longest conversation."""
+    num_channels: int
+    """C, channels of the protocol."""
+    visible_channels: tuple[int, ...]
+    """Indices of the V visible channels, in order."""
+    message_space: MessageSpace
+    d_representation: int
+    """Width of the body's representation."""
+
+    @property
+    def num_visible(self) -> int:
+        """V, the number of visible channels."""
+        return len(self.visible_channels)
+
+
+def shape_of_agent(
+    name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
+) -> AgentShape:
+    """The sizes of an agent's networks for a protocol and its messages."""
+    number = protocol.agent_names.index(name)
+    visible = protocol.visibility_AC[number].nonzero().flatten().tolist()
+    return AgentShape(
+        name=name,
+        is_verifier=name not in protocol.prover_names,
+        has_decision=protocol.has_decision_logits(name),
+        num_rounds=protocol.max_message_rounds,
+        num_channels=protocol.num_channels,
+        visible_channels=tuple(visible),
+        message_space=space,
+        d_representation=d_representation,
+    )
+
 
 Observation = Mapping[str, Tensor]
 """A batch of frames; see the module's table."""
@@ -44,21 +104,14 @@ MIN_STD = 1e-6
 
 
 class PolicyOutput(NamedTuple):
-    """Output of a policy head.
-
-    Attributes
-    ----------
-    message_logits_BVPS : Tensor
-        Unnormalised log-probabilities of symbols, `MASKED` where impossible.
-    decision_logits_B3 : Tensor or None
-        For reject, accept, continue; None for an agent without decisions.
-    linear_logits_BVPL : Tensor or None
-        For linear symbols, if any.
-    """
+    """Output of a policy head: unnormalised log-probabilities."""
 
     message_logits_BVPS: Tensor
+    """Of symbols, `MASKED` where impossible."""
     decision_logits_B3: Tensor | None = None
+    """Of reject, accept, continue; None for an agent without decisions."""
     linear_logits_BVPL: Tensor | None = None
+    """Of linear symbols, if any."""
 
 
 class AgentBody(nn.Module, ABC):
@@ -206,25 +259,8 @@ class SoloAgentHead(nn.Module, ABC):
 class Agent(nn.Module):
     """An agent's modules; None for those that the trainer does not need.
 
-    Attributes
-    ----------
-    name : str
-        Name in the protocol.
-    parameters_of_agent : AgentParameters
-        Learning-rate factors, update schedule, and sizes of the networks.
-    shape : AgentShape
-        Sizes that depend on the protocol.
-    policy_body, value_body : AgentBody or None
-        The same object if the agent has a shared body.
-    policy_head, value_head, solo_head
-        Heads on the bodies; `solo_head` reads the policy's body.
+    `policy_body` and `value_body` may be the same object; `solo_head` reads the policy's body.
     """
-
-    policy_body: AgentBody | None
-    value_body: AgentBody | None
-    policy_head: AgentPolicyHead | None
-    value_head: AgentValueHead | None
-    solo_head: SoloAgentHead | None
 
     def __init__(
         self,
@@ -312,17 +348,14 @@ def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) 
 
 @torch.no_grad()
 def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
-    """Copy a network of `mlp` into a larger one with equal hidden widths.
-
-    Additional inputs are ignored, and additional outputs are 0.
-    """
-    layers = [[one for one in net if isinstance(one, nn.Linear)] for net in (network, other)]
-    for mine, its in zip(*layers, strict=True):
-        nn.init.zeros_(mine.weight)
-        nn.init.zeros_(mine.bias)
-        num_outputs, num_inputs = its.weight.shape
-        mine.weight[:num_outputs, :num_inputs] = its.weight
-        mine.bias[:num_outputs] = its.bias
+    """Copy an `mlp` into a larger one; further inputs are ignored, and further outputs are 0."""
+    layers = [[part for part in net if isinstance(part, nn.Linear)] for net in (network, other)]
+    for target, source in zip(*layers, strict=True):
+        nn.init.zeros_(target.weight)
+        nn.init.zeros_(target.bias)
+        num_outputs, num_inputs = source.weight.shape
+        target.weight[:num_outputs, :num_inputs] = source.weight
+        target.bias[:num_outputs] = source.bias
 
 
 def initialise_orthogonally(module: nn.Module, gain: float) -> None:
@@ -332,3 +365,20 @@ def initialise_orthogonally(module: nn.Module, gain: float) -> None:
             nn.init.orthogonal_(part.weight, gain=gain)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
+
+
+CENTRAL_CRITIC = "rl_central_critic"
+"""The `trainer_type` of trainers with centralised value functions."""
+
+
+class LabelledValueHead(AgentValueHead):
+    """Predicts the expected reward given the label, with one head of the scenario per label."""
+
+    def __init__(self, build: Callable[[], AgentValueHead]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([build(), build()])
+
+    def forward(self, representation: Representation, observation: Observation) -> Tensor:
+        values_BY = torch.stack([head(representation, observation) for head in self.heads], dim=-1)
+        values_B: Tensor = values_BY.gather(-1, observation["y"]).squeeze(-1)
+        return values_B

@@ -25,21 +25,20 @@ Split = Literal["train", "dev", "test"]
 
 
 class Reaction(NamedTuple):
-    """Response of an environment to a message of the policy.
-
-    Attributes
-    ----------
-    messages : Sequence[Message]
-        Messages of the environment or a tool; empty at the end of the episode.
-    reward : float or None
-        Reward of the episode, at its end; None if a scorer decides it.
-    is_over : bool
-        Whether the episode has ended.
-    """
+    """Response of an environment to a message of the policy."""
 
     messages: Sequence[Message] = ()
+    """Messages of the environment or a tool; empty at the end of the episode."""
     reward: float | None = None
+    """Reward of the episode, at its end; None if a scorer decides it."""
     is_over: bool = True
+    """Whether the episode has ended."""
+
+
+class TaskParameters(PolymorphicParameters):
+    """Base of the parameters of all tasks."""
+
+    type_name: ClassVar[str] = ""
 
 
 class Environment(ABC):
@@ -54,6 +53,14 @@ class Environment(ABC):
     columns: Columns = ()
     """Columns of the problem, for scorers and records."""
 
+    class Parameters(TaskParameters):
+        """Parameters of a registered environment; a subclass adds its own."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> Environment:
+        """Hook of registered environments: a random problem; equal ones have equal `columns`."""
+        raise NotImplementedError(f"define the classmethod draw of {cls.__name__}")
+
     @abstractmethod
     def reset(self) -> Sequence[Message]:
         """Start the episode; its first messages."""
@@ -63,39 +70,23 @@ class Environment(ABC):
         """Respond to a message of the policy."""
 
 
-class TaskParameters(PolymorphicParameters):
-    """Base of the parameters of all tasks."""
-
-    type_name: ClassVar[str] = ""
-
-
 @dataclass
 class Episode:
-    """Messages and reward of an episode, for records and scorers.
-
-    Attributes
-    ----------
-    messages : list of Message
-        All turns in order; those of the policy have the role "assistant".
-    reward : float or None
-        None without a verdict.
-    completion_ids : sequence of int
-        Tokens of the policy's last message, with the token that ends it.
-    rewards : dict
-        Rewards by name, of a task with several.
-    logged : list of (name, value)
-        Metrics that reward functions logged.
-    extra : dict
-        Further columns of the episode's record.
-    """
+    """Messages and reward of an episode, for records and scorers."""
 
     environment: Environment
     messages: list[Message] = field(default_factory=list)
+    """All turns in order; those of the policy have the role "assistant"."""
     reward: float | None = None
+    """None without a verdict."""
     completion_ids: Sequence[int] = ()
+    """Tokens of the policy's last message, with the token that ends it."""
     rewards: dict[str, float | None] = field(default_factory=dict)
+    """Rewards by name, of a task with several."""
     logged: list[tuple[str, float]] = field(default_factory=list)
+    """Metrics that reward functions logged."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further columns of the episode's record."""
 
     def exchange(self) -> Exchange:
         """The last message with its history, for scorers."""
@@ -140,13 +131,7 @@ class Task(ABC):
         return None
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Hook: set the rewards of episodes that ended without one.
-
-        Raises
-        ------
-        DataError
-            If a reward is missing and the task has no scorer.
-        """
+        """Hook: set the rewards of episodes that ended without one."""
         if any(episode.reward is None for episode in episodes):
             raise DataError(
                 f"an episode of the task {type(self).__name__} ended without a reward. Return one "
@@ -158,13 +143,7 @@ class Task(ABC):
 
 
 def environment_of(task: Task, split: Split, index: int) -> Environment:
-    """A task's environment of a problem.
-
-    Raises
-    ------
-    TaskError
-        If the task fails, or returns another type.
-    """
+    """A task's environment of a problem."""
     environment = _called(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
         raise _wrong(task, "environment", environment, "an Environment with reset and step")
@@ -172,24 +151,12 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
 
 
 def opening_of(environment: Environment) -> list[Message]:
-    """First messages of an environment.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or does not return messages.
-    """
+    """First messages of an environment."""
     return _messages(environment, "reset", _called(environment, "reset", environment.reset))
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:
-    """Response of an environment to a message; the reward is a finite float, or None.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or does not return a reaction.
-    """
+    """Response of an environment to a message; the reward is a finite float, or None."""
     reaction = _called(environment, "step", lambda: environment.step(message))
     if not isinstance(reaction, Reaction):
         raise _wrong(environment, "step", reaction, "a Reaction")
@@ -200,13 +167,7 @@ def reaction_of(environment: Environment, message: str) -> Reaction:
 
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
-    """Rate episodes by a task; rewards are finite floats, or None.
-
-    Raises
-    ------
-    TaskError
-        If it fails, or a reward is invalid.
-    """
+    """Rate episodes by a task; rewards are finite floats, or None."""
     _called(task, "rate", lambda: task.rate(episodes))
     for episode in episodes:
         episode.reward = _reward(task, "rate", episode.reward)
@@ -282,6 +243,17 @@ class GeneratedTask(Task):
         )
 
 
+class EnvironmentTask(GeneratedTask):
+    """Random problems of a registered environment."""
+
+    def __init__(self, environment_class: type[Environment], parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self.environment_class = environment_class
+
+    def draw(self, generator: torch.Generator) -> Environment:
+        return self.environment_class.draw(self.parameters, generator)
+
+
 def split_of(columns: Columns) -> Split:
     """Split of a problem: test 15 %, dev 5 %, train 80 %."""
     place = derive_seed("split", repr(columns)) % 20
@@ -293,20 +265,32 @@ def pick(generator: torch.Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
-TASKS: ComponentRegistry[type[Task]] = ComponentRegistry(
-    "task", package="nip_astra.scenario_base.tasks", members=TaskType
+TASKS: ComponentRegistry[type[Task] | type[Environment]] = ComponentRegistry(
+    "task",
+    package="nip_astra.scenario_base.tasks",
+    members=TaskType,
+    modules=dict.fromkeys(
+        (TaskType.ARITHMETIC, TaskType.COUNTDOWN, TaskType.GUESS_NUMBER, TaskType.PIG_LATIN),
+        "library",
+    ),
 )
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     """Register a `Task` subclass under the `_type` by which parameter files name it."""
-    return TASKS.register(name)
+    return TASKS.register(name)  # type: ignore[return-value]  # returns its argument
+
+
+def register_environment(name: str) -> Callable[[type[Environment]], type[Environment]]:
+    """Register an `Environment` with `draw` as the task of this `_type`, with random problems."""
+    return TASKS.register(name)  # type: ignore[return-value]  # returns its argument
 
 
 def build_task(
     parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
 ) -> Task:
-    """The task that the parameters describe."""
-    return TASKS.get(parameters.type_name)(
-        parameters, seed=seed, device=device, scenario_dir=scenario_dir
-    )
+    """The task of the parameters."""
+    cls = TASKS.get(parameters.type_name)
+    if issubclass(cls, Environment):
+        return EnvironmentTask(cls, parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    return cls(parameters, seed=seed, device=device, scenario_dir=scenario_dir)

@@ -184,13 +184,7 @@ class DatasetTask(Task):
         return str(answer)
 
     def check_lengths(self, policy: ConversationAgent) -> None:
-        """Refuse prompts that exceed the policy's context window.
-
-        Raises
-        ------
-        DataError
-            Names the first one.
-        """
+        """Refuse prompts that exceed the policy's context window."""
         room = policy.language_model.context_window - policy.sampling.max_new_tokens
         for split, rows in self._rows.items():
             for row in rows:

@@ -153,13 +153,7 @@ class VerifiersTask(Task):
         return VerifiersEnvironment(tasks[index % len(tasks)])
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Score all episodes concurrently.
-
-        Raises
-        ------
-        DataError
-            If a reward of the taskset fails.
-        """
+        """Score all episodes concurrently."""
 
         async def score_all() -> list[float]:
             environments = [episode.environment for episode in episodes]
@@ -185,21 +179,13 @@ def _plain(messages: Any) -> list[tuple[str, str]]:
 
 
 def _find_taskset(name: str) -> Any:
-    """The taskset's class.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without verifiers.
-    ConfigurationError
-        If there is no such taskset.
-    """
+    """The taskset's class."""
     try:
         from verifiers import v1
     except ImportError as error:
         raise MissingDependencyError(
-            f"the taskset {name!r} needs verifiers, which cannot be imported ({error}). Run: pip "
-            "install 'nip-astra[verifiers]'"
+            f"the taskset {name!r} needs the package verifiers ({error}). Run: pip install "
+            "'nip-astra[verifiers]'"
         ) from error
     if name.endswith(".py"):
         module = module_of(load_plugin(name))

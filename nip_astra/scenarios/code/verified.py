@@ -1,33 +1,185 @@
-"""Solutions whose rightness is known: programs with the outcome of each of their tests."""
+"""Right and subtly wrong programs: mutations of the syntax tree, and tests run in the sandbox."""
 
 from __future__ import annotations
 
 import ast
+import copy
+import json
+import os
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from nip_astra.errors import DataError
-from nip_astra.scenarios.code.mutations import (
-    Mutation,
-    mutations,
-    normal_form,
-    special_cases,
+from nip_astra.utils.sandbox import (
+    CallResult,
+    SandboxLimits,
+    call_in_sandbox,
+    run_beside_in_sandbox,
+    run_in_sandbox,
 )
-from nip_astra.utils.sandbox import CallResult, SandboxLimits, call_in_sandbox
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt,),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt,),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+_TWINS = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "lower": "upper",
+    "upper": "lower",
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A program that differs from its original in one place."""
+
+    code: str
+    """The whole program."""
+    kind: str
+    """What was changed: comparison, arithmetic, number, logic, twin, statement, slice, branch,
+    range (one turn less of a loop) or case (arguments beyond a size are changed)."""
+    line: int
+    """Line of the original, from 1, in the normal form that `ast.unparse` gives it."""
+
+
+def normal_form(code: str) -> str:
+    """A program as `ast.unparse` writes it, so that formatting does not reveal the change."""
+    return ast.unparse(ast.parse(code)) + "\n"
+
+
+def mutations(code: str) -> list[Mutation]:
+    """All programs that one mutation makes of another; some may still be right."""
+    original = normal_form(code)
+    tree = ast.parse(original)
+    found, seen = [], {original}
+    for index, node in enumerate(ast.walk(tree)):
+        for number, (kind, _) in enumerate(_changes(node)):
+            changed = copy.deepcopy(tree)
+            target = next(islice(ast.walk(changed), index, None))
+            list(_changes(target))[number][1](target)
+            text = ast.unparse(ast.fix_missing_locations(changed)) + "\n"
+            if text not in seen:
+                seen.add(text)
+                found.append(Mutation(text, kind, _line_of_change(original, text)))
+    return found
+
+
+def special_cases(code: str, sizes: Mapping[str, tuple[str, int]]) -> list[Mutation]:
+    """Programs that change arguments beyond a size.
+
+    Parameters
+    ----------
+    code : str
+        A program whose first statement is the function.
+    sizes : Mapping
+        Kind (`number` or `sequence`) and largest unchanged size, by parameter.
+    """
+    cases = []
+    for name, (kind, size) in sizes.items():
+        measure = name if kind == "number" else f"len({name})"
+        for change in ("{} - 1", "{} + 1") if kind == "number" else ("{}[:-1]", "{}[1:]"):
+            tree = ast.parse(normal_form(code))
+            function = tree.body[0]
+            assert isinstance(function, ast.FunctionDef)
+            lines = f"if {measure} > {size}:\n    {name} = {change.format(name)}"
+            function.body[:0] = ast.parse(lines).body
+            cases.append(Mutation(ast.unparse(tree) + "\n", "case", 2))
+    return cases
+
+
+def _line_of_change(original: str, changed: str) -> int:
+    lines, others = original.splitlines(), changed.splitlines()
+    return next(
+        (at for at, (a, b) in enumerate(zip(lines, others, strict=False), 1) if a != b),
+        min(len(lines), len(others)),
+    )
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
+    """Every change of one node: its kind, and a function that applies it."""
+    if isinstance(node, ast.Compare):
+        for place, op in enumerate(node.ops):
+            for other in _COMPARISONS.get(type(op), ()):
+                yield "comparison", _set_item("ops", place, other)
+    elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _ARITHMETIC:
+        yield "arithmetic", _set("op", _ARITHMETIC[type(node.op)]())
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        for value in (node.value + 1, node.value - 1):
+            yield "number", _set("value", value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "logic", _set("value", not node.value)
+    elif isinstance(node, ast.BoolOp):
+        yield "logic", _set("op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+    elif isinstance(node, ast.Name) and node.id in _TWINS:
+        yield "twin", _set("id", _TWINS[node.id])
+    elif isinstance(node, ast.Attribute) and node.attr in _TWINS:
+        yield "twin", _set("attr", _TWINS[node.attr])
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+        yield "range", _shorten
+    elif isinstance(node, ast.Slice):
+        for bound in ("lower", "upper"):
+            if getattr(node, bound) is not None:
+                yield "slice", _shift(bound)
+    if isinstance(node, ast.If) and node.orelse and not isinstance(node.orelse[0], ast.If):
+        yield "branch", _set("orelse", [])
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            for place, statement in enumerate(block):
+                if isinstance(statement, ast.AugAssign | ast.Expr | ast.Break | ast.Continue):
+                    yield "statement", _set_item(name, place, ast.Pass)
+
+
+def _set(name: str, value: object) -> Callable[[ast.AST], None]:
+    return lambda node: setattr(node, name, value)
+
+
+def _set_item(name: str, place: int, item: type[ast.AST]) -> Callable[[ast.AST], None]:
+    return lambda node: getattr(node, name).__setitem__(place, item())
+
+
+def _shift(bound: str) -> Callable[[ast.AST], None]:
+    return lambda node: setattr(
+        node, bound, ast.BinOp(getattr(node, bound), ast.Add(), ast.Constant(1))
+    )
+
+
+def _shorten(node: ast.AST) -> None:
+    assert isinstance(node, ast.Call)
+    place = min(1, len(node.args) - 1)
+    node.args[place] = ast.BinOp(node.args[place], ast.Sub(), ast.Constant(1))
+
 
 Item = TypeVar("Item")
 
 LIMITS = SandboxLimits(seconds=10, cpu_seconds=1, memory_mib=256)
-"""What a solution may use while all of its tests run."""
+"""Limits of a solution during all of its tests."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A test: arguments of a function, and the value that is right."""
+    """A test: arguments of a function, and the correct value."""
 
     arguments: tuple[Any, ...]
     expected: Any
@@ -35,53 +187,36 @@ class Case:
 
 @dataclass(frozen=True)
 class Solution:
-    """A program that is known to be right or wrong.
-
-    Attributes
-    ----------
-    code : str
-        The program in its normal form.
-    is_correct : bool
-        Whether it passes every test.
-    share_passed : float
-        Of its tests, from 0 to 1.
-    mutation : str
-        What was changed to make it wrong; empty for the right one.
-    line : int
-        Where; 0 for the right one.
-    """
+    """A program of known correctness."""
 
     code: str
+    """The program in its normal form."""
     is_correct: bool
+    """Whether it passes every test."""
     share_passed: float
+    """Fraction of passed tests."""
     mutation: str = ""
+    """The change; empty for the correct program."""
     line: int = 0
+    """Its line; 0 for the correct program."""
 
 
 def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Case]:
-    """Tests whose expected values a right solution gives.
-
-    Raises
-    ------
-    DataError
-        When the solution fails on any of the arguments.
-    SandboxUnavailableError
-        When this machine offers no sandbox; no code is run.
-    """
+    """Tests with the values of a correct solution."""
     results = call_in_sandbox(code, function, arguments, LIMITS)
     cases = []
     for given, result in zip(arguments, results, strict=True):
         if result.error:
             raise DataError(
-                f"the right solution {function!r} fails on {given!r}: {result.error}; mend it, or "
-                "leave this input out"
+                f"the correct solution {function!r} fails on {given!r}: {result.error}. Fix it, or "
+                "omit this input."
             )
         cases.append(Case(given, result.value))
     return cases
 
 
 def varied(cases: Iterable[Case], count: int) -> list[Case]:
-    """So many different tests at most, as many expected values among them as there are."""
+    """At most `count` different tests, with as many different values as possible."""
     by_value: dict[str, list[Case]] = defaultdict(list)
     seen = set()
     for case in cases:
@@ -92,14 +227,14 @@ def varied(cases: Iterable[Case], count: int) -> list[Case]:
 
 
 def share_passed(code: str, function: str, cases: Sequence[Case]) -> float:
-    """The share of tests that a program passes, run in the sandbox; from 0 to 1."""
+    """The fraction of tests that a program passes in the sandbox."""
     results = call_in_sandbox(code, function, [case.arguments for case in cases], LIMITS)
     passed = passed_of(results, cases)
     return sum(passed) / len(passed)
 
 
 def passed_of(results: Sequence[CallResult], cases: Sequence[Case]) -> list[bool]:
-    """Whether each test is passed: the call ended, with the expected value and its type."""
+    """Whether each call returned the expected value, with its type."""
     return [
         not result.error and _is_same(result.value, case.expected)
         for result, case in zip(results, cases, strict=True)
@@ -114,27 +249,10 @@ def solutions(
     rng: random.Random,
     num_processes: int = 2,
 ) -> list[Solution]:
-    """A right solution and subtly wrong ones, which pass half of the tests at least, but not all.
+    """A correct solution and at most `num_wrong` that pass at least half of the tests, but not all.
 
-    Parameters
-    ----------
-    code : str
-        The right solution.
-    function : str
-        The function that the tests call.
-    cases : sequence of Case
-        The tests.
-    num_wrong : int
-        Wrong solutions at most; of as many kinds of mutation as there are.
-    rng : random.Random
-        Chooses among them.
-    num_processes : int
-        Sandboxes at a time.
-
-    Raises
-    ------
-    DataError
-        If the correct solution fails a test.
+    Wrong solutions have as many kinds of mutation as possible; `num_processes` sandboxes run at a
+    time.
     """
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
     return verified_solutions(
@@ -158,13 +276,7 @@ def verified_solutions(
     name: str,
     num_processes: int = 2,
 ) -> list[Solution]:
-    """The same for tests of any kind: `share_of` gives the share of them that a program passes.
-
-    Raises
-    ------
-    DataError
-        If the correct solution fails a test.
-    """
+    """The same for tests of any kind: `share_of` gives the share of them that a program passes."""
     if share_of(right) != 1:
         raise DataError(
             f"the correct solution of {name!r} fails a test. Fix it, or leave the problem out."
@@ -184,7 +296,7 @@ def verified_solutions(
 def _of_many_kinds(
     subtle: list[tuple[Mutation, float]], count: int, rng: random.Random
 ) -> list[tuple[Mutation, float]]:
-    """Some of as many kinds as there are; special cases, which look made, come last."""
+    """As many kinds as possible; special cases, which look artificial, come last."""
     by_kind: dict[str, list[tuple[Mutation, float]]] = defaultdict(list)
     for one in rng.sample(subtle, len(subtle)):
         by_kind[one[0].kind].append(one)
@@ -199,7 +311,7 @@ def _in_turns(groups: Collection[list[Item]]) -> list[Item]:
 
 
 def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]:
-    """For each parameter its kind, and the size that a third of the tests exceed at most."""
+    """For each parameter its kind, and a size that at most a third of the tests exceed."""
     function = ast.parse(code).body[0]
     assert isinstance(function, ast.FunctionDef)
     sizes = {}
@@ -214,7 +326,7 @@ def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Whether a value is the expected one, of its type too: 1 is not True."""
+    """Whether a value equals the expected one in type too: 1 is not True."""
     if isinstance(expected, list):
         return (
             isinstance(value, list)
@@ -222,3 +334,92 @@ def _is_same(value: Any, expected: Any) -> bool:
             and all(map(_is_same, value, expected))
         )
     return type(value) is type(expected) and bool(value == expected)
+
+
+_NOTING = """
+_noted = []
+def _note(passes):
+    try:
+        _noted.append(bool(passes()))
+    except Exception:
+        _noted.append(False)
+"""
+
+
+def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
+    """How many assertions of a test hold, and how many were reached.
+
+    The test runs in another process than the code, which cannot see expected values.
+
+    Parameters
+    ----------
+    test : str
+        Source of a function `check`, which takes the function of the code, and of its helpers.
+    """
+    tree = _NoteAsserts().visit(ast.parse(test))
+    mark = f"{os.urandom(8).hex()}:"
+    program = "\n".join(
+        [
+            f"_function = {function}",
+            _NOTING,
+            ast.unparse(ast.fix_missing_locations(tree)),
+            f"{function} = _function",
+            f"try:\n    check({function})\nexcept Exception:\n    _noted.append(False)",
+            f"print('\\n{mark}' + __import__('json').dumps([sum(_noted), len(_noted)]))",
+        ]
+    )
+    output = run_beside_in_sandbox(code, function, program, LIMITS).stdout.splitlines()
+    counts = [line.removeprefix(mark) for line in output if line.startswith(mark)]
+    if not counts:
+        return 0, 0
+    held, reached = json.loads(counts[-1])
+    return int(held), int(reached)
+
+
+class _NoteAsserts(ast.NodeTransformer):
+    """Replaces assertions of `check` by calls of `_note`."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "check":
+                self.generic_visit(part)
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        held = ast.Lambda(nothing, node.test)
+        return ast.Expr(ast.Call(ast.Name("_note", ast.Load()), [held], []))
+
+
+def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
+    """The fraction of inputs with the correct output words."""
+    passed = 0
+    for given, expected in zip(inputs, outputs, strict=True):
+        result = run_in_sandbox(code, _text(given), LIMITS)
+        is_right = result.stdout.split() == _text(expected).split()
+        passed += result.outcome == "finished" and is_right
+    return passed / len(inputs)
+
+
+def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
+    """The fraction of correct calls of a function, or of a method of `Solution`.
+
+    Some data sets put the expected value into a list; both forms count.
+    """
+    caller = (
+        f"{code}\ndef _called(*arguments):\n"
+        f"    owner = Solution() if 'Solution' in globals() else None\n"
+        f"    call = globals()[{function!r}] if owner is None else getattr(owner, {function!r})\n"
+        "    return call(*arguments)\n"
+    )
+    results = call_in_sandbox(caller, "_called", [list(given) for given in inputs], LIMITS)
+    passed = [
+        not result.error and expected in (result.value, [result.value])
+        for result, expected in zip(results, outputs, strict=True)
+    ]
+    return sum(passed) / len(passed)
+
+
+def _text(lines: Any) -> str:
+    """Text that may be given as its lines."""
+    return lines if isinstance(lines, str) else "\n".join(map(str, lines))

@@ -1,4 +1,4 @@
-"""Pairs of graphs as pictures: where the nodes are put, and what was said about them."""
+"""Pairs of graphs as pictures, with the nodes that agents named."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from nip_astra.scenario_base.protocol.datapoint_views import (
     Picture,
     rounded,
 )
-from nip_astra.utils.plain_values import items, mapping, number
+from nip_astra.utils.formatting import items, mapping, number
 
 MARGIN = 34
 MAX_NODES = 60
-"""Nodes of a graph that is still drawn."""
+"""Maximum size of a drawn graph."""
 _SPAN = 6.0
-"""Edges that fit beside each other into the picture; a longer graph is bent."""
+"""Edges that fit side by side into the picture; a longer graph is bent."""
 _PUSHES = 40
 _LEAST_GAP = 0.15
-"""Distance that two nodes keep, as a share of the picture's longer side."""
+"""Minimum distance of nodes, relative to the picture's longer side."""
 _LABELS = {0: "not isomorphic", 1: "isomorphic"}
 
 Edge = tuple[int, int]
@@ -38,14 +38,14 @@ Points = npt.NDArray[np.float64]
 
 
 class GraphsView(DatapointView):
-    """Graphs beside each other, A and B; a symbol is a node of one of them."""
+    """Two graphs, A and B; a symbol is a node of one of them."""
 
     def label(self, label: int) -> str:
         return _LABELS.get(label, super().label(label))
 
     def place_of(self, symbol: int) -> tuple[int, int] | None:
         sizes = [int(number(one.get("num_nodes")) or 0) for one in self._graphs()]
-        # Graphs are filled up to the largest of the dataset.
+        # Graphs are padded to the largest of the dataset.
         size = int(number(self.datapoint.get("nodes_per_graph")) or max(sizes, default=0))
         return divmod(symbol, size) if size else None
 
@@ -55,11 +55,11 @@ class GraphsView(DatapointView):
 
     def picture(self, choices: Sequence[Choice]) -> Picture | None:
         drawn = [
-            _graph(graph, part, [one for one in choices if one.part == part])
+            _graph(graph, part, [choice for choice in choices if choice.part == part])
             for part, graph in enumerate(self._graphs())
         ]
-        found = [graph for graph in drawn if graph is not None]
-        return Picture(graphs=found) if found else None
+        graphs = [graph for graph in drawn if graph is not None]
+        return Picture(graphs=graphs) if graphs else None
 
     def _graphs(self) -> list[dict[str, Any]]:
         return [mapping(one) for one in items(self.datapoint.get("graphs"))]
@@ -89,7 +89,7 @@ def _graph(graph: dict[str, Any], part: int, choices: Sequence[Choice]) -> Drawn
 
 
 def _edges(value: Any, num_nodes: int) -> set[Edge]:
-    """The edges, the smaller node first; what is no pair of nodes is left out."""
+    """The valid edges, with the smaller node first."""
     found = set()
     for pair in items(value):
         ends = [number(end) for end in items(pair)]
@@ -100,7 +100,7 @@ def _edges(value: Any, num_nodes: int) -> set[Edge]:
 
 
 def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) -> list[Mark]:
-    """A ring for each agent, and its rounds on the side that looks away from the middle."""
+    """A ring for each agent, with its rounds on the outer side."""
     outward = math.atan2(node.y - middle, node.x - WIDTH / 2)
     marks = []
     for place, choice in enumerate(choices):
@@ -109,19 +109,17 @@ def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) 
         reach = radius + 9.0 + 3.5 * (len(choices) - 1)
         across, down = math.cos(angle), math.sin(angle)
         anchor = "middle" if abs(across) < 0.4 else "start" if across > 0 else "end"
-        # Text is higher than its base line says.
         x, y = node.x + reach * across, node.y + (reach + 3.0) * down + 4.0
         marks.append(Mark(choice, ring, rounded(x), rounded(y), anchor))
     return marks
 
 
 def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, float]], float]:
-    """Place the nodes so that distances on the page are like those in the graph; and the height.
+    """Positions of the nodes, with distances like those in the graph, and the height.
 
-    By Kamada and Kawai's springs (networkx). In a graph that is longer than the picture is wide,
-    far nodes are wanted nearer than they are, by a power of their distance, so that a long path
-    becomes a bow or a spiral and neighbours keep their room. All begins with what the graph alone
-    says, so that isomorphic graphs look alike but for a turn or a reflection.
+    By Kamada and Kawai's springs (networkx). In a long graph, distances are compressed by a power,
+    so that a long path becomes an arc or a spiral. Initial positions depend on the graph alone, so
+    that isomorphic graphs look the same up to rotation and reflection.
     """
     if num_nodes == 1:
         return [(WIDTH / 2, MARGIN)], 2 * MARGIN
@@ -135,7 +133,7 @@ def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, flo
 
 
 def _first_places(wanted: Points) -> dict[int, Points]:
-    """By classical scaling, with nodes of the same neighbours a little apart."""
+    """Classical scaling, with nodes of equal neighbours slightly apart."""
     num_nodes = len(wanted)
     centring = np.eye(num_nodes) - 1.0 / num_nodes
     values, vectors = np.linalg.eigh(-0.5 * centring @ wanted**2 @ centring)
@@ -145,27 +143,20 @@ def _first_places(wanted: Points) -> dict[int, Points]:
 
 
 def _distances(graph: nx.Graph) -> Points:
-    """The lengths of shortest paths; between parts that do not hang together, half the longest
-    and two more.
-    """
-    found = np.full((len(graph), len(graph)), np.inf)
+    """Lengths of shortest paths; between components, half the longest plus two."""
+    paths = np.full((len(graph), len(graph)), np.inf)
     for node, lengths in nx.all_pairs_shortest_path_length(graph):
-        found[node, list(lengths)] = list(lengths.values())
-    longest = found[np.isfinite(found)].max()
-    return np.where(np.isfinite(found), found, longest / 2.0 + 2.0)
-
-
-def _gaps(points: Points) -> Points:
-    gaps: Points = np.linalg.norm(points[:, None] - points[None, :], axis=-1)
-    return gaps
+        paths[node, list(lengths)] = list(lengths.values())
+    longest = paths[np.isfinite(paths)].max()
+    return np.where(np.isfinite(paths), paths, longest / 2.0 + 2.0)
 
 
 def _apart(points: Points) -> Points:
-    """Push nodes that would cover one another apart, as far as the picture has room."""
+    """Push overlapping nodes apart."""
     for _ in range(_PUSHES):
         span = float((points.max(axis=0) - points.min(axis=0)).max())
         steps = points[:, None] - points[None, :]
-        gaps = np.maximum(_gaps(points), 1e-9)
+        gaps = np.maximum(np.linalg.norm(steps, axis=-1), 1e-9)
         missing = np.maximum(_LEAST_GAP * span - gaps, 0.0)
         np.fill_diagonal(missing, 0.0)
         if not missing.any():
@@ -175,7 +166,7 @@ def _apart(points: Points) -> Points:
 
 
 def _fitted(points: Points) -> tuple[list[tuple[float, float]], float]:
-    """Scale to the picture without changing proportions, and centre; and the height."""
+    """Positions scaled to the picture and centred, and the height."""
     low, high = points.min(axis=0), points.max(axis=0)
     room = np.array([WIDTH, HEIGHT]) - 2.0 * MARGIN
     scale = float((room / np.maximum(high - low, 1e-6)).min())

@@ -101,21 +101,14 @@ class GraphPairParameters(SubParameters):
 
 
 class GraphPairs(NamedTuple):
-    """Pairs of graphs of the same size.
-
-    Attributes
-    ----------
-    adjacency : ndarray
-        [N, 2, n, n] bool, symmetric, without loops, False at padding.
-    num_nodes : ndarray
-        [N] int64, number of real nodes; they come first.
-    wl_score : ndarray
-        [N] int64, see `wl_scores`.
-    """
+    """Pairs of graphs of the same size."""
 
     adjacency: BoolArray
+    """[N, 2, n, n] bool, symmetric, without loops, False at padding."""
     num_nodes: IntArray
+    """[N] int64, number of real nodes; they come first."""
     wl_score: IntArray
+    """[N] int64, see `wl_scores`."""
 
     @property
     def num_pairs(self) -> int:
@@ -132,13 +125,7 @@ def _joined(parts: Sequence[GraphPairs]) -> GraphPairs:
 
 
 def generate_pairs(parameters: GraphPairParameters, split: Split) -> GraphPairs:
-    """Generate the pairs of a split.
-
-    Raises
-    ------
-    DataError
-        If the sizes and edge probabilities do not allow the mix.
-    """
+    """Generate the pairs of a split."""
     generator = _Generator(parameters, split)
     num_pairs = parameters.num_train if split == "train" else parameters.num_test
     num_isomorphic = round(num_pairs * parameters.isomorphic_share)
@@ -313,16 +300,8 @@ def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator)
 def switched(
     graphs: BoolArray, colours: IntArray, num_tries: int, random: np.random.Generator
 ) -> BoolArray:
-    """Walk from each graph by switches of edges whose ends have the same colours.
-
-    Parameters
-    ----------
-    graphs : ndarray
-        [N, n, n] bool.
-    colours : ndarray
-        [N, n]; they stay as they are.
-    num_tries : int
-        Pairs of edges that are drawn for each graph; switched where that is possible.
+    """A walk from each graph, [N, n, n], by `num_tries` attempts to switch edges whose ends have
+    the same colours, [N, n].
     """
     graphs = graphs.copy()
     edges, num_edges = _edges(graphs)

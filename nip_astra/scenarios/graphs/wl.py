@@ -1,8 +1,8 @@
 """Weisfeiler-Lehman refinement of many small graphs at once.
 
-Round 1 tells nodes apart by their degree; each further round by how many neighbours they have of
-each colour of the round before. A network of k message-passing layers with sums over neighbours
-and nodes tells no more than k rounds do (arXiv:1810.00826, theorem 3).
+Round 1 distinguishes nodes by degree; each further round by the numbers of neighbours of each
+previous colour. A network of k message-passing layers with sums over neighbours and nodes
+distinguishes no more than k rounds do (arXiv:1810.00826, theorem 3).
 
 Shapes: N pairs or graphs, n nodes (padded), M nodes of both graphs, 2 n.
 """
@@ -20,7 +20,7 @@ MAX_WL_ROUNDS = 5
 ISOMORPHIC = -1
 """Score of a pair of isomorphic graphs."""
 BEYOND_WL = MAX_WL_ROUNDS + 1
-"""Score of a pair that `MAX_WL_ROUNDS` rounds do not tell apart though it is not isomorphic."""
+"""Score of a non-isomorphic pair that `MAX_WL_ROUNDS` rounds do not distinguish."""
 
 BoolArray = NDArray[np.bool_]
 HashArray = NDArray[np.uint64]
@@ -31,10 +31,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The round that first tells the graphs of each pair apart.
+    """The first round that distinguishes the graphs of each pair.
 
-    Refinement is exact: nodes of both graphs of a pair are compared with one another, not hashed.
-    Pairs that it leaves together are compared by networkx.
+    Refinement is exact: nodes of both graphs are compared, not hashed. networkx compares pairs that
+    it does not distinguish.
 
     Parameters
     ----------
@@ -61,10 +61,7 @@ def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.
 
 
 def refinement_rounds(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The round that tells each pair apart, `BEYOND_WL` where none does.
-
-    The parameters are those of `wl_scores`.
-    """
+    """The first round that distinguishes each pair, or `BEYOND_WL`; see `wl_scores`."""
     chunks = [
         _rounds_of_chunk(adjacency[start : start + _CHUNK], num_nodes[start : start + _CHUNK])
         for start in range(0, len(adjacency), _CHUNK)
@@ -91,9 +88,9 @@ def _rounds_of_chunk(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDAr
 
 
 def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
-    """Which nodes are alike one round later, as 0 and 1."""
-    # Entry [i, j] is how many neighbours of i are of the colour of j. Rows are equal where their
-    # squared distance is 0, which float32 computes exactly for whole numbers this small.
+    """Which nodes have the same colour one round later, as 0 and 1."""
+    # Entry [i, j] is how many neighbours of i have the colour of j. Rows are equal if their squared
+    # distance is 0, which is exact in float32 for such small integers.
     counts_NMM = both_NMM @ alike_NMM
     products_NMM = counts_NMM @ counts_NMM.transpose(1, 2)
     norms_NM = products_NMM.diagonal(dim1=1, dim2=2)
@@ -102,17 +99,10 @@ def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
 
 
 def wl_hashes(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> HashArray:
-    """A number to each graph by its colours after `MAX_WL_ROUNDS` rounds.
+    """Hashes of graphs, [N, n, n], by their colours after `MAX_WL_ROUNDS` rounds.
 
-    Isomorphic graphs have the same number, in every process. Graphs that refinement tells apart
-    have the same number with a chance of about 2^-64.
-
-    Parameters
-    ----------
-    adjacency : ndarray
-        [N, n, n] bool, False at padding.
-    num_nodes : ndarray
-        [N], real nodes.
+    Isomorphic graphs have equal hashes, in every process; distinguished graphs have equal hashes
+    with a probability of about 2^-64.
     """
     n = adjacency.shape[-1]
     neighbours = adjacency.astype(np.uint64)
@@ -125,7 +115,7 @@ def wl_hashes(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> HashArray:
 
 
 def _mixed(values: HashArray) -> HashArray:
-    """Spread 64-bit numbers over all 64-bit numbers, one to one (splitmix64's finaliser)."""
+    """A bijection that scatters 64-bit numbers (splitmix64's finaliser)."""
     values = (values + _GOLDEN) & np.uint64(0xFFFFFFFFFFFFFFFF)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,15 +123,7 @@ def _mixed(values: HashArray) -> HashArray:
 
 
 def wl_accuracy(scores: Tensor, num_rounds: int) -> float:
-    """The accuracy of a solver that says "not isomorphic" where `num_rounds` rounds tell.
-
-    Parameters
-    ----------
-    scores : Tensor
-        [N] long, as `wl_scores` gives them.
-    num_rounds : int
-        Rounds of refinement; more than `MAX_WL_ROUNDS` count as that many.
-    """
+    """Accuracy of a solver with `num_rounds` rounds of refinement, from `wl_scores`, [N] long."""
     is_right_N = (scores == ISOMORPHIC) | (
         (scores >= 1) & (scores <= min(num_rounds, MAX_WL_ROUNDS))
     )

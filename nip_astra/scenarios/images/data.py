@@ -1,4 +1,4 @@
-"""Images with a class each, and how classes become the labels 0 and 1.
+"""Images with classes, and how classes become the labels 0 and 1.
 
 Images are float32 from 0 (black) to 1: the source's pixels divided by their greatest possible
 value (16 for the digits, 255 otherwise), with no other normalisation.
@@ -10,89 +10,199 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError
-from nip_astra.scenarios.images.hub import read_hub_dataset
-from nip_astra.scenarios.images.parameters import ImageDatasetParameters
-from nip_astra.scenarios.images.source import ImageSource, split_by_class
+from nip_astra.errors import DataError, MissingDependencyError, UnknownNameError
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
+from nip_astra.scenarios.tensordict_base import Datasets
 from nip_astra.utils.seeding import SeedPart, derive_seed, derived_generator
 
 MAX_DIGIT_PIXEL = 16
+MAX_PIXEL = 255
 TINY_SIZE, NUM_STROKES = 400, 10
 """Images of `tiny`, and its classes: strokes in five rows and in five columns."""
+GREY_MODES = {"1", "L"}
+"""Modes of Pillow that become one channel."""
+COLOUR_MODES = {"RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LA"}
+"""Modes that become three."""
+SAVED_FILES = ("dataset_dict.json", "state.json")
+"""Files of which a folder of `save_to_disk` has one."""
 
 
-class ImageDatasets(NamedTuple):
-    """Images to train and to test on.
+class ImageDatasetParameters(SubParameters):
+    """Images and their labels, independent of the experiment's seed."""
 
-    Attributes
-    ----------
-    train, test : TensorDict
-        Batch size [N], with `image` float32 [N, K, H, W] and `y` long [N, 1].
-    """
+    name: Literal[
+        "digits",
+        "tiny",
+        "mnist",
+        "fashion_mnist",
+        "kmnist",
+        "cifar10",
+        "cifar100",
+        "svhn",
+        "local",
+    ] = "digits"
+    """digits: 1,797 images of 8 x 8 pixels from scikit-learn. tiny: 400 generated images of 8 x 8
+    pixels, ten classes of faint strokes, for tests. local: your own dataset at `path`. Others are
+    read from the Hugging Face hub, or from `path` if set."""
+    path: str | None = None
+    """A Parquet file, a folder of Parquet files, of `save_to_disk`, or of image files in
+    `train/<class>/` and `test/<class>/`; may begin with `scenario://` or `package://`."""
+    binarification_method: Literal["merge", "select_two", "random"] = "merge"
+    """How classes become two labels. merge: a random half of the classes is 0, the rest 1.
+    select_two: two classes are 0 and 1, all others are left out. random: each image has a fixed
+    random label, which can only be memorised."""
+    binarification_seed: Annotated[int, where("binarification_method", "merge", "random")] = Field(
+        default=0, ge=0, le=MAX_WHOLE
+    )
+    """Seed of merge and random."""
+    selected_classes: list[int] | None = None
+    """The classes that select_two labels 0 and 1."""
+    make_balanced: bool = True
+    """Whether images of the more frequent label are left out until both are equally frequent."""
+    max_train_size: int | None = Field(default=None, ge=2)
+    """Maximum number of training images; null takes all. Larger generalises better."""
+    test_share: float = Field(default=0.2, gt=0, lt=1)
+    """Fraction of test images, if the source has no test split."""
+    split_seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
+    """Seed of the split and of the images left out."""
 
-    train: TensorDict
-    test: TensorDict
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        classes = self.selected_classes
+        if self.binarification_method == "select_two":
+            if classes is None or len(classes) != 2 or classes[0] == classes[1]:
+                raise PydanticCustomError(
+                    "selected_classes",
+                    "with binarification_method select_two, selected_classes must name two "
+                    "different classes, for instance [3, 8]",
+                )
+        elif classes is not None:
+            raise PydanticCustomError(
+                "selected_classes",
+                "selected_classes is for binarification_method select_two only, not {method}",
+                {"method": self.binarification_method},
+            )
+        if self.name in ("digits", "tiny") and self.path is not None:
+            raise PydanticCustomError(
+                "path", "digits and tiny are built in and have no path; set name to local"
+            )
+        if self.name == "local" and self.path is None:
+            raise PydanticCustomError("path", "the name local needs a path")
+        return self
+
+
+class ImageSource(NamedTuple):
+    """Classified images, whose pixels are read on demand."""
+
+    classes_N: Tensor
+    """Class of each image, long."""
+    read: Callable[[Tensor], Tensor]
+    """Images of some rows, float32 from 0 to 1, [rows, K, H, W]."""
+
+
+class HubDataset(NamedTuple):
+    """A dataset on the hub and its columns."""
+
+    hub_id: str | None
+    """None for images that are only read from a path."""
+    config: str | None = None
+    image: str = "image"
+    label: str = "label"
+
+
+HUB_DATASETS = {
+    "mnist": HubDataset("ylecun/mnist"),
+    "fashion_mnist": HubDataset("zalando-datasets/fashion_mnist"),
+    "kmnist": HubDataset("tanganke/kmnist"),
+    "cifar10": HubDataset("uoft-cs/cifar10", image="img"),
+    "cifar100": HubDataset("uoft-cs/cifar100", image="img", label="fine_label"),
+    "svhn": HubDataset("ufldl-stanford/svhn", config="cropped_digits"),
+    "local": HubDataset(None),
+}
+"""Datasets by the names that parameters use. All have the splits `train` and `test`."""
 
 
 def build_image_datasets(
     parameters: ImageDatasetParameters, *, scenario_dir: Path | None
-) -> ImageDatasets:
-    """Read images and label them.
-
-    Raises
-    ------
-    DataError
-        When there are no such images or classes, or a split is left without either label.
-    MissingDependencyError
-        When the images need a package that is not installed.
-    """
+) -> Datasets:
+    """Read images and label them: `image` float32 [N, K, H, W] and `y` long [N, 1]."""
     if parameters.name == "digits":
-        train, test = _read_digits(parameters)
+        train, test = split_by_class(_digits(), parameters)
     elif parameters.name == "tiny":
-        train, test = _made_strokes(parameters)
+        train, test = split_by_class(_strokes(), parameters)
     else:
-        train, test = read_hub_dataset(parameters, scenario_dir)
+        train, test = _read_dataset(parameters, scenario_dir)
     label_of_class = _label_of_class(parameters, train.classes_N)
-    made = ImageDatasets(
+    datasets = Datasets(
         _build_split(parameters, train, "train", label_of_class),
         _build_split(parameters, test, "test", label_of_class),
     )
-    shapes = [list(split["image"].shape[1:]) for split in made]
+    shapes = [list(split["image"].shape[1:]) for split in datasets]
     if shapes[0] != shapes[1]:
         raise DataError(
             f"training images have the shape {shapes[0]} (channels, height, width), but test "
             f"images {shapes[1]}. Give images of one shape."
         )
-    return made
+    return datasets
 
 
-def _read_digits(parameters: ImageDatasetParameters) -> tuple[ImageSource, ImageSource]:
-    # Takes 2 s to import, which other datasets need not wait for.
-    from sklearn.datasets import load_digits
+def split_by_class(
+    source: ImageSource, parameters: ImageDatasetParameters
+) -> tuple[ImageSource, ImageSource]:
+    """Training and test images, with each class in the same proportion in both."""
+    from sklearn.model_selection import train_test_split  # takes 2 s, often not needed
+
+    try:
+        splits = train_test_split(
+            range(len(source.classes_N)),
+            test_size=parameters.test_share,
+            stratify=source.classes_N.numpy(),
+            random_state=derive_seed(parameters.split_seed, "split of images") % 2**32,
+        )
+    except ValueError as error:
+        raise DataError(
+            f"cannot make a stratified split of {len(source.classes_N)} images: {error} Give more "
+            "images of each class, or another test_share."
+        ) from error
+
+    def part(rows: list[int]) -> ImageSource:
+        rows_N = torch.tensor(sorted(rows))
+        return ImageSource(source.classes_N[rows_N], lambda chosen: source.read(rows_N[chosen]))
+
+    return part(splits[0]), part(splits[1])
+
+
+def _digits() -> ImageSource:
+    from sklearn.datasets import load_digits  # takes 2 s
 
     digits = load_digits()
     images_NKHW = torch.from_numpy(digits.images).float().unsqueeze(1) / MAX_DIGIT_PIXEL
-    source = ImageSource(torch.from_numpy(digits.target).long(), lambda rows_N: images_NKHW[rows_N])
-    return split_by_class(source, test_share=parameters.test_share, seed=parameters.split_seed)
+    return ImageSource(torch.from_numpy(digits.target).long(), lambda rows_N: images_NKHW[rows_N])
 
 
-def _made_strokes(parameters: ImageDatasetParameters) -> tuple[ImageSource, ImageSource]:
-    """Images of noise on which a row or a column is brighter, by the image's class."""
+def _strokes() -> ImageSource:
+    """Images of noise in which a row or a column is brighter, depending on the class."""
     classes_N = torch.arange(TINY_SIZE) % NUM_STROKES
     images_NHW = torch.rand(TINY_SIZE, 8, 8, generator=derived_generator("tiny images")) * 0.6
     half = NUM_STROKES // 2
-    for row, one in enumerate(classes_N.tolist()):
-        stroke = images_NHW[row, 1 + one] if one < half else images_NHW[row, :, 1 + one - half]
+    for image_HW, number in zip(images_NHW, classes_N.tolist(), strict=True):
+        stroke = image_HW[1 + number] if number < half else image_HW[:, 1 + number - half]
         stroke += 0.4
     images_NKHW = images_NHW.unsqueeze(1)
-    source = ImageSource(classes_N, lambda rows_N: images_NKHW[rows_N])
-    return split_by_class(source, test_share=parameters.test_share, seed=parameters.split_seed)
+    return ImageSource(classes_N, lambda rows_N: images_NKHW[rows_N])
+
+
+# ---- labels
 
 
 def _build_split(
@@ -117,18 +227,18 @@ def _build_split(
             f"{sorted(labels) or 'no images'}. Give images of both labels, another "
             "binarification, or a larger max_train_size."
         )
-    images_NKHW = source.read(rows_N)
     return TensorDict(
-        {"image": images_NKHW, "y": labels_N[rows_N].unsqueeze(-1)}, batch_size=[len(rows_N)]
+        {"image": source.read(rows_N), "y": labels_N[rows_N].unsqueeze(-1)},
+        batch_size=[len(rows_N)],
     )
 
 
 def _label_of_class(
     parameters: ImageDatasetParameters, classes_N: Tensor
 ) -> Callable[[Tensor], Tensor] | None:
-    """The function from classes to labels, -1 for a class left out; None if labels are drawn.
+    """The function from classes to labels, -1 for a class left out; None for random labels.
 
-    Which classes there are is read from the images to train on, so that both splits agree.
+    Classes are those of the training images, so that both splits agree.
     """
     if parameters.binarification_method == "random":
         return None
@@ -141,7 +251,7 @@ def _label_of_class(
                 f"{parameters.name!r} has no class {missing[0]}. Set dataset.selected_classes to "
                 f"two of {', '.join(map(str, known.tolist()))}."
             )
-        groups = [torch.tensor([one]) for one in parameters.selected_classes]
+        groups = [torch.tensor([number]) for number in parameters.selected_classes]
     else:
         generator = derived_generator(parameters.binarification_seed, "classes")
         shuffled = known[torch.randperm(len(known), generator=generator)]
@@ -159,9 +269,8 @@ def _label_of_class(
 def _rows_kept(
     labels_N: Tensor, make_balanced: bool, limit: int | None, key: tuple[SeedPart, ...]
 ) -> Tensor:
-    """The rows that stay, in the source's order."""
-    generator = torch.Generator().manual_seed(derive_seed(*key))
-    shuffled = torch.randperm(len(labels_N), generator=generator)
+    """The rows that are kept, in the source's order."""
+    shuffled = torch.randperm(len(labels_N), generator=derived_generator(*key))
     shuffled = shuffled[labels_N[shuffled] >= 0]
     if make_balanced:
         of_label = [shuffled[labels_N[shuffled] == label] for label in (0, 1)]
@@ -170,3 +279,130 @@ def _rows_kept(
             size = min(size, limit // 2)
         shuffled = torch.cat([rows[:size] for rows in of_label])
     return shuffled[:limit].sort().values
+
+
+# ---- Hugging Face `datasets`, from the hub or a folder
+
+
+def download_images(name: str, folder: Path | None) -> dict[str, int]:
+    """Download a dataset to the library's cache, and to a folder if given; sizes of the splits."""
+    known = [key for key, described in HUB_DATASETS.items() if described.hub_id is not None]
+    if name not in known:
+        raise UnknownNameError("dataset", name, known, "digits and tiny need no download.")
+    datasets = _library(name)
+    try:
+        loaded = _load(datasets, HUB_DATASETS[name], None)
+        if folder is not None:
+            loaded.save_to_disk(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"cannot download the images {name!r} from {HUB_DATASETS[name].hub_id}: "
+            f"{_reason(error)}. Use a network that reaches the hub, and a writable folder."
+        ) from error
+    return {split: len(rows) for split, rows in loaded.items()}
+
+
+def _read_dataset(
+    parameters: ImageDatasetParameters, scenario_dir: Path | None
+) -> tuple[ImageSource, ImageSource]:
+    name, described = parameters.name, HUB_DATASETS[parameters.name]
+    datasets, path = _library(name), None
+    if parameters.path is not None:
+        path = Path(resolve_reference(parameters.path, scenario_dir)).expanduser()
+        if not path.exists():
+            raise DataError(
+                f"the images {name!r}: {path} does not exist. Give the path of a file or folder "
+                "with images."
+            )
+    try:
+        loaded = _load(datasets, described, path)
+    except Exception as error:
+        raise DataError(
+            f"cannot read the images {name!r} from {path or described.hub_id}: {_reason(error)}. "
+            "Give a Parquet file, a folder of Parquet files, of save_to_disk or of "
+            "train/<class>/, or use a network that reaches the hub."
+        ) from error
+    splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in splits:
+        raise DataError(
+            f"the images {name!r} have no split 'train', only "
+            f"{', '.join(map(repr, splits)) or 'none'}. Name files or folders train and test."
+        )
+    train = _source(splits["train"], described, name)
+    if "test" not in splits:
+        return split_by_class(train, parameters)
+    return train, _source(splits["test"], described, name)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _library(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the images {name!r} need the package datasets. Run: pip install 'nip_astra[images]'. "
+            "The images 'digits' and 'tiny' need no package."
+        ) from error
+    return datasets
+
+
+def _load(datasets: Any, described: HubDataset, path: Path | None) -> Any:
+    if path is None:
+        return datasets.load_dataset(described.hub_id, described.config)
+    if any((path / name).exists() for name in SAVED_FILES):
+        return datasets.load_from_disk(str(path))
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files=str(path))
+    return datasets.load_dataset(str(path))
+
+
+def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
+    for column in (described.image, described.label):
+        if column not in split.column_names:
+            raise DataError(
+                f"the images {name!r} have no column {column!r}, only "
+                f"{', '.join(map(repr, split.column_names))}. Rename the columns to "
+                f"{described.image!r} and {described.label!r}."
+            )
+    classes = split[described.label]
+    wrong = [
+        value
+        for value in classes
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0
+    ]
+    if wrong:
+        raise DataError(
+            f"classes in the column {described.label!r} of {name!r} must be integers from 0, got "
+            f"{wrong[0]!r}."
+        )
+
+    def read(rows_N: Tensor) -> Tensor:
+        pictures = split.select(rows_N.tolist())[described.image]
+        images = [_pixels(picture, name) for picture in pictures]
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            raise DataError(
+                f"images of {name!r} have different shapes: "
+                f"{', '.join(str(list(shape)) for shape in sorted(shapes)[:3])} (channels, "
+                "height, width). Scale them to one size, all grey or all coloured."
+            )
+        return torch.stack(images).float() / MAX_PIXEL
+
+    return ImageSource(torch.tensor(list(classes), dtype=torch.long), read)
+
+
+def _pixels(picture: Any, name: str) -> Tensor:
+    """An image's pixels, uint8 [K, H, W]."""
+    mode = getattr(picture, "mode", None)
+    if mode not in GREY_MODES | COLOUR_MODES:
+        kind = f"Pillow mode {mode!r}" if mode else type(picture).__name__
+        raise DataError(
+            f"unsupported image of {name!r}: {kind}. Give greyscale or colour images with 8 bits "
+            "per channel, in a column of type Image."
+        )
+    picture = picture.convert("L" if mode in GREY_MODES else "RGB")
+    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return pixels.view(picture.height, picture.width, -1).permute(2, 0, 1)

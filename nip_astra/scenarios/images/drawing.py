@@ -1,4 +1,4 @@
-"""Images as pictures, with their grid of latent pixels and what was said about it."""
+"""Images as pictures, with the latent pixels that agents named."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nip_astra.scenario_base.protocol.datapoint_views import (
     Picture,
     rounded,
 )
-from nip_astra.utils.plain_values import items, number
+from nip_astra.utils.formatting import items, number
 
 IMAGE_WIDTH = 256
 MAX_PIXELS = 64
-"""Width and height from which an image is thinned out, and its grid not drawn."""
+"""Maximum width and height; larger images are downsampled, larger grids are not drawn."""
 _SHADES = 32
-"""Steps of a colour's part, so that neighbours of almost equal colour are drawn as one."""
+"""Levels of a colour channel, so that similar neighbours are drawn as one."""
 
 
 class ImageView(DatapointView):
@@ -78,7 +78,7 @@ def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choi
         if not 0 <= choice.place < rows * columns:
             continue
         row, column = divmod(choice.place, columns)
-        # Further agents who named the same place are framed inside the earlier ones.
+        # Frames of further agents are inside earlier ones.
         inset = 2.0 + 5.0 * taken.get(choice.place, 0)
         taken[choice.place] = taken.get(choice.place, 0) + 1
         drawn.frames.append(
@@ -96,7 +96,7 @@ def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choi
 
 
 def _areas(rows: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
-    """A path for each colour; neighbours in a row of the same colour are one rectangle."""
+    """A path for each colour; equal neighbours in a row are one rectangle."""
     paths: dict[str, list[str]] = {}
     for y, row in enumerate(rows):
         colors = [_color(pixel) for pixel in row]

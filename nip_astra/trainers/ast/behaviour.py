@@ -1,14 +1,15 @@
-"""Which probabilities a policy gradient takes for those that probes were sampled with.
+"""Which log-probabilities of probes are learned from, where sampling used another distribution.
 
-An attacker may be sampled at another temperature than 1, or cut by `top_k` and `top_p`. It then
-acts by another distribution than the model's own, and a gradient of the model's own
-log-probabilities is off-policy from the first step.
+An attacker sampled at another temperature than 1, or cut by `top_k` and `top_p`, acts by another
+distribution than the model's own. Asynchronous rollouts are sampled by older weights.
 
 Shape suffixes: `N` node, `B` sample, `T` token.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,22 +18,29 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    LanguageModel,
-    SamplingOptions,
-    TokenScorer,
-    pad_left,
-)
+from nip_astra.language_models.base import LanguageModel, SamplingOptions, TokenScorer, pad_left
 from nip_astra.language_models.sampling import SamplingDistribution, SupportMask
-from nip_astra.parameters.conditions import where
+from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
+from nip_astra.rl_objectives.kl import kl_estimate
+from nip_astra.rl_objectives.policy_losses import (
+    ImportanceLevel,
+    effective_sample_size,
+    importance_weights,
+)
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.executor import AsyncRolloutParameters
+from nip_astra.scenario_base.agents import Speaker
+from nip_astra.scenario_base.chat_agent import TextAttacker
+
+logger = logging.getLogger(__name__)
+
+IS_STALE = where_above("max_staleness", 0)
 
 
 class BehaviourParameters(SubParameters):
-    """What is learnt where sampling reshapes the attacker's distribution.
+    """What is learned where sampling reshapes the attacker's distribution.
 
     At temperature 1 without `top_k` and `top_p` there is one distribution alone, and none of this
     changes anything.
@@ -45,10 +53,10 @@ class BehaviourParameters(SubParameters):
     importance_weights: Annotated[
         Literal["none", "token", "sequence"], where("logprobs", "raw")
     ] = "none"
-    """What each token's gradient is multiplied by so that raw log-probabilities may be learnt from:
-    none, which leaves them off-policy; token: how much likelier the token is at temperature 1 than
-    where it was sampled; sequence: how much likelier the whole probe is, which alone is exact where
-    nothing is truncated or cut, at the price of much variance."""
+    """Factor of each token's gradient, so that raw log-probabilities may be learned from: none
+    (off-policy); token: how much likelier the token is at temperature 1 than as sampled; sequence:
+    how much likelier the whole probe is, which alone is exact without truncation or cuts, but has
+    much variance."""
     max_importance_weight: Annotated[float, where("importance_weights", "token", "sequence")] = (
         Field(default=2.0, gt=0)
     )
@@ -56,82 +64,50 @@ class BehaviourParameters(SubParameters):
 
 
 class Behaviour:
-    """Takes probabilities of probes as `BehaviourParameters` say.
+    """Takes probabilities of probes as `BehaviourParameters` say, or raw ones without them.
 
-    Parameters
-    ----------
-    parameters : BehaviourParameters, optional
-        None where a trainer has no such section: raw log-probabilities without weights.
-    sampling : SamplingOptions
-        How probes are drawn.
-    section : str
-        Dotted path of the parameters, for messages.
-
-    Attributes
-    ----------
-    is_reshaped : bool
-        Whether probes are drawn from another distribution than the model's own.
-
-    Raises
-    ------
-    ConfigurationError
-        Where probes are drawn greedily, at temperature 0 or `top_k` 1.
+    Raises ConfigurationError if the distribution sampled from is needed, but sampling is greedy.
+    `section` is the dotted path of the parameters.
     """
 
     def __init__(
         self, parameters: BehaviourParameters | None, sampling: SamplingOptions, section: str
     ) -> None:
-        self.sampling = sampling
-        self.section = section
-        raw = BehaviourParameters(logprobs="raw")
-        self.parameters = raw if parameters is None else parameters
+        self.sampling, self.section = sampling, section
+        self.parameters = parameters or BehaviourParameters(logprobs="raw")
         self.is_reshaped = sampling.temperature != 1.0 or sampling.cuts
-        greedy = {"temperature": 0.0, "top_k": 1}
-        given = [name for name, value in greedy.items() if getattr(sampling, name) == value]
-        if self._needs_drawn and given:
-            raise ConfigurationError(
-                f"{section} asks for the distribution that probes are sampled from, but the "
-                f"attacker's {given[0]} is {greedy[given[0]]:g}, where the likeliest token is "
-                "taken and siblings are all alike. Set the attacker's temperature above 0 and its "
-                "top_k above 1, or to null."
-            )
-
-    @property
-    def _learns_drawn(self) -> bool:
-        return self.is_reshaped and self.parameters.logprobs == "sampling"
-
-    @property
-    def level(self) -> ImportanceLevel | None:
-        """Over what importance weights are taken, where there are any."""
+        self._learns_drawn = self.is_reshaped and self.parameters.logprobs == "sampling"
         level = self.parameters.importance_weights
-        if not self.is_reshaped or self._learns_drawn or level == "none":
-            return None
-        return level
-
-    @property
-    def _needs_drawn(self) -> bool:
-        return self._learns_drawn or self.level is not None
+        has_weights = self.is_reshaped and not self._learns_drawn and level != "none"
+        self.level: ImportanceLevel | None = level if has_weights else None  # type: ignore[assignment]  # not "none"
+        self._needs_drawn = self._learns_drawn or self.level is not None
+        for name, value in {"temperature": 0.0, "top_k": 1}.items():
+            if self._needs_drawn and getattr(sampling, name) == value:
+                raise ConfigurationError(
+                    f"{section} needs the distribution that probes are sampled from, but the "
+                    f"attacker's {name} {value:g} makes sampling greedy. Set temperature above 0, "
+                    "and top_k above 1 or to null."
+                )
 
     @property
     def warning(self) -> str | None:
-        """What is to be said where gradients are off-policy and nothing corrects them."""
+        """The warning where gradients are off-policy and nothing corrects them."""
         if not self.is_reshaped or self._needs_drawn:
             return None
         usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
         given = {name: getattr(self.sampling, name) for name in usual}
         words = [f"{name} {given[name]:g}" for name in usual if given[name] != usual[name]]
         return (
-            f"probes are sampled with {', '.join(words)}, but learnt from by the model's own "
-            "log-probabilities (temperature 1, nothing cut off): gradients are off-policy and not "
-            f"corrected. Set {self.section}.logprobs=sampling to learn the distribution sampled "
-            f"from, or {self.section}.importance_weights to correct for it"
+            f"probes are sampled with {', '.join(words)}, but learned from at temperature 1 "
+            f"without cuts: gradients are off-policy. Set {self.section}.logprobs=sampling, or "
+            f"{self.section}.importance_weights"
         )
 
     @torch.no_grad()
     def prepare(
         self, tree: RolloutTree, policy: LanguageModel, reference: TokenScorer
     ) -> dict[str, float]:
-        """Add to a rollout what `node_samples` takes for its learning, and give what to log.
+        """Complete a rollout for `node_samples`, and return metrics.
 
         Sets `drawn_logprobs` and `drawn_reference_logprobs`, or `importance_weight`, all `[N, T]`;
         where tokens were cut off also `tree.more_of_samples`.
@@ -192,8 +168,77 @@ def _by_node(kept: SupportMask, mask_NT: Tensor) -> list[dict[str, Tensor]]:
 
 
 def importance_weights_of(batch: TensorDict, device: Any) -> Tensor | None:
-    """The importance weights of a batch's tokens, `[B, T]`, where it has any."""
-    if "importance_weight" not in batch.keys():  # noqa: SIM118 - iteration gives rows
-        return None
-    weights_BT: Tensor = batch["importance_weight"].to(device)
-    return weights_BT
+    """The importance weights of a batch's tokens, `[B, T]`, if it has any."""
+    weights_BT: Tensor | None = batch.get("importance_weight", None)
+    return None if weights_BT is None else weights_BT.to(device)
+
+
+# ---- rollouts of older weights
+
+
+class CorrectedStalenessParameters(AsyncRolloutParameters):
+    """How far sampling may be ahead of learning, and how policy gradients are corrected."""
+
+    staleness_weights: Annotated[ImportanceLevel, IS_STALE] = "token"
+    """Factor of the gradients of samples of older weights: `token`, the ratio of each token's
+    probabilities under the learning and the sampling weights; `sequence`, the ratio of the whole
+    probe, which is exact without truncation but has much variance. Losses with one ratio a probe
+    (variants gspo and rloo of ast_grpo) take sequence only."""
+    max_staleness_weight: Annotated[float, IS_STALE] = Field(default=2.0, gt=0)
+    """Those ratios are truncated to it. Larger has less bias and more variance."""
+
+
+def check_staleness(
+    agents: Mapping[str, Speaker | TextAttacker],
+    behaviour: Behaviour | None,
+    section: str,
+    *,
+    has_actors: bool,
+) -> None:
+    """Refuse asynchronous rollouts that no other process can sample or no weight can correct."""
+    fixed = [
+        role
+        for role, agent in agents.items()
+        if not getattr(agent.language_model, "can_be_copied", False)
+    ]
+    if fixed:
+        raise ConfigurationError(
+            f"{section}.max_staleness needs agents that can be copied to actors, but the "
+            f"{' and '.join(fixed)} cannot. Set it to 0, or use models of _type huggingface."
+        )
+    if behaviour is not None and behaviour.is_reshaped:
+        raise ConfigurationError(
+            f"{section}.max_staleness cannot correct tempered or truncated sampling. Set it to 0, "
+            "or the attacker's temperature to 1, top_k to null and top_p to 1."
+        )
+    if not has_actors:
+        logger.warning(
+            "max_staleness saves no time without actors that sample during the update. Set "
+            "num_actors in the settings"
+        )
+
+
+@torch.no_grad()
+def correct_for_staleness(
+    tree: RolloutTree, logprobs_NT: Tensor, parameters: CorrectedStalenessParameters
+) -> dict[str, float]:
+    """Weight a tree that older weights sampled, and return metrics.
+
+    Sets `importance_weight` to the truncated `pi / mu` of tokens or probes and `probe_logprobs` to
+    log pi (`logprobs_NT`): ratios of the loss then measure the update, weights the lag before it
+    (decoupled PPO, arXiv:2110.00641).
+    """
+    nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
+    sampled_NT = nodes["probe_logprobs"]
+    most = parameters.max_staleness_weight
+    weights_NT = importance_weights(
+        logprobs_NT, sampled_NT, mask_NT, level=parameters.staleness_weights, max_ratio=most
+    )
+    nodes["importance_weight"] = weights_NT
+    nodes["probe_logprobs"] = logprobs_NT
+    kl_NT = kl_estimate(sampled_NT, logprobs_NT, "k3", mask_BT=mask_NT)
+    return {
+        "staleness/kl": float(masked_mean(kl_NT, mask_NT)),
+        "staleness/effective_sample_size": float(effective_sample_size(weights_NT, mask_NT)),
+        "staleness/truncated_share": float(masked_mean((weights_NT >= most).float(), mask_NT)),
+    }

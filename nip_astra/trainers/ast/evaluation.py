@@ -25,14 +25,9 @@ from nip_astra.scenario_instance import ScenarioInstance
 def rollout_table(
     trees: Sequence[RolloutTree], *, num_episodes: int | None = None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of conversations, a row a node.
+    """Columns and rows of conversations, a row per node, numbered through all trees.
 
-    Nodes and episodes are numbered through all trees.
-
-    Parameters
-    ----------
-    num_episodes : int, optional
-        Keep the whole trees of so many episodes, those with the worst failures first.
+    With `num_episodes`, the whole trees of so many episodes, those with the worst failures first.
     """
     if not trees:
         return [], []
@@ -49,22 +44,13 @@ def rollout_table(
 
 
 def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
-    """Say what makes a finished run less than it seems.
-
-    Parameters
-    ----------
-    after : FailureReport
-        The held-out figures of the trained attacker.
-    num_optimizer_steps : int
-        Steps taken in training.
-    """
+    """Warnings about a finished run, from the held-out figures of the trained attacker."""
     unknown = unknown_warning(after.to_dict(), after.outcomes)
     warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:
         warnings.append(
-            "the attacker is as it was: no iteration gave a sample to learn from. Raise the "
-            "scenario's tree_width or training.num_episodes_per_experience, or lower the margins "
-            "by which the trainer chooses samples."
+            "nothing was learned: no iteration had a training sample. Raise the scenario's "
+            "tree_width or training.num_episodes_per_experience, or lower the trainer's margins."
         )
     if after.is_collapsed:
         warnings.append(
@@ -125,8 +111,8 @@ class AstEvaluation:
 
     def num_random_search_parts(self) -> int:
         """The number of batches of a random search, 0 where there is none."""
-        asked = self.options.use_random_search
-        if not (bool(self.instance.planted_failures) if asked is None else asked):
+        is_used = self.options.use_random_search
+        if not (bool(self.instance.planted_failures) if is_used is None else is_used):
             return 0
         width, depth = self.scenario.tree_width, self.scenario.tree_depth
         num_nodes = sum(width**level for level in range(1, depth + 1))
@@ -139,7 +125,7 @@ class AstEvaluation:
         depth = self.scenario.tree_depth
         found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
-            # What is ordinary need not be asked how ordinary it is.
+            # The reference need not score its own probes.
             self.sampler.with_attacker(self.instance.agents["reference"], asks_reference=False),
             self.instance.datasets["train"],
             num_episodes=math.ceil(num_queries / depth),

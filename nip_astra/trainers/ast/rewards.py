@@ -1,9 +1,4 @@
-"""What turns the scores of a training rollout into what its nodes are worth.
-
-First the reward terms of the scenario are added (novelty and the like, which depend on what was
-found before and therefore belong to training alone), then credit flows back from what follows a
-node.
-"""
+"""Reward terms, which are added in training alone, and credit, which flows to earlier turns."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.rl_objectives.advantages import best_child_backup, mean_child_return
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.node_samples import learning_logprobs
+from nip_astra.trainers.ast.rollouts import learning_logprobs
 
 
 class CreditParameters(SubParameters):
@@ -48,13 +43,7 @@ def credit_of(tree: RolloutTree, parameters: CreditParameters) -> Tensor:
 
 
 class RewardShaping:
-    """Adds reward terms to training rollouts, and keeps what they remember.
-
-    Parameters
-    ----------
-    terms : Mapping[str, RewardTerm]
-        By the name under which they are logged.
-    """
+    """Adds reward terms, by their logged names, to training rollouts, and keeps their state."""
 
     def __init__(self, terms: Mapping[str, RewardTerm]) -> None:
         self.terms = terms

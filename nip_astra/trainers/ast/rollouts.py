@@ -1,11 +1,16 @@
-"""The episodes that training plays."""
+"""The trees that training plays, and training samples of their nodes.
+
+Shape suffixes: `N` node, `T` token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.utils.seeding import derived_generator
@@ -14,13 +19,7 @@ from nip_astra.utils.seeding import derived_generator
 class Rollouts:
     """Plays and scores the trees of each iteration.
 
-    Parameters
-    ----------
-    prompts : Sequence[str]
-        Opening prompts; each iteration draws from them without replacement, and goes through all
-        before any comes again.
-    num_episodes : int
-        Trees an iteration.
+    Each iteration draws opening prompts without replacement, all of them before any comes again.
     """
 
     def __init__(
@@ -71,3 +70,44 @@ class Rollouts:
                 orders[cycle] = torch.randperm(len(self.prompts), generator=generator).tolist()
             chosen.append(self.prompts[orders[cycle][place]])
         return chosen
+
+
+def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> list[Sample]:
+    """One sample a node: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode`.
+
+    With the log-probabilities of `learning_logprobs`, and the columns that `Behaviour` has set.
+
+    Parameters
+    ----------
+    columns : Tensor
+        Further columns, `[N]` or one per token `[N, T]`.
+    """
+    mask_NT = tree.nodes["probe_mask"]
+    old_NT, reference_NT = learning_logprobs(tree)
+    columns = {"old_logprobs": old_NT, "reference_logprobs": reference_NT, **columns}
+    if "importance_weight" in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        columns["importance_weight"] = tree.nodes["importance_weight"]
+    return [
+        {
+            "context": torch.tensor(tree.context_of(node)),
+            "probe": tree.nodes["probe"][node][mask_NT[node]],
+            "episode": tree.nodes["episode"][node],
+            **{
+                name: values[node][mask_NT[node]] if values.ndim == 2 else values[node]
+                for name, values in columns.items()
+            },
+            **(tree.more_of_samples[node] if tree.more_of_samples else {}),
+        }
+        for node in nodes
+    ]
+
+
+def learning_logprobs(tree: RolloutTree) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of probes under attacker and reference, `[N, T]`, to learn from.
+
+    Under the distribution sampled from, if `Behaviour` has set them, else under the models.
+    """
+    names = "drawn_logprobs", "drawn_reference_logprobs"
+    if names[0] not in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        names = "probe_logprobs", "reference_logprobs"
+    return tree.nodes[names[0]], tree.nodes[names[1]]

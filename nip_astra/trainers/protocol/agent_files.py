@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError
@@ -20,7 +19,7 @@ from nip_astra.tracking.run_directory import MODEL_DIR, RunDirectory
 AGENTS_DIR = "agents"
 """Folder of a checkpoint with its agents."""
 SOLO_PREFIX = "solo_head."
-"""Weights that only supervised training needs; they may be missing, or be there for nothing."""
+"""Weights that only supervised training needs; they may be missing or superfluous."""
 
 
 def save_agents(agents: Iterable[Agent], directory: Path) -> None:
@@ -36,40 +35,15 @@ def save_agents(agents: Iterable[Agent], directory: Path) -> None:
 
 
 def load_agent(agent: Agent, path: Path) -> None:
-    """An agent the weights of a file.
-
-    Raises
-    ------
-    CheckpointError
-        When the file is missing or broken, or holds an agent of another shape.
-    """
+    """Load an agent's weights from a file."""
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the agent {agent.name!r} was to be loaded from {path}, but the file is missing or "
-            f"broken: {error}. Give a run that holds this agent."
+            f"the file {path} of the agent {agent.name!r} is missing or broken: {error}. Give a "
+            "run that holds this agent."
         ) from error
     own = agent.state_dict()
-    faults = _differences(own, weights)
-    if faults:
-        advice = "Give both agents the same parameters, or load none."
-        if _has_solo_head(weights) and not _has_solo_head(own):
-            advice = (
-                "It was trained alone, which trains no policy: set rl.pretrain_agents=true, which "
-                "does so before agents play, instead of loading it."
-            )
-        raise CheckpointError(
-            f"the agent {agent.name!r} was to be loaded from {path}, but it has other networks: "
-            f"{'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}. {advice}"
-        )
-    with torch.no_grad():
-        for name, value in weights.items():
-            if name in own:
-                own[name].copy_(value)
-
-
-def _differences(own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
     faults = [
         f"{name} is missing there"
         for name in own
@@ -81,33 +55,34 @@ def _differences(own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str
         elif own[name].shape != value.shape:
             shapes = f"{list(value.shape)} there and {list(own[name].shape)} here"
             faults.append(f"{name} has shape {shapes}")
-    return faults
-
-
-def _has_solo_head(weights: dict[str, Tensor]) -> bool:
-    return any(name.startswith(SOLO_PREFIX) for name in weights)
+    if faults:
+        advice = "Give both agents the same parameters, or load none."
+        was_alone, is_alone = (
+            any(n.startswith(SOLO_PREFIX) for n in all_) for all_ in (weights, own)
+        )
+        if was_alone and not is_alone:
+            advice = (
+                "It was trained alone, without a policy: set rl.pretrain_agents=true instead of "
+                "loading it."
+            )
+        raise CheckpointError(
+            f"the agent {agent.name!r} of {path} has other networks: {'; '.join(faults[:3])}"
+            f"{'; and more' if len(faults) > 3 else ''}. {advice}"
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
 
 
 LATEST = "latest"
-"""Version of a run's agents: those of its end, or else of its newest checkpoint."""
+"""Version of a run's agents: at its end, or else of its newest checkpoint."""
 
 
 def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST) -> Path:
     """The file with a run's trained agent: of its end, or else of its latest checkpoint.
 
-    Parameters
-    ----------
-    run : str
-        A run directory, or its name in `runs_dir`.
-    version : str
-        Or the name of a checkpoint, whose agent it is then.
-
-    Raises
-    ------
-    RunDirectoryError
-        When it is no run.
-    CheckpointError
-        When the run has saved no agent of that name, or no such checkpoint, or that is corrupt.
+    `run` is a run directory, or its name in `runs_dir`; `version` may name a checkpoint.
     """
     directory = RunDirectory.find(run, runs_dir)
     store = CheckpointStore(directory.checkpoints_dir)
@@ -125,19 +100,13 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
             return folder / f"{name}.safetensors"
     found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
     raise CheckpointError(
-        f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
-        f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
+        f"the run {directory.path} has saved {', '.join(found) or 'no agents'}, not {name!r}. Give "
+        "a run whose protocol has an agent of this name."
     )
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
-    """Have each agent whose `load_from_run` names a run start from that run's agent.
-
-    Raises
-    ------
-    TrackingError
-        When W&B does not give the agents of a run.
-    """
+    """Load each agent whose `load_from_run` names a run from that run."""
     downloaded: dict[tuple[str, str], Path] = {}
     with tempfile.TemporaryDirectory() as folder:
         for agent in agents:

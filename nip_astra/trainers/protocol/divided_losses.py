@@ -1,4 +1,4 @@
-"""Losses of minibatches, computed by several processes that all take the same steps."""
+"""Losses of minibatches, computed by several processes that take the same steps."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from nip_astra.utils.children import PERIOD, SECONDS_TO_END, Child, check_alive,
 from nip_astra.utils.forked import blocked_signals, fork
 
 _FORGETTING = 1.05
-"""By what a time rises in each minibatch that took longer."""
+"""Factor of a time in each minibatch that took longer."""
 
 
 class Task(NamedTuple):
-    """Some of the losses of one agent: its name, and the number among its parts."""
+    """A part of the losses of one agent, by its number."""
 
     agent: str
     part: int
 
 
 Compute = Callable[[Task], Mapping[str, Tensor]]
-"""Adds to gradients those of a task's losses in the present minibatch, and gives what to log."""
+"""Adds the gradients of a task in the present minibatch, and returns its metrics."""
 
 
 class _Done(NamedTuple):
-    """What a task gave to log, and how long it took."""
+    """The metrics of a task, and its duration."""
 
     figures: dict[str, Tensor]
     seconds: float
 
 
 class _Part(NamedTuple):
-    """What one process has done of a minibatch; gradients by the numbers of weights."""
+    """The results of one process in a minibatch; gradients by the numbers of weights."""
 
     fault: str
     done: dict[Task, _Done]
@@ -53,20 +53,11 @@ class _Part(NamedTuple):
 class DividedLosses:
     """Processes that compute the gradients of minibatches together.
 
-    All go through the same minibatches and take the same steps; only the tasks are divided, by how
-    long each took. A weight's gradient is that of one task, so that adding up what the processes
-    have changes no bit, and when the block ends only the first process is left.
-
-    Parameters
-    ----------
-    tasks : Sequence[Task]
-        What there is to do for a minibatch. No two tasks give a gradient to the same weight.
-    weights : Sequence[Tensor]
-        All that may get a gradient, on the CPU.
-    seconds : dict[Task, float]
-        How long tasks took so far; taken further.
-    buffers : Sequence[Tensor]
-        What tasks must not change.
+    All iterate over the same minibatches and take the same steps; only the tasks are divided, by
+    their durations so far, `seconds`, which are updated. A weight's gradient comes from one task,
+    so that adding up the gradients of the processes changes no bit. When the block ends only the
+    first process is left. `weights`, on the CPU, are all that may get a gradient; tasks must not
+    change `buffers`.
     """
 
     def __init__(
@@ -87,13 +78,7 @@ class DividedLosses:
 
     @contextmanager
     def between(self, count: int) -> Iterator[None]:
-        """Go through the block in `count` processes, and leave it in the first.
-
-        Raises
-        ------
-        WorkerProcessError
-            When another process cannot be started, fails, or ends before its time.
-        """
+        """Run the block in `count` processes, and leave it in the first."""
         number = 0
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nip_astra_"))
@@ -118,7 +103,7 @@ class DividedLosses:
                 worker.wait()
 
     def _lost(self) -> Child:
-        """The process that has ended; others end where the first one's connections are closed."""
+        """The process that has ended first; others end when its connections are closed."""
         until = time.monotonic() + SECONDS_TO_END
         while time.monotonic() < until:
             for worker in self._workers:
@@ -128,7 +113,7 @@ class DividedLosses:
         return self._workers[0]
 
     def _fork(self, count: int) -> int:
-        """Start the other processes, and give this one's number among them."""
+        """Start the other processes; returns the number of this process."""
         with blocked_signals():
             while len(self._workers) < count - 1:
                 number = len(self._workers) + 1
@@ -139,55 +124,47 @@ class DividedLosses:
         return 0
 
     def compute(self, compute: Compute) -> dict[Task, dict[str, Tensor]]:
-        """Have the gradients of a minibatch computed, and give what to log, by task.
+        """Compute the gradients of a minibatch, and return the metrics, by task.
 
-        Parameters
-        ----------
-        compute : Callable
-            Runs a task; gradients are None before.
-
-        Raises
-        ------
-        ConfigurationError
-            When tasks have a weight in common, draw random numbers, or change buffers.
-        WorkerProcessError
-            When another process fails.
+        `compute` runs a task; gradients are None before.
         """
         part = self._computed(compute)
-        found = None if self._board is None else self._board.exchange(part, self._team)
-        if found is None:
-            # The first minibatch, or one that is not like those before, or a failure.
-            found = self._told(part)
+        done = None if self._board is None else self._board.exchange(part, self._team)
+        if done is None:
+            # The first minibatch, or one of another form, or a failure.
+            done = self._exchange(part)
         self._num_minibatches += 1
         for task in self._tasks:
-            self._note(task, found[task].seconds)
-        return {task: found[task].figures for task in self._tasks}
+            self._note(task, done[task].seconds)
+        return {task: done[task].figures for task in self._tasks}
 
-    def _told(self, part: _Part) -> dict[Task, _Done]:
-        """Tell all what each has done, in so many words, and how it will be told from now on."""
+    def _exchange(self, part: _Part) -> dict[Task, _Done]:
+        """Exchange the results of all processes as messages, and prepare the board for the next."""
         tasks = [(*task, done.figures, done.seconds) for task, done in part.done.items()]
         mine: dict[str, Any] = {"fault": part.fault, "tasks": tasks}
-        told = self._team.all_gather(mine | {"weights": list(part.gradients)})
-        for one in told:
+        gathered = self._team.all_gather(mine | {"weights": list(part.gradients)})
+        for one in gathered:
             if one["fault"]:
-                raise _failure(one["fault"])
-        numbers: list[int] = [number for one in told for number in one["weights"]]
+                raise WorkerProcessError(
+                    "a process that computes losses failed. Run with --num-threads 1 if this "
+                    f"happens again.\n{one['fault']}"
+                )
+        numbers: list[int] = [number for one in gathered for number in one["weights"]]
         self._check_apart(len(numbers) == len(set(numbers)))
-        for number in numbers:
+        weights = {number: self._weights[number] for number in sorted(numbers)}
+        for number, weight in weights.items():
             own = part.gradients.get(number)
-            weight = self._weights[number]
             weight.grad = torch.zeros_like(weight) if own is None else own
-        self._team.all_reduce([_gradient(self._weights[number]) for number in sorted(numbers)])
-        found: dict[Task, _Done] = {}
-        for one in told:
+        self._team.all_reduce([w.grad for w in weights.values() if w.grad is not None])
+        results: dict[Task, _Done] = {}
+        for one in gathered:
             for agent, part_number, figures, seconds in one["tasks"]:
-                found[Task(agent, part_number)] = _Done(figures, seconds)
-        weights: dict[int, Tensor] = {n: self._weights[n] for n in sorted(numbers)}
-        self._board = _Board({task: found[task] for task in self._tasks}, weights)
-        return found
+                results[Task(agent, part_number)] = _Done(figures, seconds)
+        self._board = _Board({task: results[task] for task in self._tasks}, weights)
+        return results
 
     def _computed(self, compute: Compute) -> _Part:
-        """Do this process' tasks."""
+        """Run the tasks of this process."""
         part, before = _Part("", {}, {}), self._hidden_state()
         try:
             for task in self._shards(self._team.size)[self._team.rank]:
@@ -200,10 +177,9 @@ class DividedLosses:
                         part.gradients[number], weight.grad = weight.grad, None
             if self._hidden_state() != before:
                 raise ConfigurationError(
-                    "losses were to be computed by several processes at once, but networks draw "
-                    "random numbers in them, as dropout does, or keep statistics, as batch "
-                    "normalisation does, so that the processes would part. Train with "
-                    "--num-threads 1, or have the body say so by `has_hidden_state`."
+                    "several processes cannot compute losses of networks that draw random numbers, "
+                    "as dropout does, or keep statistics, as batch normalisation does. Train with "
+                    "--num-threads 1, or set `has_hidden_state` of the body."
                 )
         except BaseException as error:
             if self._team.rank == 0:
@@ -212,7 +188,7 @@ class DividedLosses:
         return part
 
     def _hidden_state(self) -> tuple[bytes, list[int]]:
-        """What tells whether a first minibatch drew random numbers or changed buffers."""
+        """State that changes if the first minibatch draws random numbers or changes buffers."""
         if self._num_minibatches:
             return b"", []
         state: bytes = torch.get_rng_state().numpy().tobytes()
@@ -221,18 +197,17 @@ class DividedLosses:
     def _check_apart(self, are_apart: bool) -> None:
         if not are_apart:
             raise ConfigurationError(
-                "losses were to be computed by several processes at once, but two parts of "
-                "`loss_parts` have a gradient in the same weight. Give them as one part, or train "
-                "with --num-threads 1."
+                "two parts of `loss_parts` have a gradient in the same weight. Give them as one "
+                "part, or train with --num-threads 1."
             )
 
     def _note(self, task: Task, latest: float) -> None:
-        """Take the least of late: whatever else the machine does makes a task slow, never fast."""
+        """Keep the least of late: other load on the machine makes a task slower, never faster."""
         before = self._seconds.get(task, latest)
         self._seconds[task] = min(latest, before * _FORGETTING)
 
     def _shards(self, count: int) -> list[list[Task]]:
-        """Divide the tasks: the longest first, each to whom has the least to do."""
+        """Divide the tasks: the longest first, each to the process with the least to do."""
         shards: list[list[Task]] = [[] for _ in range(count)]
         loads = [0.0] * count
         for task in sorted(self._tasks, key=lambda task: (-self._seconds.get(task, 1.0), task)):
@@ -243,16 +218,10 @@ class DividedLosses:
 
 
 class _Board:
-    """A place for all that processes tell of a minibatch, filled by one addition.
+    """A tensor for the results of all processes in a minibatch, filled by one addition.
 
-    What one writes is nothing in the others, so that adding up as whole numbers leaves its bits.
-
-    Parameters
-    ----------
-    done : Mapping[Task, _Done]
-        What all tasks of a minibatch gave.
-    weights : Mapping[int, Tensor]
-        Those with a gradient, by number.
+    The part of one process is 0 in the others, so that adding up as whole numbers keeps its bits.
+    It has places for the results `done` and the gradients of `weights`, by number.
     """
 
     def __init__(self, done: Mapping[Task, _Done], weights: Mapping[int, Tensor]) -> None:
@@ -269,13 +238,13 @@ class _Board:
                 torch.split(self._board.view(torch.uint8), rooms), places, strict=True
             )
         )
-        self._num_told = next(views)
+        self._num_filled = next(views)
         self._seconds = {task: next(views) for task in done}
         self._figures = {key: next(views) for key in figures}
         self._gradients = {number: next(views) for number in weights}
 
     def exchange(self, part: _Part, team: Team) -> dict[Task, _Done] | None:
-        """Set the gradients of all, and give what all have done; None where that has no place."""
+        """Set all gradients, and return all results; None if there is no place for one."""
         self._board.zero_()
         figures = {
             (t, n): value for t, done in part.done.items() for n, value in done.figures.items()
@@ -292,9 +261,9 @@ class _Board:
                 self._figures[key].copy_(value)
             for task, done in part.done.items():
                 self._seconds[task].fill_(done.seconds)
-            self._num_told.fill_(len(part.gradients) + len(figures))
+            self._num_filled.fill_(len(part.gradients) + len(figures))
         team.all_reduce([self._board])
-        if int(self._num_told) != len(self._gradients) + len(self._figures):
+        if int(self._num_filled) != len(self._gradients) + len(self._figures):
             return None
         for number, weight in self._weights.items():
             weight.grad = self._gradients[number]
@@ -306,15 +275,3 @@ class _Board:
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
-
-
-def _failure(fault: str) -> WorkerProcessError:
-    return WorkerProcessError(
-        "losses were to be computed by several processes at once, but one of them failed. Run "
-        f"with --num-threads 1 if this happens again.\n{fault}"
-    )

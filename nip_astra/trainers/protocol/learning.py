@@ -1,6 +1,6 @@
-"""How agents learn from the frames of an iteration.
+"""How agents learn from the frames of an iteration, in minibatches.
 
-Shapes: B frames of a minibatch.
+Shapes: E environments, T rounds played, B frames, N episodes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -21,22 +21,98 @@ from nip_astra.distributed.team import LOST, Team, lost_process_errors
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
-from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.protocol.optimizers import OTHERS, AgentOptimizers
 from nip_astra.trainers.protocol.sharded_agents import ShardedAgents
 from nip_astra.trainers.protocol.statistics import MetricSums
 from nip_astra.utils.forked import can_fork
+from nip_astra.utils.seeding import SeedPart, derive_seed
+
+
+class ReplayBuffer(Protocol):
+    """A buffer of frames; TorchRL's with a sampler without replacement fits."""
+
+    def extend(self, data: TensorDict, /) -> Any:
+        """Take the frames of an iteration, [B]."""
+
+    def empty(self) -> Any:
+        """Forget all frames."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The minibatches of one epoch."""
+
+
+class MinibatchBuffer:
+    """The frames of an iteration in a new order each epoch.
+
+    The order depends on the `key` and on the number of epochs so far, so it survives a restart.
+    The last minibatch of an epoch may be smaller than `minibatch_size` frames. With an
+    `episode_key`, the entry that identifies the episode of a frame, no minibatch cuts an episode:
+    it holds those episodes of an epoch whose first frames fall into its `minibatch_size` frames.
+    """
+
+    def __init__(self, minibatch_size: int, *key: SeedPart, episode_key: str | None = None) -> None:
+        self.minibatch_size = minibatch_size
+        self.episode_key = episode_key
+        self.num_epochs = 0
+        self._key = key
+        self._frames: TensorDict | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._frames is None else len(self._frames)
+
+    def extend(self, data: TensorDict) -> None:
+        """Add frames, [B]."""
+        self._frames = data if self._frames is None else torch.cat([self._frames, data])
+
+    def empty(self) -> None:
+        """Forget all frames."""
+        self._frames = None
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        if self._frames is None:
+            raise ConfigurationError("the buffer holds no frames. Call extend first.")
+        generator = torch.Generator().manual_seed(derive_seed(*self._key, self.num_epochs))
+        self.num_epochs += 1
+        if self.episode_key is None:
+            order_B = torch.randperm(len(self._frames), generator=generator)
+            sizes: int | list[int] = self.minibatch_size
+        else:
+            _, episode_B = self._frames[self.episode_key].cpu().unique(return_inverse=True)
+            lengths_N = episode_B.bincount()
+            order_N = torch.randperm(len(lengths_N), generator=generator)
+            lengths_N = lengths_N[order_N]
+            minibatch_N = (lengths_N.cumsum(0) - lengths_N) // self.minibatch_size
+            of_minibatches = minibatch_N.bincount(weights=lengths_N.double()).long().tolist()
+            sizes = [size for size in of_minibatches if size]
+            order_B = order_N.argsort()[episode_B].argsort(stable=True)
+        yield from self._frames[order_B.to(self._frames.device)].split(sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of epochs so far; frames are not kept."""
+        return {"num_epochs": self.num_epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+        self.num_epochs = state["num_epochs"]
+
+
+def episode_numbers(done_ET: Tensor) -> Tensor:
+    """Number the episodes of a batch, [E, T] long, by the frames after which they end.
+
+    The part of an episode that continues from the batch before, or into the next, is an episode.
+    """
+    num_environments, num_steps = done_ET.shape
+    ended_before_ET = done_ET.long().cumsum(dim=1) - done_ET.long()
+    first_E1 = torch.arange(num_environments, device=done_ET.device).unsqueeze(1) * num_steps
+    return first_E1 + ended_before_ET
 
 
 class Learner:
     """Takes optimizer steps on a loss.
 
-    Attributes
-    ----------
-    loss_module : LossModule
-        An `Objective`, whose agents learn apart from each other, or any loss module of TorchRL, of
-        which the sum of the entries `loss_*` is minimised. So it is of an `Objective` that has a
-        `forward` of its own.
+    The loss module is an `Objective`, whose agents learn apart from each other, or any loss module
+    of TorchRL (also an `Objective` with its own `forward`): the sum of its entries `loss_*` is
+    minimised.
     """
 
     def __init__(
@@ -63,15 +139,10 @@ class Learner:
 
     @contextmanager
     def processes(self, count: int | None) -> Iterator[None]:
-        """Have losses that share no weights computed by several processes within the block.
+        """Within the block, let up to `count` processes compute losses that share no weights.
 
-        The numbers are those of one process, to the bit. Each has one of torch's threads; where
-        losses cannot be divided, there is one process with the threads that there are.
-
-        Parameters
-        ----------
-        count : int, optional
-            At most so many; one for None.
+        The numbers are those of one process, to the bit. Each has one of torch's threads; losses
+        that cannot be divided stay in one process with all its threads.
         """
         count = min(count or 1, os.cpu_count() or 1)
         if count < 2 or self.team.size > 1 or not self._can_share():
@@ -87,8 +158,13 @@ class Learner:
             self._num_processes = 1
             torch.set_num_threads(torch_threads)
 
+    @property
+    def _has_hidden_state(self) -> bool:
+        modules = self.loss_module.modules()
+        return any(getattr(module, "has_hidden_state", False) for module in modules)
+
     def _check_can_be_divided(self) -> None:
-        """Refuse what the processes of a team cannot learn together."""
+        """Refuse losses that the processes of a team cannot learn together."""
         objective = self.loss_module
         faults = {
             "its loss module is not an Objective with agent_losses": not isinstance(
@@ -100,16 +176,13 @@ class Learner:
             "its buffer draws from generators that are not in every process": not isinstance(
                 self.buffer, MinibatchBuffer
             ),
-            "a body draws random numbers or keeps statistics (has_hidden_state)": any(
-                getattr(module, "has_hidden_state", False) for module in objective.modules()
-            ),
+            "a body draws random numbers or keeps statistics": self._has_hidden_state,
         }
         found = [text for text, is_so in faults.items() if is_so]
         if found:
             raise ConfigurationError(
-                f"{self.team.size} processes were to train the agents together, but "
-                f"{'; '.join(found)}. Start the run without torchrun, or choose another trainer, "
-                "such as vanilla_ppo."
+                f"{self.team.size} processes cannot train the agents together: {'; '.join(found)}. "
+                "Start without torchrun, or choose another trainer, such as vanilla_ppo."
             )
 
     def _can_share(self) -> bool:
@@ -117,28 +190,15 @@ class Learner:
             can_fork()
             and self.device.type == "cpu"
             and self.optimizers.are_disjoint
-            # Other buffers may draw from generators that are not every process' own.
+            # Other buffers may draw from generators that other processes lack.
             and isinstance(self.buffer, MinibatchBuffer)
             and isinstance(self.loss_module, Objective)
             and self.loss_module.has_parts()
-            and not any(getattr(m, "has_hidden_state", False) for m in self.loss_module.modules())
+            and not self._has_hidden_state
         )
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
-        """Learn from a batch in epochs of minibatches.
-
-        Returns
-        -------
-        tuple
-            Means over the minibatches of what is to be logged, still on the device; and how many
-            steps were taken.
-
-        Raises
-        ------
-        NonFiniteLossError
-            When a gradient is not finite. On a CPU no step is taken with it; elsewhere it is seen
-            when the iteration ends, so that the device does not wait.
-        """
+        """Learn from a batch; return means over minibatches, on the device, and the step count."""
         if self.sharded is None:
             return self._learn(batch, iteration)
         with lost_process_errors(self.team, only_if=LOST):
@@ -176,7 +236,7 @@ class Learner:
         return sums.result(), num_steps
 
     def _add_up_gradients(self) -> None:
-        """Complete the gradients of weights by those that other processes' rows gave."""
+        """Add the gradients of the rows of other processes."""
         gradients = [weight.grad for weight in self.optimizers.weights]
         # Those of divided weights were added up as they were scattered.
         self.team.all_reduce([g for g in gradients if g is not None and not isinstance(g, DTensor)])
@@ -197,12 +257,12 @@ class Learner:
             objective.agents, agents.division = whole, None
 
     def take_parts(self, sharded: ShardedAgents) -> None:
-        """Learn from now on by agents of which each process of the team holds a part."""
+        """Continue with agents of which each process of the team holds a part."""
         self.sharded, self.optimizers = sharded, sharded.optimizers
 
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[DividedLosses | None]:
-        """Enter a block in which several processes learn, or give None where there is one."""
+        """Enter a block in which several processes learn; yields None where there is one."""
         objective, tasks = self.loss_module, []
         if self._num_processes > 1 and isinstance(objective, Objective):
             parts = {name: len(objective.loss_parts(name)) for name in names}
@@ -219,7 +279,7 @@ class Learner:
     def _gradients(
         self, minibatch: TensorDict, names: Sequence[str], shared: DividedLosses | None
     ) -> dict[str, Tensor]:
-        """Set the gradients of a minibatch, and give what to log."""
+        """Set the gradients of a minibatch, and return its metrics."""
         self.optimizers.zero_grad()
         objective = self.loss_module
         if not isinstance(objective, Objective) or objective.has_own_forward():
@@ -246,8 +306,6 @@ class Learner:
             return
         self.optimizers.zero_grad()
         raise NonFiniteLossError(
-            f"the agents were to learn in iteration {iteration + 1}, but a gradient is not finite. "
-            "Rewards and observations must be finite, and steps small enough: lower rl.lr or "
-            "rl.max_grad_norm. A checkpoint, if there is one, holds the agents of an earlier "
-            "iteration."
+            f"a gradient is not finite in iteration {iteration + 1}. Check that rewards and "
+            "observations are finite, or lower rl.lr or rl.max_grad_norm."
         )

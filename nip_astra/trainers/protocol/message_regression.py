@@ -1,7 +1,7 @@
-"""A probe for messages that give the label away.
+"""A probe for messages that reveal the label.
 
-A prover that is paid for the verifier's right decisions may just say the answer in a code of its
-own. If so, the label can be read off the first message that it sends. Once an iteration:
+A prover that is rewarded for the verifier's right decisions may send the answer in a code. If so,
+the label can be predicted from the first message that it sends. Once an iteration:
 
     message_regression = MessageRegression(hyper_params, combined_agents.names)
     metrics |= message_regression.regress(batch, combined_agents, iteration)
@@ -25,26 +25,15 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.utils.seeding import derive_seed
 
+MESSAGE, LINEAR_MESSAGE = ("agents", "message"), ("agents", "linear_message")
 METRIC = "message_regression"
-"""Under which metrics stand, an agent's name after a slash."""
+"""Prefix of metrics, followed by a slash and an agent's name."""
 
 
 class MessageRegression:
-    """Fits a regressor to the first messages of each agent, and says how often it is right.
+    """Fits a regressor to the first messages of each agent, and measures its accuracy.
 
     Its random numbers derive from seed, iteration and agent, and leave those of the run alone.
-
-    Parameters
-    ----------
-    agent_names : Sequence[str]
-        Agents that there are.
-
-    Raises
-    ------
-    UnknownNameError
-        When an agent is to be probed that there is not.
-    ConfigurationError
-        When fits are to go on from one another, and the regressor cannot.
     """
 
     def __init__(self, hyper_params: HyperParameters, agent_names: Sequence[str]) -> None:
@@ -61,17 +50,16 @@ class MessageRegression:
         self._has_kept = regressor is not None and not self.parameters.reset_on_fit
         if self._has_kept and not build_message_regressor(regressor).can_go_on:
             raise ConfigurationError(
-                "message_regression.reset_on_fit is false, so that each fit goes on from the one "
-                f"before, but a regressor of the type {getattr(regressor, 'type_name', None)!r} "
-                "cannot. Leave reset_on_fit out, or choose the type mlp."
+                f"a regressor of the type {getattr(regressor, 'type_name', None)!r} cannot go on "
+                "from the fit before. Leave message_regression.reset_on_fit out, or choose mlp."
             )
 
     def state(self) -> dict[str, Any]:
-        """What fits go on from."""
+        """The regressors, for a checkpoint."""
         return {name: regressor.state() for name, regressor in self._kept.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the state of `state`."""
         for name, kept in state.items():
             self._regressor(name).load_state(kept)
 
@@ -85,28 +73,27 @@ class MessageRegression:
     def regress(
         self, batch: TensorDictBase, combined: CombinedAgents, iteration: int
     ) -> dict[str, float]:
-        """The accuracy for each agent, and that of a guess without a message.
+        """The accuracy for each agent, and that of a guess without a message, as metrics.
+
+        `message_regression/<agent>` and `message_regression/<agent>_baseline` are shares of right
+        answers on held-out datapoints. The baseline always answers with the more common label of
+        the training part. Agents with too few messages to split are left out.
 
         Parameters
         ----------
         batch : TensorDict
-            As `EpisodeSampler.collect` gives it. Of an agent the frames count in which it sends
-            for the first time in an episode.
+            As of `EpisodeSampler.collect`. Those frames count in which an agent sends for the first
+            time in an episode.
         iteration : int
             Counted from 0; nothing is fitted unless it is a multiple of the period.
-
-        Returns
-        -------
-        dict[str, float]
-            `message_regression/<agent>` and `message_regression/<agent>_baseline`: shares of right
-            answers about datapoints that nothing was learnt from. The baseline always gives the
-            answer that was the commoner one in what was learnt from. Agents of whose messages
-            there are too few to learn from some and judge others are left out.
         """
         regressor, period = self.parameters.regressor, self.parameters.period
         if regressor is None or iteration % period:
             return {}
-        frames = batch.select(*_read_keys(combined)).flatten().to("cpu")
+        keys: list[Any] = [*("round", "seed", "y", "datapoint_id", "active_mask"), MESSAGE]
+        if combined.space.num_linear_symbols:
+            keys.append(LINEAR_MESSAGE)
+        frames = batch.select(*keys).flatten().to("cpu")
         is_first_NA = _sends_first(frames, combined)
         metrics: dict[str, float] = {}
         for number, name in enumerate(combined.names):
@@ -126,7 +113,7 @@ class MessageRegression:
         combined: CombinedAgents,
         generator: torch.Generator,
     ) -> tuple[float, float] | None:
-        """The accuracies with and without the message, if there is enough to learn from."""
+        """The accuracies with and without the message, if there are enough messages."""
         ids_N = frames["datapoint_id"]
         is_judged_N = self._is_judged(ids_N, generator)
         if is_judged_N is None:
@@ -144,13 +131,15 @@ class MessageRegression:
         return accuracy.item(), (judged_N == commoner).float().mean().item()
 
     def _is_judged(self, ids_N: Tensor, generator: torch.Generator) -> Tensor | None:
-        """The frames to judge: all those of some datapoints, so that no answer is known."""
+        """The held-out frames: all those of some datapoints."""
         distinct: Tensor = torch.unique(ids_N)
         if len(distinct) < 2:
             return None
         if self._has_kept:
-            # By the datapoint alone: what was learnt from earlier is never judged.
-            judged = [id_ for id_ in distinct.tolist() if self._is_always_judged(id_)]
+            # By the datapoint alone: earlier training data are never judged.
+            bound = self.parameters.test_share * 2**32
+            key = (self.seed, METRIC, "judged")
+            judged = [id_ for id_ in distinct.tolist() if derive_seed(*key, id_) % 2**32 < bound]
             if not 0 < len(judged) < len(distinct):
                 return None
             return torch.isin(ids_N, torch.tensor(judged))
@@ -158,19 +147,6 @@ class MessageRegression:
         count = min(max(count, 1), len(distinct) - 1)
         order = torch.randperm(len(distinct), generator=generator)
         return torch.isin(ids_N, distinct[order[:count]])
-
-    def _is_always_judged(self, datapoint: int) -> bool:
-        return derive_seed(self.seed, METRIC, "judged", datapoint) % 2**32 < (
-            self.parameters.test_share * 2**32
-        )
-
-
-def _read_keys(combined: CombinedAgents) -> list[str | tuple[str, str]]:
-    keys: list[str | tuple[str, str]] = ["round", "seed", "y", "datapoint_id", "active_mask"]
-    keys.append(("agents", "message"))
-    if combined.space.num_linear_symbols:
-        keys.append(("agents", "linear_message"))
-    return keys
 
 
 def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
@@ -184,12 +160,12 @@ def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
 
 
 def _features(frames: TensorDictBase, number: int, combined: CombinedAgents) -> Tensor:
-    """What an agent sends as one-hot symbols, 0 in channels where it sends nothing, [N, D]."""
+    """The symbols of an agent, one-hot, 0 in channels where it sends nothing, [N, D]."""
     space = combined.space
     active_NC11 = frames["active_mask"][:, number, :, None, None]
-    symbols_NCP = frames["agents", "message"][:, number]
+    symbols_NCP = frames[MESSAGE][:, number]
     parts = [one_hot(symbols_NCP, space.num_symbols) * active_NC11]
     if space.num_linear_symbols:
-        linear_NCP = frames["agents", "linear_message"][:, number]
+        linear_NCP = frames[LINEAR_MESSAGE][:, number]
         parts.append(one_hot(linear_NCP, space.num_linear_symbols) * active_NC11)
     return torch.cat([part.flatten(1) for part in parts], dim=1).float()

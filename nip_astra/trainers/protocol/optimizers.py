@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from nip_astra.distributed.sharding import local_tensor
 from nip_astra.errors import CheckpointError
 from nip_astra.parameters.agents import LrFactors
 from nip_astra.parameters.trainers import RlTrainerParameters
-from nip_astra.scenario_base.protocol.tensordict_agents import Agent, AgentBody
-from nip_astra.trainers.protocol.group_adam import GroupAdam
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 
 ADAM_EPS = 1e-5
 """Added to the root of the second moment, as is usual for PPO; torch's default is 1e-8."""
 
 OTHERS = ""
-"""Name under which weights of the loss module that are no agent's are learned."""
-
-Role = Literal["actor", "critic"]
+"""Name of the optimizer of weights of the loss module that are no agent's."""
 
 
 class Part(NamedTuple):
-    """Weights that have one learning rate.
-
-    Attributes
-    ----------
-    name : str
-        For instance "actor_body".
-    parameters : list[Parameter]
-        The weights.
-    lr_factor : float
-        Their learning rate as a multiple of rl.lr; 0 for weights that never move.
-    """
+    """Weights with one learning rate, a multiple of rl.lr; 0 for weights that never move."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -42,54 +31,156 @@ class Part(NamedTuple):
 
 
 def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
-    """The parts of an agent that reinforcement learning trains.
+    """The parts of an agent that reinforcement learning trains, for instance "actor_body".
 
-    The factor of a part is that of the agent, times that of the body for a body, times that of the
-    graph network for the weights that a body gives as `gnn_parameters`. A body that policy and
-    value function share counts as the actor's.
-
-    Parameters
-    ----------
-    has_body_factor : bool
-        Whether the body's own factor counts; it is 1 otherwise.
+    The factor of a part is that of the agent, times that of the body for a body (unless
+    `has_body_factor` is false), times that of the graph network for the `gnn_parameters` of a body.
+    A body that policy and value function share counts as the actor's.
     """
+    config = agent.parameters_of_agent
+    gnn_factors = getattr(config, "gnn_lr_factor", LrFactors())
+    value_body = None if agent.shares_body else agent.value_body
     parts: list[Part] = []
-    roles: list[tuple[Role, AgentBody | None, nn.Module | None]] = [
+    for role, body, head in (
         ("actor", agent.policy_body, agent.policy_head),
-        ("critic", None if agent.shares_body else agent.value_body, agent.value_head),
-    ]
-    for role, body, head in roles:
-        parts += [] if body is None else _body_parts(agent, role, body, has_body_factor)
+        ("critic", value_body, agent.value_head),
+    ):
+        head_factor = getattr(config.agent_lr_factor, role)
+        if body is not None:
+            factor = head_factor
+            if has_body_factor:
+                factor *= getattr(config.body_lr_factor, role)
+            of_body = getattr(body, "gnn_parameters", None)
+            gnn = [] if of_body is None else list(of_body())
+            of_gnn = {id(parameter) for parameter in gnn}
+            rest = [one for one in body.parameters() if id(one) not in of_gnn]
+            parts.append(Part(f"{role}_gnn", gnn, factor * getattr(gnn_factors, role)))
+            parts.append(Part(f"{role}_body", rest, factor))
         if head is not None:
-            factor = getattr(agent.parameters_of_agent.agent_lr_factor, role)
-            parts.append(Part(f"{role}_head", list(head.parameters()), factor))
+            parts.append(Part(f"{role}_head", list(head.parameters()), head_factor))
     return [part for part in parts if part.parameters]
 
 
-def _body_parts(agent: Agent, role: Role, body: AgentBody, has_body_factor: bool) -> list[Part]:
-    config = agent.parameters_of_agent
-    factor = getattr(config.agent_lr_factor, role)
-    if has_body_factor:
-        factor *= getattr(config.body_lr_factor, role)
-    gnn_factor = factor * getattr(getattr(config, "gnn_lr_factor", LrFactors()), role)
-    of_body: Callable[[], Iterable[nn.Parameter]] | None = getattr(body, "gnn_parameters", None)
-    gnn = [] if of_body is None else list(of_body())
-    of_gnn = {id(parameter) for parameter in gnn}
-    rest = [parameter for parameter in body.parameters() if id(parameter) not in of_gnn]
-    return [Part(f"{role}_gnn", gnn, gnn_factor), Part(f"{role}_body", rest, factor)]
-
-
 def annealing_factor(rl: RlTrainerParameters, iteration: int) -> float:
-    """The share of the learning rates that is left in an iteration, counted from 0."""
+    """The factor of learning rates in an iteration, counted from 0."""
     return 1 - iteration / rl.num_iterations if rl.anneal_lr else 1.0
+
+
+class _Memory(NamedTuple):
+    """Weights of a group and Adam's moments of them, as lists.
+
+    `is_divided` where processes hold parts of the weights; each steps its own.
+    """
+
+    weights: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    num_steps: Tensor
+    is_divided: bool
+
+    def held(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The parts of tensors, divided as the weights are, that this process holds."""
+        return [local_tensor(one) for one in tensors] if self.is_divided else tensors
+
+
+class GroupAdam(torch.optim.Adam):
+    """Torch's fused Adam, with one count of steps for all weights of a group.
+
+    Torch's own counts the steps of each weight and looks all up at every step, which takes longer
+    than to move weights this small: for the 152 weights (48,359 numbers) of both agents of graph
+    isomorphism 2.6 ms per step against 0.30 ms here, on one core.
+
+    Numbers, and the saved state, are the same where every weight has a gradient at every step. A
+    weight without is taken to have a gradient of 0, while torch leaves it and its count alone.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, eps: float) -> None:
+        super().__init__(groups, lr=lr, eps=eps, fused=True)
+        self._memories: list[_Memory] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, each weight with its own count, as of torch's Adam."""
+        state = super().state_dict()
+        state["state"] = {
+            number: {**of_weight, "step": of_weight["step"].clone()}
+            for number, of_weight in state["state"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of `state_dict`, or of torch's Adam."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        stored = [len(group["params"]) for group in state_dict["param_groups"]]
+        if stored != sizes:
+            raise CheckpointError(
+                f"the optimizer of the checkpoint has {stored} weights by learning rate, and here "
+                f"there are {sizes}. Resume with the agents, learning-rate factors and version of "
+                "nip_astra that wrote it, or start a new run."
+            )
+        for group in state_dict["param_groups"]:
+            states = (state_dict["state"].get(number) for number in group["params"])
+            counts = {0.0 if state is None else float(state["step"]) for state in states}
+            if len(counts) > 1:
+                raise CheckpointError(
+                    "the optimizer of the checkpoint moved weights of one group "
+                    f"{min(counts):g} to {max(counts):g} times. Resume with the version of "
+                    "nip_astra that wrote it, or start a new run."
+                )
+        super().load_state_dict(dict(state_dict))
+        self._memories = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is needed
+        """Move all weights."""
+        if self._memories is None:
+            self._memories = [self._memory(group["params"]) for group in self.param_groups]
+        for group, memory in zip(self.param_groups, self._memories, strict=True):
+            memory.num_steps.add_(1)
+            beta1, beta2 = group["betas"]
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in memory.weights]
+            torch._fused_adam_(
+                memory.held(memory.weights),
+                memory.held(gradients),
+                memory.held(memory.means),
+                memory.held(memory.squares),
+                [],
+                [memory.num_steps] * len(memory.weights),
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+            )
+
+    def _memory(self, weights: list[Tensor]) -> _Memory:
+        """The moments of weights, zero at first; their counts become one tensor."""
+        states = [self.state[weight] for weight in weights]
+        counts = [state["step"] for state in states if state]
+        num_steps = (
+            torch.stack(counts).max() if counts else torch.zeros((), device=weights[0].device)
+        )
+        for weight, state in zip(weights, states, strict=True):
+            if not state:
+                state["exp_avg"] = torch.zeros_like(weight)
+                state["exp_avg_sq"] = torch.zeros_like(weight)
+            state["step"] = num_steps
+        return _Memory(
+            weights,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            num_steps,
+            any(isinstance(weight, DTensor) for weight in weights),
+        )
 
 
 class AgentOptimizers:
     """Adam for every agent that learns.
 
     An agent that is frozen in an iteration, by its update schedule or by a factor of 0, gets no
-    gradient, makes no step, and has no part in the norm to which gradients are scaled down; what
-    its optimizer remembers stays.
+    gradient, makes no step, and has no part in the norm to which gradients are scaled down; the
+    state of its optimizer stays.
 
     Parameters
     ----------
@@ -116,7 +207,8 @@ class AgentOptimizers:
     ) -> None:
         self.rl = rl
         self.optimizers: dict[str, GroupAdam] = {}
-        self.are_disjoint = not _share_weights(agents)
+        ids = [{id(p) for p in agent.parameters()} for agent in agents.values()]
+        self.are_disjoint = len(set().union(*ids)) == sum(len(one) for one in ids)
         self._schedules = {
             name: agent.parameters_of_agent.update_schedule for name, agent in agents.items()
         }
@@ -139,7 +231,7 @@ class AgentOptimizers:
                 self._frozen += new
             else:
                 by_factor.setdefault(part.lr_factor, []).extend(new)
-        # One group a factor: each group costs a call of its own at every step.
+        # One group per factor: each group costs a call at every step.
         groups = [
             {"params": weights, "lr": self.rl.lr * factor, "lr_factor": factor}
             for factor, weights in by_factor.items()
@@ -165,19 +257,14 @@ class AgentOptimizers:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        # A loop of our own: that of an optimizer takes several times as long.
+        # The loop of an optimizer takes several times as long.
         for parameter in self.weights:
             parameter.grad = None
 
     def clip(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Scale gradients down, and give what their norms were, by agent.
+        """Scale the gradients of the agents that learn, and return their norms before, by agent.
 
         Gradients of all others are forgotten.
-
-        Parameters
-        ----------
-        names : Sequence[str]
-            Agents that learn.
         """
         names = [*names, *([OTHERS] if OTHERS in self.optimizers else [])]
         for parameter in self._frozen:
@@ -207,7 +294,7 @@ class AgentOptimizers:
         return [p for group in self.optimizers[name].param_groups for p in group["params"]]
 
     def step(self, names: Sequence[str]) -> None:
-        """Move the weights of the agents that learn."""
+        """Step the weights of the agents that learn."""
         for name in (*names, OTHERS):
             if name in self.optimizers:
                 self.optimizers[name].step()
@@ -217,22 +304,16 @@ class AgentOptimizers:
         return float(self.optimizers[name].param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What all optimizers remember."""
+        """The state of all optimizers."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of other agents, or of agents with other weights.
-        """
+        """Restore the state of `state_dict`."""
         if set(state) != set(self.optimizers):
             raise CheckpointError(
-                f"the optimizers of {', '.join(map(repr, state))} were to be taken up, but here "
+                f"the checkpoint has optimizers of {', '.join(map(repr, state))}, but here "
                 f"{', '.join(map(repr, self.optimizers))} learn. Resume with the parameters of the "
-                "run that wrote the checkpoint, or start a new run."
+                "run that wrote it, or start a new run."
             )
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
@@ -244,8 +325,3 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors]))
     return norm
-
-
-def _share_weights(agents: Mapping[str, Agent]) -> bool:
-    weights = [{id(p) for p in agent.parameters()} for agent in agents.values()]
-    return len(set().union(*weights)) < sum(len(ids) for ids in weights)

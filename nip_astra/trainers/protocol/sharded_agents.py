@@ -1,4 +1,4 @@
-"""Agents of whose weights each of several processes holds and steps a part (FSDP2).
+"""Agents whose weights are divided among processes (FSDP2).
 
 Shapes: B frames.
 """
@@ -35,10 +35,10 @@ _GATHER = "gather_optimizers"
 
 
 class _Networks(nn.Module):
-    """Networks whose weights are gathered while something is computed from them, all at once.
+    """Networks whose weights are gathered during a whole pass.
 
-    A body may leave work to the head that asks for it, and networks with written derivatives read
-    weights without calling the layers that hold them. So the pass as a whole is what is watched.
+    A body may leave work to the head, and networks with written derivatives read weights without
+    calling the layers that hold them, so that single layers cannot be watched.
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
@@ -50,7 +50,7 @@ class _Networks(nn.Module):
 
 
 def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable[..., Any]:
-    """Calls a function while some networks are gathered, of which a part stays here."""
+    """A call that gathers some networks, of which this process keeps a part."""
     found = _Networks([network for network in networks if network is not None])
     weights = list(found.parameters())
     # FSDP2 divides along the first dimension; of these there is nothing to divide.
@@ -63,10 +63,9 @@ def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable
 
 
 class ShardedAgent(Agent):
-    """An agent whose networks are divided among processes, in place, and gathered as they are read.
+    """An agent whose networks are divided among processes, in place, and gathered for each pass.
 
-    Those of policy and value function apart, or together where they share a body. All processes ask
-    the same of it in the same order.
+    All processes must call it in the same order.
     """
 
     def __init__(self, agent: Agent, mesh: DeviceMesh) -> None:
@@ -101,7 +100,7 @@ class ShardedAgent(Agent):
 
 
 class ShardedOptimizers(AgentOptimizers):
-    """Adam for every agent, of whose weights each process holds, remembers and steps a part."""
+    """Adam for every agent, whose weights and state are divided among processes."""
 
     def __init__(self, agents: Mapping[str, Agent], rl: RlTrainerParameters, team: Team) -> None:
         super().__init__(agents, rl)
@@ -109,17 +108,17 @@ class ShardedOptimizers(AgentOptimizers):
         self._found: dict[str, Any] = {}
 
     def handlers(self) -> dict[str, Handler]:
-        """What the leader asks the others for."""
+        """Requests of the leader to the others."""
         return {_GATHER: lambda _: self._gather()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What all optimizers remember, whole; called by the leader while it may ask."""
+        """The whole state of all optimizers; called by the leader while it may send requests."""
         self.team.request(_GATHER, [None] * self.team.size)
         found, self._found = self._found, {}
         return found
 
     def _gather(self) -> None:
-        """Put together what all remember, tensor by tensor, which the leader keeps."""
+        """Gather the state tensor by tensor, for the leader to keep."""
         self._found = super().state_dict()
         for optimizer in self._found.values():
             for values in optimizer["state"].values():
@@ -130,7 +129,7 @@ class ShardedOptimizers(AgentOptimizers):
             self._found = {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a part of what is whole in each process."""
+        """Restore a part of the whole state in each process."""
         for name, optimizer in self.optimizers.items():
             weights = [w for group in optimizer.param_groups for w in group["params"]]
             remembered = {
@@ -159,37 +158,18 @@ class ShardedOptimizers(AgentOptimizers):
 
 
 class ShardedAgents:
-    """The agents of a run and their optimizers, of which each process of a team holds a part.
+    """The agents of a run and their optimizers, divided among the processes of a team.
 
-    The leader holds the agents whole beside its part, for it plays and tests; they are brought up
-    to date by `gather`. In the other processes they are divided in place, and only learn then.
-
-    Parameters
-    ----------
-    agents : CombinedAgents
-        Whole, and equal in all processes.
-    optimizers : AgentOptimizers
-        Of these agents, equal in all processes.
-
-    Attributes
-    ----------
-    agents : CombinedAgents
-        What learns.
-    optimizers : ShardedOptimizers
-        What steps its weights.
-
-    Raises
-    ------
-    ConfigurationError
-        When agents share weights.
+    The leader also holds the whole agents, for it plays and tests; `gather` updates them. In the
+    other processes they are divided in place, and only learn then. Agents and optimizers must be
+    equal in all processes at first.
     """
 
     def __init__(self, agents: CombinedAgents, optimizers: AgentOptimizers, team: Team) -> None:
         if not optimizers.are_disjoint:
             raise ConfigurationError(
-                "the agents were to be divided among the processes (sharding=fsdp), but some share "
-                "weights, and each agent's are gathered apart. Set sharding to none, so that each "
-                "process holds the agents, or give each agent networks of its own."
+                "agents that share weights cannot be divided among processes (sharding=fsdp). Set "
+                "sharding=none, or give each agent networks of its own."
             )
         whole = list(agents.parameters())
         own = {name: agents[name] for name in agents.names}
@@ -205,7 +185,7 @@ class ShardedAgents:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the leader's agents up to date; all processes do so together."""
+        """Update the leader's agents; all processes must call it together."""
         for number, part in enumerate(self._parts):
             weight = full_tensor(part)
             if self._whole is not None:

@@ -1,4 +1,4 @@
-"""What is logged of the play and learning of agents in a protocol.
+"""Statistics and sample episodes of the play and learning of agents in a protocol.
 
 Numbers stay on their device and are read once an iteration, by `read`.
 
@@ -11,24 +11,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from nip_astra.protocols.protocol_base import CONTINUE
-from nip_astra.scenario_base.protocol.message_space import MASKED
+from nip_astra.protocols.protocol_base import CONTINUE, ProtocolHandler
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.processor import peak_memory_bytes
+from nip_astra.utils.seeding import derived_generator
 
 SHARED_FIGURES = ("kl", "clip_fraction", "ratio_outside_clip", "ess")
-"""Figures of agents whose mean over the agents is logged as well."""
+"""Figures of agents that are also logged as means over the agents."""
 
 
-@dataclass(frozen=True)
-class EndedEpisodes:
+class EndedEpisodes(NamedTuple):
     """Episodes that ended in a batch.
 
     Attributes
@@ -51,26 +51,15 @@ class EndedEpisodes:
     is_right_N: Tensor
     is_undecided_N: Tensor
 
-    @classmethod
-    def join(cls, parts: Sequence[EndedEpisodes]) -> EndedEpisodes:
-        """Put the episodes of several batches together."""
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
-
 
 class EpisodeLedger:
-    """Adds up rewards of episodes that go on from one batch to the next."""
+    """Adds up rewards of episodes that continue from one batch to the next."""
 
     def __init__(self) -> None:
         self._running: tuple[Tensor, Tensor] | None = None
 
     def ended(self, batch: TensorDict, counts_ET: Tensor | None = None) -> EndedEpisodes:
-        """The episodes that ended in a batch [E, T] as the sampler gives it.
-
-        Parameters
-        ----------
-        counts_ET : Tensor, optional
-            bool; frames whose episodes count. All where it is not given.
-        """
+        """The episodes that ended in a batch [E, T], in frames of `counts_ET` [E, T] or in any."""
         reward_ETA = batch["next", "agents", "reward"].squeeze(-1)
         is_end_ET = batch["next", "done"].squeeze(-1)
         num_environments, num_steps, num_agents = reward_ETA.shape
@@ -106,7 +95,7 @@ class EpisodeLedger:
         return {"sum": self._running[0], "length": self._running[1]}
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take up what `state` gave."""
+        """Restore the sums of `state`."""
         self._running = (
             (state["sum"].to(device), state["length"].to(device)) if "sum" in state else None
         )
@@ -128,7 +117,7 @@ def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[st
         return {}
     group_N: Tensor = torch.unique(episodes.datapoint_N, return_inverse=True)[1]
     reward_DA = _group_means(episodes.reward_NA, group_N)
-    found = {
+    figures = {
         "mean_episode_length": episodes.num_rounds_N.mean(),
         "mean_accuracy": episodes.is_right_N.mean(),
         "std_accuracy": episodes.is_right_N.std(correction=0),
@@ -136,9 +125,9 @@ def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[st
         "share_undecided": episodes.is_undecided_N.mean(),
     }
     for number, name in enumerate(names):
-        found[f"{name}/mean_episode_reward"] = episodes.reward_NA[:, number].mean()
-        found[f"{name}/worst_episode_reward"] = reward_DA[:, number].min()
-    return found
+        figures[f"{name}/mean_episode_reward"] = episodes.reward_NA[:, number].mean()
+        figures[f"{name}/worst_episode_reward"] = reward_DA[:, number].min()
+    return figures
 
 
 def _group_means(values_NX: Tensor, group_N: Tensor) -> Tensor:
@@ -151,8 +140,8 @@ def _group_means(values_NX: Tensor, group_N: Tensor) -> Tensor:
 def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
     """Means over frames of rewards, and of values and advantages where they were estimated.
 
-    `residual_critic_variance` is `Var(target - V) / Var(target)`: 0 for values that foresee all
-    there is to foresee, 1 for constant ones; NaN where all targets are equal.
+    `residual_critic_variance` is `Var(target - V) / Var(target)`: 0 for perfect values, 1 for
+    constant ones; NaN where all targets are equal.
     """
     agents, found = batch["agents"], {}
     reward_FA = batch["next", "agents", "reward"].flatten(0, -3).squeeze(-1)
@@ -175,11 +164,11 @@ def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tenso
 
 
 def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """How decided the policies were that a batch was sampled from, figures of each frame, [F].
+    """Figures of each frame, [F], of the policies from which a batch was sampled.
 
     Entropies are divided by the log of the number of possible alternatives. `message_entropy` and
     `max_message_prob`, the probability of the likeliest symbol, are means over the symbols sent in
-    the frame; all are NaN where an agent had nothing to choose.
+    the frame; all are NaN where an agent had no choice.
     """
     frames, found = batch.reshape(-1), {}
     for number, name in enumerate(names):
@@ -188,7 +177,7 @@ def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]
         entropy_FC = _normalised_entropy(logs_FCPS).mean(dim=-1)
         peak_FC = logs_FCPS.amax(dim=-1).exp().mean(dim=-1)
         sends = active_FC.to(entropy_FC.dtype)
-        # 0 / 0 is NaN, as it should be for who sends nothing.
+        # 0 / 0 is NaN, for an agent that sends nothing.
         found[f"{name}/message_entropy"] = (entropy_FC * sends).sum(-1) / sends.sum(-1)
         found[f"{name}/max_message_prob"] = (peak_FC * sends).sum(-1) / sends.sum(-1)
         decision_F = _normalised_entropy(frames["agents", "decision_logits"][:, number])
@@ -205,39 +194,31 @@ def _normalised_entropy(logs: Tensor) -> Tensor:
 
 
 class MetricSums:
-    """Collects what the minibatches of an iteration gave, without reading any of it."""
+    """Collects the metrics of the minibatches of an iteration, without reading them."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Take scalars, and figures of single frames."""
+        """Add scalars, and figures of single frames."""
         for name, value in metrics.items():
             self._values.setdefault(name, []).append(value.detach())
 
     def result(self) -> dict[str, Tensor]:
         """Means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out.
 
-        A figure of an agent is NaN in minibatches, or frames, that say nothing of it.
+        A figure of an agent is NaN in minibatches, or frames, without information about it.
         """
         found: dict[str, Tensor] = {}
         for name, values in self._values.items():
             if values[0].ndim == 0:
                 found[name] = torch.stack(values).nanmean()
             else:
-                found |= mean_and_std(name, torch.cat(values))
+                values_F = torch.cat(values)
+                mean = values_F.nanmean()
+                found[_prefixed(name, "mean_")] = mean
+                found[_prefixed(name, "std_")] = (values_F - mean).square().nanmean().sqrt()
         return found
-
-
-def mean_and_std(name: str, values_F: Tensor) -> dict[str, Tensor]:
-    """`mean_*` and `std_*` of figures of frames; those that are NaN do not count."""
-    agent, slash, figure = name.rpartition("/")
-    mean = values_F.nanmean()
-    variance = (values_F - mean).square().nanmean()
-    return {
-        f"{agent}{slash}mean_{figure}": mean,
-        f"{agent}{slash}std_{figure}": variance.sqrt(),
-    }
 
 
 def mean_over_agents(
@@ -255,14 +236,9 @@ def mean_over_agents(
 def iteration_statistics(
     batch: TensorDict, ended: EndedEpisodes, metrics: Mapping[str, Tensor], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """What is logged of an iteration beside what its minibatches gave.
+    """The statistics of an iteration beside the `metrics` of its minibatches.
 
-    Parameters
-    ----------
-    ended : EndedEpisodes
-        Episodes that ended in the batch.
-    metrics : Mapping
-        Of the minibatches, of which some are averaged over agents.
+    `ended` are the episodes that ended in the batch.
     """
     figures = MetricSums()
     figures.add(policy_figures(batch, names))
@@ -293,7 +269,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def timings_of(num_frames: int, started: float, collected: float) -> dict[str, float]:
-    """How long an iteration took, by what it did, and how much memory; by `time.perf_counter`."""
+    """Time of an iteration by part, from values of `time.perf_counter`, and memory."""
     updated = time.perf_counter()
     return {
         "time/collect_seconds": collected - started,
@@ -304,15 +280,10 @@ def timings_of(num_frames: int, started: float, collected: float) -> dict[str, f
 
 
 class PlayStatistics:
-    """Statistics of each environment's first episode in several batches, taken together.
+    """Statistics of each environment's first episode in several batches together.
 
-    Whichever episodes end within so many rounds, short ones are more among them than are played; an
-    environment's first episode is as long as it is.
-
-    Parameters
-    ----------
-    names : Sequence[str]
-        Agents, in the order of the dimension A.
+    Among all episodes that end within so many rounds, short ones would be overrepresented. `names`
+    are the agents, in the order of the dimension A.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -321,7 +292,7 @@ class PlayStatistics:
         self._sums = MetricSums()
 
     def add(self, batch: TensorDict) -> None:
-        """Take a batch [E, T] of the sampler, with advantages or without.
+        """Add a batch [E, T], with advantages or without.
 
         It starts with new episodes and is as long as the longest one may be.
         """
@@ -332,16 +303,14 @@ class PlayStatistics:
         self._sums.add(policy_figures(frames, self.names))
 
     def report(self) -> dict[str, Any]:
-        """The statistics, with `num_episodes` and an interval of the accuracy.
+        """The statistics, with `num_episodes` and an interval of the accuracy, by datapoint.
 
-        Episodes about one datapoint are alike, and the interval allows for that.
-
-        Figures of episodes and of single frames are those of all batches together; means over the
-        frames of a batch are averaged over the batches.
+        Means over the frames of a batch are averaged over the batches; all other figures are those
+        of all batches together.
         """
         if not self._episodes:
             return {}
-        episodes = EndedEpisodes.join(self._episodes)
+        episodes = EndedEpisodes(*(torch.cat(parts) for parts in zip(*self._episodes, strict=True)))
         found: dict[str, Any] = read(episode_statistics(episodes, self.names) | self._sums.result())
         found["num_episodes"] = float(len(episodes.datapoint_N))
         if "mean_accuracy" in found:
@@ -352,9 +321,144 @@ class PlayStatistics:
 
 def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of test statistics with the prefix `test_` before each figure."""
-    found = {}
-    for name, value in statistics.items():
-        agent, slash, figure = name.rpartition("/")
-        if isinstance(value, float):
-            found[f"{agent}{slash}test_{figure}"] = value
-    return found
+    return {
+        _prefixed(name, "test_"): value
+        for name, value in statistics.items()
+        if isinstance(value, float)
+    }
+
+
+# ---- sample episodes
+
+COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
+"""Columns of a row of sample episodes; `decision` is 2 where the rounds ended without one."""
+TRAIN_TABLE = "train"
+NUM_TEST_EPISODES = 12
+"""Smallest number of episodes of a test that are recorded."""
+
+
+class Span(NamedTuple):
+    """A whole episode of a batch: its environment, and its first and last round in the batch."""
+
+    environment: int
+    first: int
+    last: int
+
+
+def num_samples(table: str, asked: int) -> int:
+    """The number of episodes of a batch in a table, where training tables have `asked`."""
+    return asked if table == TRAIN_TABLE or asked == 0 else max(asked, NUM_TEST_EPISODES)
+
+
+def episode_rows(
+    batch: TensorDict,
+    instance: ProtocolInstance,
+    *,
+    num_episodes: int,
+    step: int,
+    seed: int,
+) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Columns and rows of a sample of the episodes that begin and end in a batch [E, T].
+
+    Half of the sample are episodes with the right decision and half the others, as far as there
+    are enough of each. Cells are plain values for a JSON file. The choice depends on `step` and
+    `seed` alone.
+    """
+    spans = whole_episodes(batch)
+    if not spans:
+        return COLUMNS, []
+    right = is_right(batch, spans)
+    generator = derived_generator(seed, "sample of episodes", step)
+    order = torch.randperm(len(right), generator=generator)
+    rights, others = order[right[order]].tolist(), order[~right[order]].tolist()
+    num_others = min(len(others), max(num_episodes // 2, num_episodes - len(rights)))
+    chosen = sorted(rights[: num_episodes - num_others] + others[:num_others])
+    return COLUMNS, [_row(batch, spans[number], instance, number) for number in chosen]
+
+
+def whole_episodes(batch: TensorDictBase) -> list[Span]:
+    """The episodes that begin and end in a batch, by environment and time."""
+    rounds_ET = batch["round"]
+    num_steps = rounds_ET.shape[1]
+    done_ET = batch["next", "done"].squeeze(-1)
+    times_T = torch.arange(num_steps, device=rounds_ET.device)
+    # The first end at or after each frame; `num_steps` where the batch ends before the episode.
+    ends_ET = torch.where(done_ET, times_T, num_steps)
+    ends_ET = ends_ET.flip(1).cummin(dim=1).values.flip(1)
+    begins_ET = (rounds_ET == 0) & (ends_ET < num_steps)
+    places = begins_ET.nonzero()
+    ends = ends_ET[begins_ET]
+    return [
+        Span(environment, first, last)
+        for (environment, first), last in zip(places.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+def is_right(batch: TensorDictBase, spans: Sequence[Span]) -> Tensor:
+    """Whether the last decision of each episode is the label, [episodes] bool."""
+    environments, _, lasts = torch.tensor(spans).unbind(dim=1)
+    decisions = batch["next", "decision"][environments, lasts]
+    found: Tensor = decisions == batch["y"].squeeze(-1)[environments, lasts]
+    return found.cpu()
+
+
+def _row(
+    batch: TensorDictBase, span: Span, instance: ProtocolInstance, number: int
+) -> tuple[Any, ...]:
+    protocol = instance.protocol_handler
+    episode = batch[span.environment, span.first : span.last + 1].cpu()
+    label, decision = int(episode["y"][-1]), int(episode["next", "decision"][-1])
+    reward_TA = episode["next", "agents", "reward"].squeeze(-1)
+    return (
+        number,
+        label,
+        decision,
+        decision == label,
+        _by_agent(protocol, reward_TA.sum(dim=0)),
+        # A frame holds a copy of its row of the dataset.
+        instance.describe_datapoint(
+            episode[0].select(*instance.train_dataset.keys(), "datapoint_id", strict=False)
+        ),
+        [_round(frame, protocol) for frame in episode.unbind(0)],
+    )
+
+
+def _round(frame: TensorDictBase, protocol: ProtocolHandler) -> dict[str, Any]:
+    moves = [
+        move
+        for number, name in enumerate(protocol.agent_names)
+        if (move := _move(frame, number, name, protocol)) is not None
+    ]
+    rewards = _by_agent(protocol, frame["next", "agents", "reward"].squeeze(-1))
+    return {"round": int(frame["round"]), "moves": moves, "rewards": rewards}
+
+
+def _move(
+    frame: TensorDictBase, number: int, name: str, protocol: ProtocolHandler
+) -> dict[str, Any] | None:
+    """The move of an agent in a round; None where it could make none."""
+    active_C = frame["active_mask"][number]
+    decides = bool(frame["can_decide"][number])
+    if not decides and not bool(active_C.any()):
+        return None
+    agents = frame["agents"]
+    channels = active_C.nonzero().flatten().tolist()
+
+    def messages(kind: str) -> dict[str, list[int]]:
+        symbols_CP = agents[kind][number]
+        return {protocol.message_channel_names[one]: symbols_CP[one].tolist() for one in channels}
+
+    move = {
+        "agent": name,
+        "decision": int(agents["decision"][number]) if decides else None,
+        "messages": messages("message"),
+        "logprob": round(float(agents["logprob"][number]), 6),
+    }
+    if "linear_message" in agents:
+        move["linear"] = messages("linear_message")
+    return move
+
+
+def _by_agent(protocol: ProtocolHandler, rewards_A: Tensor) -> dict[str, float]:
+    rounded = [round(reward, 6) for reward in rewards_A.tolist()]
+    return dict(zip(protocol.agent_names, rounded, strict=True))

@@ -1,62 +1,122 @@
-"""What a trainer of one's own must give back, checked field by field."""
+"""Custom trainers on trajectories: the values that they read, and checks of what hooks return."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.scenario_instance import ScenarioInstance
+
+
+class TrainerConfig:
+    """The values of a trainer as attributes, and the parts that it is built from.
+
+    Attributes
+    ----------
+    algorithm : DictConfig
+        Custom values: `config.algorithm.my_param`, `config.algorithm.get("x", 0.5)`.
+    train_service : DictConfig
+    total_train_steps : int
+    values : dict
+        All values as given.
+    parts : tuple or None
+        Hyper-parameters, scenario instance and settings; None for a trainer built from values
+        alone, to try its hooks.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        parts: tuple[HyperParameters, ScenarioInstance, ExperimentSettings | None] | None = None,
+    ) -> None:
+        self.algorithm: DictConfig = OmegaConf.create(dict(values.get("algorithm") or {}))
+        self.train_service: DictConfig = OmegaConf.create(dict(values.get("train_service") or {}))
+        self.total_train_steps = int(values.get("total_train_steps", 1))
+        plain: Any = OmegaConf.to_container(OmegaConf.create(dict(values)))
+        self.values: dict[str, Any] = plain
+        self.parts = parts
+
+    @classmethod
+    def of_run(
+        cls,
+        hyper_params: HyperParameters,
+        scenario_instance: ScenarioInstance,
+        settings: ExperimentSettings | None,
+    ) -> TrainerConfig:
+        """The values that a run passes to its trainer."""
+        section = getattr(hyper_params, hyper_params.trainer, None)
+        service = getattr(section, "train_service", None)
+        values = {
+            "algorithm": getattr(section, "algorithm", {}),
+            "train_service": {} if service is None else service.to_dict(),
+            "total_train_steps": hyper_params.training.num_iterations,
+        }
+        return cls(values, (hyper_params, scenario_instance, settings))
+
+
+def takes_config_alone(function: Callable[..., None]) -> bool:
+    """Whether an `__init__` is `def __init__(self, config)`."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    return len(parameters) == 1 and parameters[0].kind in kinds
+
+
+def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__(self, config)` that also takes the three arguments of other trainers."""
+
+    @functools.wraps(function)
+    def build(
+        self: Any,
+        config: Any,
+        scenario_instance: ScenarioInstance | None = None,
+        settings: ExperimentSettings | None = None,
+    ) -> None:
+        if scenario_instance is not None:
+            config = TrainerConfig.of_run(config, scenario_instance, settings)
+        elif not isinstance(config, TrainerConfig):
+            config = TrainerConfig(config)
+        function(self, config)
+
+    return build
+
+
+# ---- what hooks return
 
 TOKEN_FIELDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "loss_mask": torch.bool}
 """What a batch must hold of each token, and of which dtype."""
 
 
 def check_takes(hook: Callable[..., Any], *given: str) -> None:
-    """Refuse a hook of other parameters than those that it is given.
-
-    Raises
-    ------
-    ConfigurationError
-        When it cannot be called so.
-    """
+    """Refuse a hook that does not take the given arguments."""
     try:
         inspect.signature(hook).bind(*given)
     except TypeError as error:
         owner, _, name = hook.__qualname__.rpartition(".")
         raise ConfigurationError(
-            f"{name} of the trainer {owner} was to be called with {', '.join(given)}, but {error}. "
-            f"Define it as {name}(self, {', '.join(given)})."
+            f"{name} of the trainer {owner} does not take {', '.join(given)}: {error}. "
+            f"Define {name}(self, {', '.join(given)})."
         ) from error
 
 
 def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict[str, float]]:
-    """What `_prepare_batch` gave, where it is as it must be.
-
-    Parameters
-    ----------
-    trainer : str
-        Name of the trainer's class, for the message.
-    num_rows : int
-        Rows that the hook was given.
-
-    Raises
-    ------
-    ConfigurationError
-        With every fault found.
-    """
+    """The result of `_prepare_batch` of a class; raises ConfigurationError with all faults."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Batch)):
-        raise _error(
-            trainer, "_prepare_batch", [f"it gave back {_kind(given)} and not (Batch, dict)"]
-        )
+        raise _error(trainer, "_prepare_batch", [f"it returned {_kind(given)}, not (Batch, dict)"])
     batch, metrics = given
     faults: list[str] = []
     if len(batch) != num_rows:
@@ -78,32 +138,16 @@ def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict
 def check_trajectories(
     given: Any, *, trainer: str, needs_advantage: bool, metrics: Any
 ) -> list[Trajectory]:
-    """What `_prepare_trajectories` gave, where it is as it must be.
-
-    Parameters
-    ----------
-    needs_advantage : bool
-        Whether the loss reads advantages.
-
-    Raises
-    ------
-    ConfigurationError
-        With every fault found, once for all trajectories that have it.
-    """
+    """The result of `_prepare_trajectories`; raises ConfigurationError with all faults."""
     name = "_prepare_trajectories"
     if not isinstance(given, list) or not all(isinstance(one, Trajectory) for one in given):
-        raise _error(trainer, name, [f"it gave back {_kind(given)} and not list[Trajectory]"])
-    faults: dict[str, int] = {}
-    if needs_advantage:
-        for one in given:
-            fault = _fault_of_advantage(one)
-            if fault:
-                faults[fault] = faults.get(fault, 0) + 1
-    told = [f"{fault} (in {count} of {len(given)})" for fault, count in faults.items()]
-    told += _metric_faults(metrics)
-    if told:
+        raise _error(trainer, name, [f"it returned {_kind(given)}, not list[Trajectory]"])
+    counts = Counter(filter(None, map(_fault_of_advantage, given if needs_advantage else ())))
+    faults = [f"{fault} (in {count} of {len(given)})" for fault, count in counts.items()]
+    faults += _metric_faults(metrics)
+    if faults:
         fields = sorted({key for one in given for key in one.keys()})  # noqa: SIM118 - no mapping
-        raise _error(trainer, name, told, fields=fields)
+        raise _error(trainer, name, faults, fields=fields)
     return given
 
 
@@ -142,7 +186,7 @@ def _advantage_faults(batch: Batch) -> list[str]:
     if value.ndim == 2 and "loss_mask" in batch.values:
         is_read = batch.values["loss_mask"][:, -value.shape[1] :]
     if is_read is not None and is_read.shape == value.shape and not value[is_read].isfinite().all():
-        return ["values['advantages'] holds NaN or infinity where tokens are learnt"]
+        return ["values['advantages'] holds NaN or infinity at trained tokens"]
     return []
 
 
@@ -188,6 +232,6 @@ def _error(
     lines = "".join(f"\n  - {fault}" for fault in faults)
     known = f"\nFields there: {', '.join(fields)}." if fields else ""
     return ConfigurationError(
-        f"the trainer {trainer} was to learn from what its {hook} gives, but:{lines}{known}\n"
-        f"Change {hook}; the guide training-on-services shows a complete one."
+        f"{hook} of the trainer {trainer} returned wrong values:{lines}{known}\nSee the guide "
+        "training-on-services for a complete example."
     )

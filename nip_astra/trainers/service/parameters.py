@@ -8,18 +8,19 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.training import TrainServiceParameters
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import AdvantageParameters
-from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlParameters
-from nip_astra.rl_objectives.policy_losses import LossParameters
+from nip_astra.rl_objectives.policy_losses import CorrectionMode, ImportanceLevel, LossParameters
 from nip_astra.rl_objectives.reductions import Reduction
 from nip_astra.rl_objectives.registry import PolicyLossName
-from nip_astra.samplers.async_rollouts import AsyncRolloutParameters
+from nip_astra.samplers.executor import AsyncRolloutParameters
+from nip_astra.scenario_base.agents import LanguageModelParameters
 
 
 class RolloutParameters(AsyncRolloutParameters):
     """What every trainer on trajectories reads beside `training`, whose
-    num_episodes_per_experience says how many problems an iteration has.
+    num_episodes_per_experience is the number of problems of an iteration.
     """
 
     group_size: int = Field(default=8, ge=1, le=10_000)
@@ -42,9 +43,8 @@ class RolloutParameters(AsyncRolloutParameters):
         backend = self.train_service.backend
         if self.max_staleness and backend != "local":
             raise ValueError(
-                f"max_staleness {self.max_staleness} needs a copy of the weights in this process, "
-                f"but the backend {backend} holds them elsewhere; set it to 0, or "
-                "train_service.backend to local"
+                f"max_staleness {self.max_staleness} needs weights in this process, not in the "
+                f"backend {backend}; set it to 0, or train_service.backend to local"
             )
         return self
 
@@ -69,7 +69,7 @@ class PolicyLossParameters(LossParameters):
     kl: KlParameters = KlParameters()
     """Price of the divergence from the untrained policy."""
     rescore: bool = False
-    """Whether trajectories are scored again before they are learnt from, for old log-probabilities
+    """Whether trajectories are scored again before they are learned from, for old log-probabilities
     that are exact where sampler and trainer compute differently. It takes another pass."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
     """How the ratio between trainer and sampler weighs the loss of a token: up to max_mismatch
@@ -88,3 +88,18 @@ class ImportanceLossParameters(PolicyLossParameters):
 
     loss: PolicyLossName = "importance_sampling"
     """Loss of each token, see `rl_objectives.policy_losses`."""
+
+
+class DistillationParameters(SubParameters):
+    """Whom the student learns from, and how far it looks ahead."""
+
+    teacher: LanguageModelParameters | None = None  # type: ignore[valid-type]
+    """The teacher's backend and weights, for instance those in the folder `model` of a run; it must
+    have the student's tokens, and reads the student's prompts. There is none by default, and
+    without one nothing is trained."""
+    weight: float = Field(default=1.0, gt=0)
+    """Advantage per nat of divergence. With an optimizer that divides by the size of gradients it
+    matters beside other terms alone."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """How much the divergence at later tokens counts for earlier ones: 0 is of low variance, 1 has
+    the exact gradient of the divergence of whole answers."""

@@ -1,4 +1,4 @@
-"""Who plays the rollouts of a trainer on trajectories: this process, others, or a service."""
+"""Rollouts of a trainer on trajectories: who plays them, and which teach something."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel, TokenModel
-from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.rollouts.trajectory_advantages import advantages_of
-from nip_astra.samplers.tasks import Sample
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.rollouts.trajectory import Trajectory, advantages_of
 from nip_astra.scenario_instance import ScenarioInstance
 
 logger = logging.getLogger(__name__)
@@ -27,17 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CollectedRollout:
-    """The rollout of an iteration's problems.
-
-    Attributes
-    ----------
-    trajectories : list of Trajectory
-        Those to learn from.
-    metrics : dict[str, float]
-        Figures to log.
-    records : list
-        Tables of transcripts for the run's records.
-    """
+    """Trajectories to learn from, metrics, and tables of transcripts for the run's records."""
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
@@ -59,12 +45,9 @@ class CollectedRollout:
 
 
 class SamplingThread:
-    """Collects rollouts in a thread beside the main one, with a copy of the policy's weights.
+    """Collects rollouts beside the main thread, with a copy of the policy's weights.
 
-    Parameters
-    ----------
-    policy, sampler : LanguageModel
-        What learns, and its `sampler_copy`, which only this thread uses.
+    `sampler` is the policy's `sampler_copy`, which only this thread uses.
     """
 
     def __init__(
@@ -91,49 +74,35 @@ class SamplingThread:
             return self._collect(iteration)
 
 
-def sample_of_service(service: TrainingService, agent: ConversationAgent) -> Sample | None:
-    """What draws in place of an agent's own model; None where the service has that draw."""
-    is_own = (
-        isinstance(service, LocalTrainingService)
-        and type(service).sample is LocalTrainingService.sample
-        and service.model is agent.language_model
-    )
-    return None if is_own else service.sample
-
-
 def check_who_plays(
     hyper_params: HyperParameters,
     scenario_instance: ScenarioInstance,
     settings: ExperimentSettings | None,
 ) -> None:
-    """Refuse to divide what a service plays, and tell of actors that have nothing to do.
-
-    Raises
-    ------
-    ConfigurationError
-        When parts, or actors, were asked for that nobody could play.
-    """
+    """Refuse to divide the rollouts of a service or engine, and warn of idle actors."""
     agent = scenario_instance.agents.get("policy")
     options = getattr(hyper_params, scenario_instance.kind, None)
     num_parts = int(getattr(options, "num_rollout_parts", 1))
     num_actors = 0 if settings is None else settings.num_actors
     if agent is None or (num_parts == 1 and not num_actors):
         return
-    elsewhere = _what_plays_elsewhere(hyper_params, agent.language_model)
-    if elsewhere and num_parts > 1:
+    model = agent.language_model
+    service = getattr(getattr(hyper_params, hyper_params.trainer, None), "train_service", None)
+    sampler = "" if model.is_in_this_process else type(model).__name__
+    if service is not None and service.backend != "local":
+        sampler = f"the service {service.backend!r}"
+    if sampler and num_parts > 1:
         raise ConfigurationError(
-            f"rollouts were to be cut into {num_parts} parts (task.num_rollout_parts), but "
-            f"{elsewhere} samples what the policy says, and is asked about all of it at once: "
-            "nothing is left to divide. Leave num_rollout_parts at 1."
+            f"task.num_rollout_parts is {num_parts}, but {sampler} samples whole rollouts. Set it "
+            "to 1."
         )
     task = vars(scenario_instance).get("task")
-    if elsewhere and getattr(task, "scorer", None) is None:
+    if sampler and getattr(task, "scorer", None) is None:
         raise ConfigurationError(
-            f"rollouts by {num_actors} actors were asked for, but {elsewhere} samples what the "
-            "policy says, and is asked about all of it at once: nothing is left for them to play "
-            "or to rate. Leave num_actors at 0."
+            f"num_actors is {num_actors}, but {sampler} samples whole rollouts and the task has no "
+            "scorer. Set it to 0."
         )
-    if not elsewhere and num_actors > num_parts:
+    if not sampler and num_actors > num_parts:
         logger.warning(
             "%d of %d actors have nothing to play, since rollouts are cut into %d: set "
             "task.num_rollout_parts to a multiple of num_actors",
@@ -141,14 +110,6 @@ def check_who_plays(
             num_actors,
             num_parts,
         )
-
-
-def _what_plays_elsewhere(hyper_params: HyperParameters, model: TokenModel) -> str:
-    """What samples a policy whose weights are not in this process; nothing where they are."""
-    service = getattr(getattr(hyper_params, hyper_params.trainer, None), "train_service", None)
-    if service is not None and service.backend != "local":
-        return f"the service {service.backend!r}"
-    return "" if model.is_in_this_process else type(model).__name__
 
 
 def informative_groups(
@@ -159,14 +120,7 @@ def informative_groups(
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trajectories of groups that teach something, and the others.
 
-    A group without any reward never does.
-
-    Parameters
-    ----------
-    needs_spread : bool
-        Whether a group of equal rewards has no signal.
-    use_run_ids : bool
-        See `advantages_of`.
+    A group without any reward teaches nothing, nor, if `needs_spread`, one of equal rewards.
     """
     if not trajectories:
         return [], []
@@ -176,10 +130,9 @@ def informative_groups(
     known = {one.group_id for one in trajectories if one.reward is not None}
     # Minibatches depend on this order: groups of equal rewards come last.
     ordered = sorted(trajectories, key=lambda one: is_flat[one.group_id])
-    is_informative = [
-        one.group_id in known and not (needs_spread and is_flat[one.group_id]) for one in ordered
-    ]
-    informative = [one for one, teaches in zip(ordered, is_informative, strict=True) if teaches]
-    return informative, [
-        one for one, teaches in zip(ordered, is_informative, strict=True) if not teaches
-    ]
+    informative: list[Trajectory] = []
+    others: list[Trajectory] = []
+    for one in ordered:
+        teaches = one.group_id in known and not (needs_spread and is_flat[one.group_id])
+        (informative if teaches else others).append(one)
+    return informative, others

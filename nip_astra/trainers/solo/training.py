@@ -1,15 +1,21 @@
-"""Supervised training of one agent, to tell the label without a conversation.
+"""Supervised training of agents to predict the label without a conversation.
 
 Shapes: B datapoints of a minibatch, N datapoints.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError
@@ -17,11 +23,28 @@ from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
 from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.tracking.environment import processor_name
 from nip_astra.trainers.protocol.optimizers import ADAM_EPS, Part, parts_of
 from nip_astra.utils.seeding import SeedPart, derived_generator
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
+from nip_astra.version import __version__
 
+logger = logging.getLogger(__name__)
+
+CACHE_DIR = "pretrained_bodies"
+"""Folder in the runs folder."""
+CODE = (
+    *("nip_astra.scenarios", "nip_astra.scenario_base", "nip_astra.utils"),
+    *("nip_astra.trainers.protocol.optimizers", __name__),
+)
+"""Modules on which a trained body depends, besides those of its own classes."""
 GROUP_KEY = "wl_score"
-"""Key of a dataset by whose values the accuracy is told apart, where it is there."""
+"""Key of a dataset by whose values the accuracy is reported, if it exists."""
 
 
 class SoloParameters(SubParameters):
@@ -36,27 +59,19 @@ class SoloParameters(SubParameters):
     anneal_lr: bool = True
     """Whether the learning rate falls linearly, epoch by epoch, towards 0."""
     test_share: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the training datapoints that nothing is learned from and on which the accuracy is
-    measured after every epoch. The test datapoints are measured once, at the end."""
+    """Share of the training datapoints that are held out; their accuracy is measured after every
+    epoch. The test datapoints are measured once, at the end."""
 
 
 class SoloScore(NamedTuple):
-    """How well an agent tells labels.
-
-    Attributes
-    ----------
-    loss : Tensor
-        Mean cross entropy in nats; scalar.
-    is_right_N : Tensor
-        Whether the likelier label is the true one, as float.
-    """
+    """Mean cross entropy in nats, scalar, and whether each predicted label is right, as float."""
 
     loss: Tensor
     is_right_N: Tensor
 
     @property
     def accuracy(self) -> Tensor:
-        """Share of datapoints whose label is told right, a scalar."""
+        """Share of datapoints with the right label, a scalar."""
         return self.is_right_N.mean()
 
 
@@ -66,19 +81,14 @@ class SoloTraining:
     Parameters
     ----------
     environment : ProtocolEnvironment
-        Its dataset is learned from; agents see a datapoint before anything is said.
+        Holds the dataset; agents see a datapoint before any message.
     key : SeedPart
         Path of names that the split and the orders derive from.
     is_as_agent_says : bool
         Whether the agent's learning-rate factors and its update schedule hold, epochs counting as
         iterations. Without, all weights learn in every epoch.
     has_body_factor : bool
-        Whether that of its body is among these factors.
-
-    Attributes
-    ----------
-    learned_N, held_out_N : Tensor
-        Rows of the dataset.
+        Whether the factor of its body is among these.
     """
 
     def __init__(
@@ -121,13 +131,7 @@ class SoloTraining:
         )
 
     def run_epoch(self, epoch: int) -> SoloScore:
-        """Go once over what is learned from; the score is that of the minibatches as they came.
-
-        Raises
-        ------
-        NonFiniteLossError
-            When the loss is not finite.
-        """
+        """Go once over the training datapoints; the score is that of minibatches before steps."""
         generator = derived_generator(*self._key, "epoch", epoch)
         order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
         left = 1 - epoch / self.parameters.num_epochs if self.parameters.anneal_lr else 1.0
@@ -149,8 +153,8 @@ class SoloTraining:
         score = SoloScore(torch.cat(losses).mean(), torch.cat(right))
         if not bool(score.loss.isfinite()):
             raise NonFiniteLossError(
-                f"the agent {self.agent.name!r} was trained alone, but its loss in epoch "
-                f"{epoch + 1} is not finite. Lower solo_agent.lr."
+                f"the loss of the agent {self.agent.name!r} in epoch {epoch + 1} is not finite. "
+                "Lower solo_agent.lr."
             )
         return score
 
@@ -187,22 +191,110 @@ class SoloTraining:
         return losses_B, (logits_B2.argmax(dim=-1) == labels_B).float()
 
     def state(self) -> dict[str, Any]:
-        """What the optimizer remembers."""
+        """The state of the optimizer."""
         return dict(self.optimizer.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave.
-
-        Raises
-        ------
-        CheckpointError
-            When it is of an optimizer of other weights.
-        """
+        """Restore the state of `state`."""
         try:
             self.optimizer.load_state_dict(state)
         except ValueError as error:
             raise CheckpointError(
-                f"the optimizer of the agent {self.agent.name!r} was to be resumed, but the "
-                f"checkpoint's is of other weights: {error}. Resume with the version of nip_astra "
-                "that wrote the checkpoint, or start a new run."
+                f"the optimizer of the agent {self.agent.name!r} in the checkpoint is of other "
+                f"weights: {error}. Resume with the version of nip_astra that wrote it."
             ) from error
+
+
+# ---- pretraining
+
+
+def pretrain_bodies(
+    agents: Mapping[str, Agent],
+    environment: ProtocolEnvironment,
+    parameters: SoloParameters,
+    *,
+    with_decisions: bool,
+    seed: int,
+    runs_dir: str,
+    layers: str,
+) -> None:
+    """Train each agent's body alone, and copy it to its policy and its value function.
+
+    A value function that sees more than the policy has a body of another shape, which stays as it
+    was. An agent that was loaded from a run stays as it was trained there. A body is read from the
+    cache where one was trained by the same code, on such a processor, from the same first weights,
+    data, seed, parameters and shape of the agent. A damaged file of the cache is replaced.
+
+    Parameters
+    ----------
+    with_decisions : bool
+        Whether an agent's decisions start as its labels alone, where its policy head supports that.
+    layers : str
+        `ScenarioInstance.layers`.
+    """
+    data = digest_of_tensors(environment.dataset)
+    computed_by = [layers, str(environment.device), processor_name(), torch.__version__]
+    for name, agent in agents.items():
+        if agent.is_random or agent.parameters_of_agent.load_from_run is not None:
+            continue
+        assert agent.policy_body is not None
+        assert agent.solo_head is not None
+        trained = nn.ModuleDict({"body": agent.policy_body, "solo_head": agent.solo_head})
+        key = _key(agent, data, parameters, seed, computed_by)
+        path = Path(runs_dir) / CACHE_DIR / f"{key}.safetensors"
+        weights = take_tensors(path)
+        if weights is not None:
+            trained.load_state_dict(weights)
+            logger.info("the body of %s was trained before: %s", name, path)
+        else:
+            training = SoloTraining(agent, environment, parameters, seed, "pretraining", agent.name)
+            # Draws of the body, for instance dropout, do not depend on earlier ones.
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                for epoch in range(parameters.num_epochs):
+                    score = training.run_epoch(epoch)
+            logger.info("the body of %s alone is right in %.1f %%", name, 100 * score.accuracy)
+            keep_tensors(path, trained.state_dict())
+        _copy_to_value_body(agent)
+        if with_decisions and agent.policy_head is not None:
+            agent.policy_head.decide_as(agent.solo_head)
+
+
+def _copy_to_value_body(agent: Agent) -> None:
+    if agent.value_body is None or agent.shares_body:
+        return
+    assert agent.policy_body is not None
+    trained, own = agent.policy_body.state_dict(), agent.value_body.state_dict()
+    if any(trained[name].shape != own[name].shape for name in trained.keys() & own.keys()):
+        logger.info(
+            "the value function of %s sees more than its policy, so its body starts untrained",
+            agent.name,
+        )
+        return
+    agent.value_body.load_state_dict(trained)
+
+
+def _key(
+    agent: Agent, data: str, parameters: SoloParameters, seed: int, computed_by: list[str]
+) -> str:
+    """The digest of everything that a trained body depends on, plug-ins' classes included."""
+    assert agent.policy_body is not None
+    assert agent.solo_head is not None
+    names = {one.__module__ for part in agent.modules() for one in type(part).__mro__}
+    names = {name for name in names if name.split(".")[0] not in ("torch", "builtins", "abc")}
+    contents = {
+        "version": __version__,
+        "code": digest_of_code({*CODE, *names}),
+        "computed_by": computed_by,
+        "parts": ["body", "solo_head"],
+        "agent": agent.name,
+        "shape": asdict(agent.shape),
+        "parameters": agent.parameters_of_agent.to_dict(),
+        "solo": parameters.to_dict(),
+        "seed": seed,
+        "data": data,
+        "weights": [
+            digest_of_tensors(part.state_dict()) for part in (agent.policy_body, agent.solo_head)
+        ],
+    }
+    return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()

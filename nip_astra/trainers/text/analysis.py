@@ -1,12 +1,11 @@
-"""Rollout analyses of a run: what a judge said of what agents said, in files and in figures.
+"""Rollout analyses of a run: a judge's verdicts on messages of agents, in files and in figures.
 
 Shape suffixes: `N` rollout, `A` agent, `C` channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,45 +15,41 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
-from nip_astra.scenario_base.text.analysers.base import (
+from nip_astra.scenario_base.text.analysers import (
     Cast,
-    RolloutAnalyser,
-    build_rollout_analysers,
-)
-from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,
     JudgingParameters,
+    RolloutAnalyser,
     Verdict,
+    build_rollout_analysers,
     judge_rollouts,
     requests_of,
 )
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.text.rollout_files import ROLLOUTS
+from nip_astra.trainers.text.rollouts import ROLLOUTS
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 ANALYSES = "analyses"
 """Folder of a run directory."""
 JUDGE = "judge"
-"""What the judge is called where requests are counted."""
+"""Name of the judge where requests are counted."""
 VERSION = 1
 VERDICTS_SUFFIX = ".verdicts.json"
-_WORDS = {Verdict.YES: "yes", Verdict.NO: "no", Verdict.DOES_NOT_APPLY: "does not apply"}
-_WORDS |= {Verdict.UNKNOWN: "unknown"}
+_WORDS = {
+    Verdict.YES: "yes",
+    Verdict.NO: "no",
+    Verdict.DOES_NOT_APPLY: "does not apply",
+    Verdict.UNKNOWN: "unknown",
+}
 COLUMNS = ("analyser", "split", "rollout", "agent", "channel", "verdict", "reason")
-"""Of the table of what was judged."""
+"""Columns of the table of verdicts."""
 
 
 class Sampling(NamedTuple):
-    """The rollouts of an iteration that a run has kept.
-
-    Attributes
-    ----------
-    split : str
-        "train" or "test".
-    """
+    """The stored rollouts of an iteration; `split` is "train" or "test"."""
 
     split: str
     iteration: int
@@ -76,16 +71,10 @@ def stored_samplings(run: RunDirectory) -> list[Sampling]:
     return found
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """What an analyser found in the rollouts of an iteration.
+class Analysis(NamedTuple):
+    """The verdicts of an analyser on the rollouts of an iteration.
 
-    Attributes
-    ----------
-    summary : dict
-        As plain values, as it is written down.
-    verdicts : NestedArrayDict
-        See `Judgements`.
+    `summary` has plain values, as it is written down; for `verdicts` see `Judgements`.
     """
 
     summary: dict[str, Any]
@@ -100,7 +89,7 @@ class Analysis:
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
-        """What was judged, in the order of `COLUMNS`."""
+        """The verdicts, in the order of `COLUMNS`."""
         summary = self.summary
         return [
             (summary["analyser"], summary["split"], *(one[name] for name in COLUMNS[2:]))
@@ -109,15 +98,11 @@ class Analysis:
 
 
 class RolloutAnalyses:
-    """Lets a judge answer the questions of analysers about rollouts, and keeps what it says.
+    """Lets a judge answer the questions of analysers about rollouts, and keeps its verdicts.
 
     A folder `analyses/<split>_<iteration>` has, for each analyser, `<analyser>.json` with shares
     and all verdicts with their reasons, and `<analyser>.verdicts.json`, a `NestedArrayDict`.
-
-    Parameters
-    ----------
-    run : RunDirectory or None
-        None keeps nothing.
+    Without a run directory nothing is kept.
     """
 
     def __init__(
@@ -130,8 +115,14 @@ class RolloutAnalyses:
     ) -> None:
         self.run, self.cast, self.analysers = run, cast, tuple(analysers)
         self.model, self.how = model, how
+        names = cast.protocol.agent_names
         for analyser in self.analysers:
-            _check_agents(analyser, cast)
+            unknown = sorted(set(analyser.parameters.agents or []) - set(names))
+            if unknown:
+                raise ConfigurationError(
+                    f"unknown agent {unknown[0]!r} of the analyser {analyser.name!r}; the protocol "
+                    f"has {', '.join(names)}. Leave `agents` out for all of its role."
+                )
 
     def count_requests(self, rollouts: NestedArrayDict) -> dict[str, int]:
         """How many requests each analyser would make at least."""
@@ -148,20 +139,12 @@ class RolloutAnalyses:
         *,
         is_overwritten: bool = False,
     ) -> list[Analysis]:
-        """Judge the rollouts of an iteration by every analyser.
-
-        Raises
-        ------
-        ConfigurationError
-            When another judge has judged them before, and that is not to be overwritten.
-        ServiceError
-            When the judge cannot be reached.
-        """
+        """Judge the rollouts of an iteration by every analyser."""
         folder = None if self.run is None else Path(ANALYSES) / f"{split}_{iteration:04d}"
         if folder is not None and not is_overwritten:
             for analyser in self.analysers:
                 self._check_judge(folder / f"{analyser.name}.json")
-        found = []
+        analyses = []
         for analyser in self.analysers:
             judged = judge_rollouts(analyser, rollouts, self.cast, self.model, self.how)
             about = {"split": split, "iteration": iteration, "num_rollouts": len(rollouts)}
@@ -170,8 +153,8 @@ class RolloutAnalyses:
                 (self.run.path / folder).mkdir(parents=True, exist_ok=True)
                 judged.verdicts.save(self.run.path / folder / f"{analyser.name}{VERDICTS_SUFFIX}")
                 self.run.write_json(str(folder / f"{analyser.name}.json"), analysis.summary)
-            found.append(analysis)
-        return found
+            analyses.append(analysis)
+        return analyses
 
     @property
     def judge(self) -> dict[str, str]:
@@ -185,9 +168,8 @@ class RolloutAnalyses:
         before = self.run.read_json(str(name)).get("judge")
         if before != self.judge:
             raise ConfigurationError(
-                f"{self.run.path / name} was to be written by the judge {self.judge['model']!r}, "
-                f"but it holds what {(before or {}).get('model')!r} said. Give --overwrite "
-                "(is_overwritten=True) to replace it, or copy it elsewhere first."
+                f"{self.run.path / name} holds verdicts of {(before or {}).get('model')!r}, not of "
+                f"{self.judge['model']!r}. Give --overwrite (is_overwritten=True) to replace it."
             )
 
     def _summary(
@@ -199,6 +181,8 @@ class RolloutAnalyses:
     ) -> dict[str, Any]:
         doc = type(analyser).__doc__ or ""
         verdict_NAC = judged.verdicts["verdict"]
+        names, channels = self.cast.protocol.agent_names, self.cast.protocol.message_channel_names
+        places = np.argwhere(verdict_NAC != Verdict.NOT_ASKED).tolist()
         return {
             "version": VERSION,
             "analyser": analyser.name,
@@ -208,17 +192,26 @@ class RolloutAnalyses:
             "num_requests": judged.num_requests,
             "shares": {
                 agent: _share(verdict_NAC[:, a], rollouts["datapoint_id"])
-                for a, agent in enumerate(self.cast.protocol.agent_names)
-                if _is_answered(verdict_NAC[:, a])
+                for a, agent in enumerate(names)
+                if (verdict_NAC[:, a] <= Verdict.YES).any()
             },
-            "judged": list(_told(judged.verdicts, self.cast)),
+            "judged": [
+                {
+                    "rollout": n,
+                    "agent": names[a],
+                    "channel": channels[c],
+                    "verdict": _WORDS[Verdict(int(verdict_NAC[n, a, c]))],
+                    "reason": judged.verdicts["reason"][n, a, c],
+                }
+                for n, a, c in places
+            ],
         }
 
 
 def open_analyses(
     instance: PureTextScenarioInstance, settings: ExperimentSettings
 ) -> RolloutAnalyses | None:
-    """What an instance's parameters say is to be asked; None where they ask nothing."""
+    """The analyses that an instance's parameters name; None without any."""
     if instance.analysis is None:
         return None
     chosen = instance.analysis
@@ -228,26 +221,22 @@ def open_analyses(
 
 
 def load_verdicts(run: RunDirectory, split: str, iteration: int, analyser: str) -> NestedArrayDict:
-    """The verdicts that an analysis has kept."""
+    """The stored verdicts of an analysis."""
     folder = run.path / ANALYSES / f"{split}_{iteration:04d}"
     return NestedArrayDict.load(folder / f"{analyser}{VERDICTS_SUFFIX}")
 
 
 def log_analyses(analyses: Sequence[Analysis], tracker: Tracker, *, step: int) -> None:
-    """Put everything that was judged into a table of a tracker."""
+    """Log all verdicts as a table of a tracker."""
     rows = [row for one in analyses for row in one.rows]
     if rows:
         tracker.log_table(ANALYSES, COLUMNS, rows, step=step)
 
 
 def log_analyses_artifact(tracker: Tracker, run: RunDirectory) -> None:
-    """Let a tracker keep all analyses of a run."""
+    """Log all analyses of a run as an artifact of a tracker."""
     if (run.path / ANALYSES).is_dir():
         tracker.log_artifact(run.path / ANALYSES, name=f"analyses-{run.run_id}", type="analyses")
-
-
-def _is_answered(verdict_NC: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
-    return bool((verdict_NC <= Verdict.YES).any())
 
 
 def _share(
@@ -263,28 +252,3 @@ def _share(
         for verdict, word in _WORDS.items()
     }
     return {"share": float(yes.mean()), "low": estimate.low, "high": estimate.high, **counts}
-
-
-def _told(verdicts: NestedArrayDict, cast: Cast) -> Iterator[dict[str, Any]]:
-    """Every verdict in words."""
-    names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
-    asked = np.argwhere(verdicts["verdict"] != Verdict.NOT_ASKED)
-    for n, a, c in asked.tolist():
-        yield {
-            "rollout": n,
-            "agent": names[a],
-            "channel": channels[c],
-            "verdict": _WORDS[Verdict(int(verdicts["verdict"][n, a, c]))],
-            "reason": verdicts["reason"][n, a, c],
-        }
-
-
-def _check_agents(analyser: RolloutAnalyser, cast: Cast) -> None:
-    chosen = analyser.parameters.agents or []
-    unknown = sorted(set(chosen) - set(cast.protocol.agent_names))
-    if unknown:
-        raise ConfigurationError(
-            f"the analyser {analyser.name!r} was asked about the agent {unknown[0]!r}, but the "
-            f"protocol has {', '.join(cast.protocol.agent_names)}. Name one of them, or leave "
-            "`agents` out to ask about all of its role."
-        )

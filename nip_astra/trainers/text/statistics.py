@@ -13,11 +13,11 @@ from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 CLASSES = {REJECT: "negatives", ACCEPT: "positives"}
-"""What datapoints of a label are called."""
+"""Names of the datapoints of a label in figures."""
 
 
 def episode_returns(rollouts: NestedArrayDict) -> npt.NDArray[np.float64]:
-    """What each agent earned in each rollout, `[N, A]`."""
+    """Each agent's return in each rollout, `[N, A]`."""
     returns_NA: npt.NDArray[np.float64] = rollouts["agents", "reward"].sum(axis=1)
     return returns_NA
 
@@ -27,20 +27,18 @@ def rollout_statistics(
 ) -> dict[str, float]:
     """Figures of all rollouts, and of each agent as `<agent>/<figure>`.
 
-    A rollout without a decision counts as wrong. Figures of what there is none of are left out.
-
-    Parameters
-    ----------
-    groupings : sequence of str
-        Columns of the data, by each value of which the accuracy is told as well.
+    A rollout without a decision counts as wrong. Figures without any data are left out. `groupings`
+    are columns of the data, by each value of which the accuracy is added.
     """
-    y_N, decision_N = rollouts["y"], rollouts["decision"]
+    y_N, decision_N, datapoint_N = (rollouts[key] for key in ("y", "decision", "datapoint_id"))
     is_right_N = decision_N == y_N
     found = {
         "mean_accuracy": float(is_right_N.mean()),
         "share_undecided": float((decision_N == CONTINUE).mean()),
         "mean_episode_length": float(rollouts["num_rounds"].mean()),
-        "worst_datapoint_accuracy": _worst(is_right_N, rollouts["datapoint_id"]),
+        "worst_datapoint_accuracy": min(
+            float(is_right_N[datapoint_N == one].mean()) for one in np.unique(datapoint_N).tolist()
+        ),
     }
     for label, name in CLASSES.items():
         if (y_N == label).any():
@@ -65,23 +63,13 @@ def rollout_statistics(
 def statistics_with_interval(
     rollouts: NestedArrayDict, agent_names: Sequence[str], groupings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same with the number of episodes and a 95 % interval of the accuracy.
-
-    Rollouts about one datapoint are alike, and the interval allows for that.
-    """
+    """The same with the number of episodes and a 95 % interval of the accuracy, by datapoint."""
     found: dict[str, Any] = dict(rollout_statistics(rollouts, agent_names, groupings))
     is_right_N = rollouts["decision"] == rollouts["y"]
     estimate = rate_estimate(is_right_N.tolist(), rollouts["datapoint_id"].tolist())
     found["mean_accuracy_interval"] = [estimate.low, estimate.high]
     found["num_episodes"] = float(len(rollouts))
     return found
-
-
-def _worst(is_right_N: npt.NDArray[np.bool_], datapoint_N: npt.NDArray[np.int64]) -> float:
-    """The least share of right decisions about one datapoint."""
-    return min(
-        float(is_right_N[datapoint_N == one].mean()) for one in np.unique(datapoint_N).tolist()
-    )
 
 
 def _of_agent(

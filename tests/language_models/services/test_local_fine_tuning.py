@@ -93,6 +93,7 @@ def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
 
     monkeypatch.setattr(HuggingFaceLanguageModel, "save_pretrained", cancelled)
     assert _train(service, job_id).status is JobStatus.CANCELLED
+    assert not (service.directory / job_id / "model").exists()
     monkeypatch.undo()
     other = _submit(service, "supervised", str(tiny_model_dir), "other")
     assert _train(service, other).status is JobStatus.SUCCEEDED

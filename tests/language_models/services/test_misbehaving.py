@@ -17,17 +17,19 @@ import pytest
 pytest.importorskip("openai")
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
-from nip_astra.language_models.services import openai_client
-from nip_astra.language_models.services.bounded_http import MIB
+from nip_astra.language_models.services import http_client
 from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.fine_tuning import FineTuningOptions, SupervisedExample
-from nip_astra.language_models.services.http_training import TrainingConnection
-from nip_astra.language_models.services.openai_fine_tuning import (
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningOptions,
     FineTuningParameters,
     OpenAIFineTuning,
+    SupervisedExample,
 )
+from nip_astra.language_models.services.http_client import MIB
+from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.training import TrainServiceParameters
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving
 
@@ -41,7 +43,7 @@ REST = sorted(MISBEHAVIOURS.keys() - set(SAMPLED))
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "LARGEST_ANSWER", 4 * MIB)
+    monkeypatch.setattr(http_client, "LARGEST_ANSWER", 4 * MIB)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,8 +81,9 @@ def outcome_of_a_chat(address: str) -> str:
 
 
 def outcome_of_training(address: str) -> str:
+    limits = {"patience_seconds": 0.2, "operation_timeout": 1.0, "max_answer_mib": 4.0}
     connection = TrainingConnection(
-        address, patience_seconds=0.2, operation_timeout=1.0, max_answer_mib=4.0
+        TrainServiceParameters(backend="http", base_url=address, **limits)
     )
     try:
         connection.post_json("/training/v1/models", {"base_model": "m"}, key="k")

@@ -206,7 +206,7 @@ def test_no_key_is_sent_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_key_that_is_not_set_and_one_in_the_address_are_refused() -> None:
     with chat_stub([]) as stub:
-        with pytest.raises(ConfigurationError, match="variable 'NOT_SET', but that is not set"):
+        with pytest.raises(ConfigurationError, match="names 'NOT_SET', which is not set"):
             build(stub, api_key_variable="NOT_SET")
         with pytest.raises(ConfigurationError, match="must not contain a user") as caught:
             build(stub, base_url="http://user:secret@127.0.0.1/v1")

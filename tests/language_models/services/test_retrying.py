@@ -23,12 +23,17 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
     LimitParameters,
     PriceParameters,
+    complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel, open_chat_model
-from nip_astra.language_models.services.run_sync import complete_all
-from nip_astra.language_models.services.usage import Budget, ResponseCache, UsageLog
+from nip_astra.language_models.services.retrying import (
+    Budget,
+    ResponseCache,
+    RetryingChatModel,
+    UsageLog,
+    open_chat_model,
+)
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
 from tests.scorers.chat_stub import Reply, chat_stub
@@ -144,11 +149,12 @@ def test_what_the_service_asks_to_wait_is_waited_for_by_all() -> None:
 
 def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     clock = Clock()
-    inner = Model([failing(FailureReason.RATE_LIMITED, 100_000.0), "there"])
+    # The time limit of the request, of 1,200 s, would allow it.
+    inner = Model([failing(FailureReason.RATE_LIMITED, 100.0), "there"])
     model = patient(inner, clock, limits={"max_retry_after": 60.0})
     first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
     assert failure(first).reason is FailureReason.RATE_LIMITED
-    assert "100000 s" in failure(first).message
+    assert "100 s" in failure(first).message
     assert (texts(second), clock.now) == (["there"], 0.0)
     assert model.last_failure == failure(first).message
 
@@ -165,10 +171,11 @@ def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> No
     shown: list[str] = []
     bar = progress.open_progress(1, enabled=False)
     monkeypatch.setattr(bar, "show_wait", shown.append)
+    monkeypatch.setattr(progress, "SECONDS_UNSHOWN", 0.02)
 
     async def pause(seconds: float) -> None:
         clock.now += seconds
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.1)
 
     clock = Clock()
     clock.pause = pause  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ def test_a_form_is_unknown_to_it() -> None:
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
-        ({"when": {"(": ["a"]}}, "no regular expression"),
+        ({"when": {"(": ["a"]}}, "invalid regular expression"),
         ({"when": {"a": []}}, "has no answer for 'a'"),
         ({"answers": []}, "at least 1"),
     ],

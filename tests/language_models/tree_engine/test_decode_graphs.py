@@ -12,11 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models import generation
 from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import sample_tokens
-from nip_astra.language_models.tree_engine import decode_graphs
+from nip_astra.language_models.tree_engine import decode_graphs, sessions
 from nip_astra.language_models.tree_engine.attention import TrieAttention
 from nip_astra.language_models.tree_engine.decode_graphs import (
     FixedSteps,
@@ -97,10 +96,8 @@ def test_a_tree_is_the_same_with_fixed_shapes(
     is_captured: bool,
     check_period: int,
 ) -> None:
-    monkeypatch.setattr(
-        "nip_astra.language_models.tree_engine.key_value_tree.FOLD_TOKENS", fold_tokens
-    )
-    monkeypatch.setattr(generation, "CHECK_PERIOD", check_period)
+    monkeypatch.setattr("nip_astra.language_models.tree_engine.kv_cache.FOLD_TOKENS", fold_tokens)
+    monkeypatch.setattr(sessions, "CHECK_PERIOD", check_period)
     monkeypatch.setattr(decode_graphs, "SMALLEST_LENGTH", 4)
     plain = grow(tiny_model)
     recorder = Recorder() if is_captured else None
@@ -145,9 +142,7 @@ def test_a_step_that_cannot_be_captured_is_computed_and_told(
         "decoding steps are not captured: operation not permitted when stream is capturing"
     ]
     fix(tiny_model, fail, is_required=True)
-    with pytest.raises(
-        ConfigurationError, match="decode_graphs is always, but a decoding step of 6"
-    ):
+    with pytest.raises(ConfigurationError, match="decode_graphs is always, but a step of 6"):
         grow(tiny_model)
 
 
@@ -232,7 +227,7 @@ def llama_on_meta() -> LlamaForCausalLM:
 def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
     top_k: int | None, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "CHECK_PERIOD", 100)
+    monkeypatch.setattr(sessions, "CHECK_PERIOD", 100)
     module = llama_on_meta()
     decoder = Decoder(module)
     end_ids = torch.tensor([3], device=META)
@@ -255,13 +250,12 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
         steps=FixedSteps(decoder, None, is_required=False),
     )
     passes = session._read(CONTEXTS, 1, 6)
-    loop = session.decode_loop
-    assert loop.steps is not None
-    fixed = loop.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
+    assert session.steps is not None
+    fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
     assert fixed is not None
     options = SamplingOptions(max_new_tokens=7, top_k=top_k, top_p=top_p)
     uniforms = torch.rand(3, 7, device=META)
-    said = loop._generate_fixed(fixed, passes[-1].last_hidden(), uniforms, options)
+    said = session._generate_fixed(fixed, passes[-1].last_hidden(), uniforms, options)
     assert [x.device.type for x in said] == ["meta"] * 3
     assert fixed.num_steps == 6
 

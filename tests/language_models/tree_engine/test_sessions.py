@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.language_models import generation
 from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.tree_engine import key_value_tree, sessions
+from nip_astra.language_models.tree_engine import kv_cache, sessions
 from tests.tiny import make_language_model
 
 OPTIONS = SamplingOptions(max_new_tokens=5)
@@ -20,7 +19,7 @@ OPTIONS = SamplingOptions(max_new_tokens=5)
 @pytest.fixture(params=[0, 400], ids=["segments", "folded"])
 def fold_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Whether shared keys are read beside a row's own or copied to it."""
-    monkeypatch.setattr(key_value_tree, "FOLD_TOKENS", request.param)
+    monkeypatch.setattr(kv_cache, "FOLD_TOKENS", request.param)
     return int(request.param)
 
 
@@ -78,7 +77,7 @@ def test_small_passes_and_few_scores_at_once_change_nothing(
     whole = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
     monkeypatch.setattr(tiny_model, "max_batch_tokens", limit)
     monkeypatch.setattr(sessions, "MAX_SCORES", 50)
-    monkeypatch.setattr(generation, "MAX_LOGITS", 40)
+    monkeypatch.setattr(sessions, "MAX_LOGITS", 40)
     parts = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
     for one, other in zip(whole, parts, strict=True):
         assert one[0] == other[0]

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from nip_astra.language_models.base import SamplingOptions, pad_left
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm
-from nip_astra.language_models.tree_engine.weights import frozen_weights
+from nip_astra.language_models.tree_engine import weights
+from nip_astra.language_models.tree_engine.decode_graphs import FixedSteps
+from nip_astra.language_models.tree_engine.weights import (
+    Adapter,
+    DenseLinear,
+    Matrix,
+    OneDnnLinear,
+    adapted_linear,
+    frozen_weights,
+    has_onednn,
+    is_packing_faster,
+    packed_linear,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,3 +51,211 @@ def test_an_overwritten_snapshot_equals_a_new_one_in_the_same_memory(
         assert torch.equal(ours.mlp_norm, fresh.mlp_norm)
         assert torch.equal(ours.qkv(x), fresh.qkv(x))
         assert torch.equal(ours.gate_up(x), fresh.gate_up(x))
+
+
+def _matrix(num_outputs: int, *, has_bias: bool = False) -> Matrix:
+    bias = torch.randn(num_outputs) if has_bias else None
+    return Matrix(torch.randn(num_outputs, 12), bias, F.linear)
+
+
+def _adapter(num_outputs: int, rank: int, scaling: float) -> Adapter:
+    down, up = torch.randn(rank, 12), torch.randn(num_outputs, rank)
+    return Adapter(down.requires_grad_(), up.requires_grad_(), scaling)
+
+
+def _one_by_one(x: Tensor, matrices: list[Matrix], adapters: list[list[Adapter]]) -> Tensor:
+    parts = []
+    for (weight, bias, _), of_matrix in zip(matrices, adapters, strict=True):
+        part = F.linear(x, weight, bias)
+        for down, up, scaling in of_matrix:
+            part = part + F.linear(F.linear(x, down), up) * scaling
+        parts.append(part)
+    return torch.cat(parts, dim=1)
+
+
+def test_one_product_is_all_products_with_their_adapters() -> None:
+    torch.manual_seed(0)
+    matrices = [_matrix(7, has_bias=True), _matrix(5, has_bias=True), _matrix(3, has_bias=True)]
+    # One adapter, none, and two of different rank.
+    adapters = [[_adapter(7, 4, 2.0)], [], [_adapter(3, 2, 0.5), _adapter(3, 3, 1.5)]]
+    x = torch.randn(6, 12, requires_grad=True)
+    learnt = [w for of_matrix in adapters for a in of_matrix for w in (a.down, a.up)]
+    found = adapted_linear(matrices, adapters)(x)
+    expected = _one_by_one(x, matrices, adapters)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, [x, *learnt], upstream),
+        torch.autograd.grad(expected, [x, *learnt], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_adapters_learn_where_the_input_does_not() -> None:
+    torch.manual_seed(0)
+    adapter = _adapter(5, 2, 1.0)
+    asked: list[tuple[int, ...]] = []
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append(tuple(weight.shape))
+        return F.linear(x, weight, bias)
+
+    matrix = Matrix(torch.randn(5, 12), None, multiply)
+    adapted_linear([matrix], [[adapter]])(torch.randn(4, 12)).sum().backward()
+    assert adapter.down.grad is not None
+    assert adapter.up.grad is not None
+    # Forward alone: of the matrix nothing is computed backward.
+    assert asked == [(5, 12)]
+
+
+def test_an_adapter_that_adds_nothing_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    matrix, adapter = _matrix(5), Adapter(torch.randn(2, 12), torch.zeros(5, 2), 2.0)
+    x = torch.randn(4, 12)
+    assert torch.equal(adapted_linear([matrix], [[adapter]])(x), F.linear(x, matrix.weight))
+
+
+CPU = torch.device("cpu")
+CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5]]
+OPTIONS = SamplingOptions(max_new_tokens=4)
+
+
+def gap(model: HuggingFaceLanguageModel) -> float:
+    """How far log-probabilities of sampling are from those of scoring."""
+    said = model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
+    with torch.no_grad():
+        scored = model.logprobs(*pad_left(CONTEXTS, CPU), said.ids_BT, said.mask_BT)
+    return float((scored - said.logprobs_BT).abs().max())
+
+
+def use_fixed_shapes(model: HuggingFaceLanguageModel) -> None:
+    assert model._decoder is not None
+    model._steps = FixedSteps(model._decoder, None, is_required=False)
+    model._snapshot = model._new_snapshot()
+
+
+@pytest.mark.parametrize("has_fixed_shapes", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_of_any_optimizer_is_sampled_from(
+    tiny_model: HuggingFaceLanguageModel, has_fixed_shapes: bool, is_fused: bool
+) -> None:
+    if has_fixed_shapes:
+        use_fixed_shapes(tiny_model)
+    # A fused step does not count the tensors' versions up.
+    optimizer = torch.optim.AdamW(tiny_model.parameters(), lr=0.3, fused=is_fused)
+    assert gap(tiny_model) < 1e-4
+    ids_BT = torch.tensor([[6, 7], [8, 9]])
+    logprobs = tiny_model.logprobs(*pad_left(CONTEXTS, CPU), ids_BT, ids_BT > 0)
+    logprobs.sum().backward()
+    optimizer.step()
+    assert gap(tiny_model) < 1e-4
+
+
+def test_weights_are_not_copied_again_where_nothing_was_learnt(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    gap(tiny_model)
+    first = tiny_model._snapshot.of(tiny_model.parameters())
+    gap(tiny_model)
+    assert tiny_model._snapshot.of(tiny_model.parameters()) is first
+
+
+def test_what_inference_mode_sampled_with_can_be_overwritten_outside_of_it(
+    tiny_model_dir: Path,
+) -> None:
+    given = {"model": str(tiny_model_dir), "lora": {"rank": 2}}
+    model = HuggingFaceLanguageModel.load(
+        HuggingFaceLanguageModel.Parameters.from_dict(given),
+        device=CPU,
+        scenario_dir=None,
+        trainable=True,
+    )
+    use_fixed_shapes(model)
+    with torch.inference_mode():
+        model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    assert gap(model) < 1e-4
+
+
+needs_onednn = pytest.mark.skipif(
+    not has_onednn(torch.device("cpu"), torch.float32), reason="this build of torch has no oneDNN"
+)
+
+
+@needs_onednn
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 300])
+def test_packed_products_equal_torch(num_rows: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 40, generator=generator)
+    bias = torch.randn(48, generator=generator) if has_bias else None
+    x = torch.randn(num_rows, 40, generator=generator)
+    assert torch.allclose(packed_linear(weight, bias)(x), DenseLinear(weight, bias)(x), atol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_equal_those_of_torch(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(9, 40), (48, 40), *([(48,)] if has_bias else [])]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = []
+    for function in (OneDnnLinear.apply, F.linear):
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        product = function(*leaves, *([] if has_bias else [None]))
+        product.square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@needs_onednn
+def test_a_frozen_matrix_gets_no_gradient() -> None:
+    x = torch.randn(3, 40, requires_grad=True)
+    weight = torch.randn(48, 40)
+    OneDnnLinear.apply(x, weight, None).sum().backward()
+    assert torch.allclose(x.grad, weight.sum(dim=0).expand(3, -1), atol=1e-4)
+    assert weight.grad is None
+
+
+@needs_onednn
+def test_the_faster_kernel_is_measured_and_stated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seconds, expected in ((1.0, True), (9.0, False)):
+        weights._measure.cache_clear()
+        times = iter([seconds, 2.0])
+        monkeypatch.setattr(weights, "_fastest", lambda *_, times=times: next(times))
+        with caplog.at_level(logging.INFO, logger=weights.__name__):
+            assert is_packing_faster(torch.Size([512, 512]), torch.float32) is expected
+        assert caplog.messages[-1].endswith("taking oneDNN" if expected else "taking torch")
+    weights._measure.cache_clear()
+
+
+@needs_onednn
+def test_small_matrices_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_fastest", lambda *_: pytest.fail("was measured"))
+    assert not is_packing_faster(torch.Size([64, 64]), torch.float32)
+
+
+@needs_onednn
+def test_where_bfloat16_cannot_be_packed_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors without AVX-512, where packing raises."""
+    names = vars(torch.ops.mkldnn)
+    monkeypatch.setitem(names, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(weights, "packed_linear", lambda *_: pytest.fail("was packed"))
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+    )
+    module = LlamaForCausalLM(config)
+    assert module.model.layers[0].mlp.down_proj.weight.numel() >= weights.SMALLEST_MEASURED
+    frozen = weights.frozen_weights(module, torch.bfloat16, use_adapter=False)
+    assert frozen.layers[0].down(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
+    assert has_onednn(torch.device("cpu"), torch.float32)

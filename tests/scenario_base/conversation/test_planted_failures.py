@@ -30,7 +30,7 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
     with pytest.raises(ParameterError) as caught:
         PlantedFailure.from_dict({"name": "x", "probe": "(", "previous_probe": "["})
     assert [fault.path for fault in caught.value.faults] == ["probe", "previous_probe"]
-    assert "probe: is no regular expression: missing ), unterminated subpattern" in str(
+    assert "probe: is not a regular expression: missing ), unterminated subpattern" in str(
         caught.value
     )
     assert 'given "("' in str(caught.value)

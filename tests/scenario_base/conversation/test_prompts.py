@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
@@ -12,6 +13,7 @@ import pytest
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from tests.command_line import CommandLine
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -54,14 +56,14 @@ def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
 ) -> None:
     with pytest.raises(DataError) as caught:
         read_prompts("scenario://none.txt", tmp_path)
-    assert "prompts were to be read from 'scenario://none.txt', but" in str(caught.value)
-    assert f"{tmp_path / 'none.txt'} cannot be read: No such file" in str(caught.value)
+    assert "cannot read the prompts 'scenario://none.txt' from" in str(caught.value)
+    assert f"{tmp_path / 'none.txt'}: No such file" in str(caught.value)
     assert "Give a .txt, .csv, .tsv, .jsonl, .json or .parquet file" in str(caught.value)
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match=r"p\.txt cannot be read: .*utf-8.* Give a \.txt"):
+    with pytest.raises(DataError, match=r"p\.txt: .*utf-8.* Give a \.txt"):
         read_prompts(str(tmp_path / "p.txt"), None)
 
 
@@ -72,7 +74,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) -> None:
     path = written(tmp_path, name, text)
-    message = f"from {path!r}, but the prompt file {path} holds none. Give at least"
+    message = f"the prompt file {path} has no prompts. Give at least"
     with pytest.raises(DataError, match=re.escape(message)):
         read_prompts(path, None)
 
@@ -81,13 +83,13 @@ def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) ->
     ("name", "text", "problem"),
     [
         ("p.jsonl", '{"prompt": "a"}\nhello\n', "line 2: Expecting value"),
-        ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: it has no 'prompt'"),
-        ("p.jsonl", '["a"]\n', "line 1: it has no 'prompt'"),
-        ("p.jsonl", '{"prompt": null}\n', "line 1: its prompt is null, neither text"),
-        ("p.jsonl", '{"prompt": 3}\n', "line 1: its prompt is 3, neither text"),
-        ("p.json", '{"prompt": "a"}', "it is no list"),
-        ("p.json", '"hello"', "it is no list"),
-        ("p.json", '["a", null]', "item 2: its prompt is null, neither text"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: no column 'prompt'"),
+        ("p.jsonl", '["a"]\n', "line 1: not an object"),
+        ("p.jsonl", '{"prompt": null}\n', "line 1: the prompt null is neither a text"),
+        ("p.jsonl", '{"prompt": 3}\n', "line 1: the prompt 3 is neither a text"),
+        ("p.json", '{"prompt": "a"}', "not a list"),
+        ("p.json", '"hello"', "not a list"),
+        ("p.json", '["a", null]', "item 2: the prompt null is neither a text"),
         ("p.json", "[", "Expecting value"),
     ],
 )
@@ -98,9 +100,7 @@ def test_a_file_that_cannot_be_parsed_is_told_with_the_line(
     with pytest.raises(DataError) as caught:
         read_prompts(path, None)
     assert f"the prompt file {path} cannot be parsed: {problem}" in str(caught.value)
-    assert 'a .jsonl file holds one {"prompt": "..."} a line, a .json file a list of texts' in (
-        str(caught.value)
-    )
+    assert 'a .jsonl file has one {"prompt": "..."} per line' in (str(caught.value))
 
 
 def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: P
         ("p.jsonl", '{"prompt": "\\ud800"}\n', "prompt", "lone surrogate"),
         ("p.jsonl", '{"prompt": "a", "b": "\\udc00"}\n', "prompt", "lone surrogate"),
         ("p.json", '["\\ud800"]', "prompt", "lone surrogate"),
-        ("p.json", "[" * 100_000, "prompt", "nested too deep"),
-        ("p.jsonl", "[" * 100_000 + "\n", "prompt", "nested too deep"),
+        ("p.json", "[" * 100_000, "prompt", "too deeply nested"),
+        ("p.jsonl", "[" * 100_000 + "\n", "prompt", "too deeply nested"),
     ],
 )
 def test_what_cannot_be_prompts_is_told(
@@ -144,10 +144,10 @@ def test_what_cannot_be_prompts_is_told(
 
 
 def test_a_device_or_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(DataError, match="not a file"):
         read_prompts("/dev/zero", None)
     (tmp_path / "p.txt").mkdir()
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(DataError, match="not a file"):
         read_prompts(str(tmp_path / "p.txt"), None)
 
 
@@ -183,3 +183,43 @@ def test_a_hub_id_goes_to_the_package_datasets(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match=r"nip_astra\[datasets\]"):
         read_prompts("owner/name", None)
+
+
+SCORER = """
+def rate(completions, columns):
+    assert all(set(one) == {"kind", "share"} for one in columns), columns
+    return [float(one["share"]) for one in columns]
+"""
+COLUMNS = {"red": {"kind": "red", "share": "0.25"}, "blue": {"kind": "blue", "share": "0.75"}}
+
+
+def test_a_scorer_and_all_records_have_the_columns(cli: CommandLine) -> None:
+    scorer = cli.write("scorer.py", SCORER)
+    words = ("hello", "good", "thanks", "how", "day", "fine")
+    for number, split in enumerate(("train", "dev", "test")):
+        rows = [
+            f"{words[2 * number + place]},{kind},{COLUMNS[kind]['share']}"
+            for place, kind in enumerate(COLUMNS)
+        ]
+        cli.write(f"{split}.csv", "\n".join(["goal,kind,share", *rows, ""]))
+    files = [f"ast_chat.prompts.{one}={cli.folder / one}.csv" for one in ("train", "dev", "test")]
+    overrides = (
+        *files,
+        "ast_chat.prompts.column=goal",
+        f"ast_chat.scorer={{_type: python, function: '{scorer}:rate'}}",
+        "training.num_iterations=1",
+        "ast_chat.evaluation.num_episodes=4",
+    )
+    said = cli.run(overrides=overrides)
+    assert said.code == 0, said.err
+    run = cli.folder / "runs" / "one"
+    said = cli("evaluate", str(run), "--num-episodes", "4", "--probability-episodes", "0")
+    assert said.code == 0, said.err
+    files = [*(run / "rollouts").glob("*.jsonl"), run / "evaluations" / "test" / "rows.jsonl"]
+    assert len(files) == 4
+    for file in map(Path, files):
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            beside = row["prompt_columns"]
+            assert beside == COLUMNS[beside["kind"]]
+            assert row["response_score"] == float(beside["share"])

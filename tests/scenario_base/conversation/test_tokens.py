@@ -65,7 +65,7 @@ def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
     cut = chat.fit(turns, num_tokens=len(whole.ids) - 1)
     assert cut.num_dropped_turns == 1
     assert cut.ids == chat.context(turns[1:])
-    with pytest.raises(ContextLengthError, match="leaves room for 3 tokens"):
+    with pytest.raises(ContextLengthError, match="leaves 3 tokens"):
         chat.fit(turns, num_tokens=3)
 
 

@@ -80,7 +80,7 @@ def test_a_message_stands_in_the_history_at_its_round_and_in_its_channel() -> No
 def test_the_number_of_frames_must_fill_the_environments() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_game("nip", rl={"frames_per_batch": 65, "steps_per_env_per_iteration": 4})
-    assert "must be a multiple of that. Choose 64, or set" in str(caught.value)
+    assert "Set it to 64, or set" in str(caught.value)
 
 
 def test_parameters_of_an_agent_that_the_protocol_lacks_are_refused() -> None:

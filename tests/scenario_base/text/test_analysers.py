@@ -11,22 +11,20 @@ import pytest
 from nip_astra.errors import ServiceError
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.chat_models.scripted import Script, ScriptedChatModel
-from nip_astra.samplers.text_arrays import rollouts_of
-from nip_astra.scenario_base.text.analysers.base import (
+from nip_astra.samplers.text_rollouts import rollouts_of
+from nip_astra.scenario_base.text.analysers import (
     Cast,
-    RolloutAnalyser,
-    Subject,
-    build_rollout_analysers,
-    subjects_of,
-)
-from nip_astra.scenario_base.text.analysers.judging import (
     Judgements,
     JudgingParameters,
+    RolloutAnalyser,
+    Subject,
     Verdict,
+    build_rollout_analysers,
     judge_rollouts,
     masked_verdicts,
     question_messages,
     read_verdict,
+    subjects_of,
 )
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.text_games import FakeChatModel, build_text_game, play
@@ -187,7 +185,7 @@ def test_a_refusal_is_no_verdict_and_a_service_that_is_down_ends_the_analysis(
     judged, _ = _judge("follow_up", rollouts, cast, lambda *_: refused)
     assert judged.verdicts["verdict"][0, 1, 0] == Verdict.UNKNOWN
     down = ChatFailure(FailureReason.UNAVAILABLE, "no connection")
-    with pytest.raises(ServiceError, match="was asked for follow_up, but there is no answer: unav"):
+    with pytest.raises(ServiceError, match="does not answer for follow_up: unav"):
         _judge("follow_up", rollouts, cast, lambda *_: down)
 
 

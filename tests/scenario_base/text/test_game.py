@@ -13,8 +13,16 @@ from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves
 from nip_astra.samplers.text_rollouts import TextNode
 from nip_astra.scenario_base.protocol.combined import JointMoves
-from nip_astra.scenario_base.text.game import GO_ON, TextGame, random_stance
-from nip_astra.scenario_base.text.templates import load_prompts
+from nip_astra.scenario_base.text.game import (
+    GO_ON,
+    TextGame,
+    channel_title,
+    decision_text,
+    load_prompts,
+    parse_answer,
+    parse_messages,
+    random_stance,
+)
 from tests.protocol_games import build_game
 from tests.text_games import PROMPTS, FakeChatModel, build_text_game, play
 
@@ -392,7 +400,7 @@ def test_the_order_of_channels_changes_with_seed_and_round(tmp_path: Path) -> No
 def test_what_cannot_be_played_in_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"zero_knowledge=false"):
         build_text_game("nip", tmp_path, protocol_common={"zero_knowledge": True})
-    with pytest.raises(ConfigurationError, match="the provers are prover0, prover1"):
+    with pytest.raises(ConfigurationError, match="provers are prover0, prover1"):
         build_text_game("debate", tmp_path, has_random_stance=True)
 
 
@@ -401,10 +409,10 @@ def test_a_prompt_that_is_missing_or_broken_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_prompts(tmp_path, {"prover": "prover", "verifier": "verifier"}, "nip")
     text = str(caught.value)
-    assert "prover.jinja has the block 'openin'; known blocks: system, opening, turn" in text
+    assert "prover.jinja has the block 'openin'; known: system, opening, turn" in text
     assert "verifier has no prompt; write one of verifier.nip.jinja, verifier.jinja" in text
     (tmp_path / "prover.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigurationError, match=r"prover\.jinja is no template"):
+    with pytest.raises(ConfigurationError, match=r"prover\.jinja is not a valid template"):
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
 
 
@@ -420,3 +428,79 @@ def test_a_prompt_for_the_protocol_comes_before_that_of_the_role(tmp_path: Path)
     game = build_text_game("adp", tmp_path, prompts=prompts)
     (end,) = play(game, _deciding("Decision: accept"))
     assert end.moves["verifier"].prompt[0]["content"].startswith("Only adp.")
+
+
+TWO = ("prover0_channel", "prover1_channel")
+
+
+@pytest.mark.parametrize(
+    ("text", "decision"),
+    [
+        ("Decision: accept", ACCEPT),
+        ("I am sure.\nDECISION:  Reject.", REJECT),
+        ("**Decision**: accept", ACCEPT),
+        ('decision: "reject"', REJECT),
+        ("Decision: accept\nDecision: Accept", ACCEPT),
+        ("My decision is to accept", CONTINUE),
+        ("Decision: acceptable", CONTINUE),
+        ("indecision: accept", CONTINUE),
+    ],
+)
+def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) -> None:
+    parsed = parse_answer(text, ("main",), may_decide=True)
+    assert (parsed.decision, parsed.fault) == (decision, "")
+    assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
+
+
+@pytest.mark.parametrize("decision", [REJECT, ACCEPT])
+def test_what_is_written_as_a_decision_is_read_as_it(decision: int) -> None:
+    assert parse_answer(decision_text(decision), ("main",), may_decide=True).decision == decision
+
+
+@pytest.mark.parametrize(
+    ("text", "may", "must", "fault"),
+    [
+        ("Decision: accept. Decision: reject.", True, False, "it decides both ways"),
+        ("Decision: accept", False, False, "it decides where it cannot"),
+        ("What is it?", True, True, "it holds no decision, in the last turn"),
+        ("  \n", True, False, "it is empty"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_has_a_fault(
+    text: str, may: bool, must: bool, fault: str
+) -> None:
+    parsed = parse_answer(text, ("main",), may_decide=may, must_decide=must)
+    assert (parsed.fault, parsed.decision, parsed.messages) == (fault, CONTINUE, {})
+
+
+def test_messages_to_several_channels_stand_below_their_headings_and_lose_them() -> None:
+    text = "Hm.\nTo prover0: Which line?\nSay why.\n**to PROVER1:** And you?"
+    parsed = parse_answer(text, TWO, may_decide=True)
+    assert parsed.messages == {
+        "prover0_channel": "Which line?\nSay why.",
+        "prover1_channel": "And you?",
+    }
+
+
+def test_a_channel_that_is_not_named_gets_nothing_and_one_must_be() -> None:
+    assert parse_answer("To prover1: Hi", TWO, may_decide=True).messages == {
+        "prover1_channel": "Hi"
+    }
+    assert parse_answer("Hi", TWO, may_decide=True).fault == "it names no channel to send in"
+    assert parse_answer("To prover1:", TWO, may_decide=True).fault != ""
+
+
+def test_a_longer_title_is_not_taken_for_a_shorter_one() -> None:
+    names = ("prover", "prover chat", "prover_0_verifier")
+    text = "To prover chat: a\nTo prover: b\nTo prover 0 verifier: c\nTo prover: d"
+    assert parse_messages(text, names).messages == {
+        "prover chat": "a",
+        "prover": "b\nd",
+        "prover_0_verifier": "c",
+    }
+    assert channel_title("prover0_channel") == "prover0"
+
+
+def test_an_agent_that_does_not_decide_may_quote_a_decision() -> None:
+    parsed = parse_messages("Say decision: accept!", ("main",))
+    assert (parsed.messages, parsed.decision) == ({"main": "Say decision: accept!"}, CONTINUE)

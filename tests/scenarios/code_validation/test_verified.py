@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.scenarios.code.mutations import mutations, normal_form, special_cases
 from nip_astra.scenarios.code.verified import (
     LIMITS,
     Case,
     expected_values,
+    mutations,
+    normal_form,
     passed_of,
     share_passed,
     solutions,
+    special_cases,
     varied,
 )
 from nip_astra.utils.interpreter import call_in_interpreter

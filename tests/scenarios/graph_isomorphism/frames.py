@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace
-from nip_astra.scenario_base.protocol.tensordict_agents import initialise_orthogonally
-from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.bodies import GraphBody
-from nip_astra.scenarios.graphs.layers import AttentionLayer
+from nip_astra.scenario_base.protocol.tensordict_agents import (
+    AgentShape,
+    MessageSpace,
+    initialise_orthogonally,
+)
+from nip_astra.scenarios.graphs.agents import (
+    AttentionLayer,
+    GraphBody,
+    GraphIsomorphismAgentParameters,
+)
 
 NUM_ROUNDS = 3
 Frames = dict[str, Tensor]

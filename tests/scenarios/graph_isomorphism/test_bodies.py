@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
+from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
-from nip_astra.scenarios.graphs.heads import GraphSoloHead
-from nip_astra.scenarios.graphs.pairs_file import as_dataset
+from nip_astra.scenarios.graphs.pair_files import as_dataset
+from nip_astra.scenarios.heads import SummarySoloHead
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,
@@ -224,7 +223,9 @@ def test_a_body_tells_apart_what_as_many_rounds_of_refinement_do(
     shape = agent_shape(11)
     # Random weights hardly tell such pairs apart, so what is 0 is told from what is small.
     body = graph_body(shape, num_gnn_layers=num_gnn_layers).double()
-    head = GraphSoloHead(GraphIsomorphismAgentParameters(), shape).double()
+    head = SummarySoloHead(
+        GraphIsomorphismAgentParameters(), GRAPHS, 2 * shape.d_representation
+    ).double()
 
     def logits(pairs: GraphPairs) -> Tensor:
         dataset = as_dataset(pairs)

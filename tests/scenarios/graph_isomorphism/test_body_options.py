@@ -10,12 +10,10 @@ from torch import Tensor
 
 from nip_astra.errors import ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody, SumsNorm
-from nip_astra.scenarios.graphs.layers import AttentionLayer
-from nip_astra.scenarios.graphs.native import network as native
-from nip_astra.scenarios.graphs.native.compiled import SWITCH, NativeCode
-from nip_astra.scenarios.graphs.network import Network
-from nip_astra.scenarios.graphs.pairs import Pairs
+from nip_astra.scenarios.graphs import native_layers as native
+from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, AttentionLayer, GraphBody, SumsNorm
+from nip_astra.scenarios.graphs.compiled import SWITCH, NativeCode
+from nip_astra.scenarios.graphs.formulas import Network, Pairs
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,

@@ -19,9 +19,9 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-from nip_astra.scenarios.graphs.bodies import GraphBody
+from nip_astra.scenarios.graphs.agents import GraphBody
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
-from nip_astra.scenarios.graphs.pairs_file import save_pairs
+from nip_astra.scenarios.graphs.pair_files import save_pairs
 from nip_astra.scenarios.graphs.wl import wl_accuracy
 
 KIND = "graph_isomorphism"

@@ -6,19 +6,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.scenario_base.protocol.message_space import MASKED
-from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
-from nip_astra.scenarios.graphs.heads import (
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, AgentShape
+from nip_astra.scenarios.graphs.agents import (
+    GRAPHS,
+    GraphIsomorphismAgentParameters,
     GraphPolicyHead,
-    GraphSoloHead,
-    GraphValueHead,
     impossible_symbols,
 )
+from nip_astra.scenarios.heads import SummarySoloHead, SummaryValueHead
 from tests.scenarios.graph_isomorphism.frames import agent_shape, graph_body, graph_frames
 
 SIZES = [(3, 3), (2, 3), (3, 1)]
 PARAMETERS = GraphIsomorphismAgentParameters()
+
+
+def value_head(parameters: GraphIsomorphismAgentParameters, shape: AgentShape) -> SummaryValueHead:
+    return SummaryValueHead(parameters, shape, GRAPHS, 2 * shape.d_representation)
+
+
+def solo_head(parameters: GraphIsomorphismAgentParameters, shape: AgentShape) -> SummarySoloHead:
+    return SummarySoloHead(parameters, GRAPHS, 2 * shape.d_representation)
 
 
 def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
@@ -125,68 +132,10 @@ def test_symbols_are_in_the_order_of_nodes() -> None:
     torch.testing.assert_close(logits[1, :, :, 4].flatten(), alone)
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_the_round_is_seen_where_parameters_say_so(is_seen: bool) -> None:
-    shape = agent_shape(3)
-    frames = graph_frames(3, SIZES, shape)
-    parameters = GraphIsomorphismAgentParameters(
-        include_round_in_decider=is_seen, include_round_in_value=is_seen
-    )
-    representation = graph_body(shape)(frames)
-    later = frames | {"round": frames["round"] + 1}
-    policy, value = GraphPolicyHead(parameters, shape), GraphValueHead(parameters, shape)
-    decisions = [policy(representation, one).decision_logits_B3 for one in (frames, later)]
-    values = [value(representation, one) for one in (frames, later)]
-    assert values[0].shape == (3,)
-    for first, second in (decisions, values):
-        assert torch.equal(first, second) is not is_seen
-
-
 def test_a_value_or_a_label_needs_no_nodes() -> None:
     shape = agent_shape(3)
     frames = graph_frames(3, SIZES, shape)
     representation = graph_body(shape)(frames)
-    GraphValueHead(PARAMETERS, shape)(representation, frames)
-    assert GraphSoloHead(PARAMETERS, shape)(representation, frames).shape == (3, 2)
+    value_head(PARAMETERS, shape)(representation, frames)
+    assert solo_head(PARAMETERS, shape)(representation, frames).shape == (3, 2)
     assert list(representation) == ["graphs"]
-
-
-@pytest.mark.parametrize("sees_round", [True, False])
-def test_decisions_may_start_as_what_is_told_alone(sees_round: bool) -> None:
-    shape = agent_shape(3)
-    parameters = GraphIsomorphismAgentParameters(include_round_in_decider=sees_round)
-    body, solo = graph_body(shape), GraphSoloHead(parameters, shape)
-    head = GraphPolicyHead(parameters, shape)
-    frames = graph_frames(3, SIZES, shape)
-    read = body(frames)
-    head.decide_as(solo)
-    decision_logits = head(read, frames).decision_logits_B3
-    assert decision_logits is not None
-    torch.testing.assert_close(decision_logits[:, :2], solo(read, frames))
-    assert (decision_logits[:, 2] == 0).all()
-    assert not torch.allclose(decision_logits[:, 0], decision_logits[:, 1])
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_prover_reads_only_the_graph_that_it_answers_from(num_layers: int) -> None:
-    shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
-    frames = with_nothing_said(graph_frames(3, [*SIZES, (3, 3)], shape))
-    ask(frames, 0, 1, 0, 1)
-    ask(frames, 1, 1, 0, 4)
-    body = graph_body(shape, num_transformer_layers=num_layers)
-    head = GraphPolicyHead(PARAMETERS, shape)
-    read = body(frames)
-    given = head(read, frames).message_logits_BVPS
-    assert NODES not in read, "the nodes of both graphs were not computed"
-    expected = head({GRAPHS: read[GRAPHS], NODES: read[NODES]}, frames).message_logits_BVPS
-    torch.testing.assert_close(given, expected)
-
-
-def test_a_prover_reads_both_graphs_where_it_may_answer_from_both() -> None:
-    shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
-    frames = with_nothing_said(graph_frames(3, SIZES, shape))
-    ask(frames, 0, 1, 0, [0, 5])
-    head = GraphPolicyHead(PARAMETERS, shape)
-    logits_S = head(graph_body(shape)(frames), frames).message_logits_BVPS[0].flatten()
-    assert (logits_S != MASKED).all()
-    assert not torch.equal(logits_S[:3], logits_S[3:])

@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-from nip_astra.scenarios.graphs.derivatives import gin_formula
-from nip_astra.scenarios.graphs.native import network as native
-from nip_astra.scenarios.graphs.native.compiled import SWITCH
-from nip_astra.scenarios.graphs.native.network import NativeNetwork
-from nip_astra.scenarios.graphs.network import Network
-from nip_astra.scenarios.graphs.pairs import Pairs, Reading
-from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
+from nip_astra.scenarios.graphs import native_layers as native
+from nip_astra.scenarios.graphs.compiled import SWITCH
+from nip_astra.scenarios.graphs.formulas import (
+    LayerWeights,
+    Network,
+    PairReading,
+    Pairs,
+    gin_formula,
+    tanh_reading,
+)
+from nip_astra.scenarios.graphs.native_layers import NativeNetwork
 
 pytestmark = pytest.mark.skipif(native.why_absent() is not None, reason="there is no C compiler")
 
 Layer = Callable[..., Tensor]
+Reading = PairReading | native.NativeReading
 WIDTH, HIDDEN, TOKEN = 32, 48, 16
 PERCEPTRON = ((HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH,))
 NORM = ((WIDTH,), (WIDTH,))
@@ -38,6 +43,7 @@ def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
 def network(
     num_frames: int, num_nodes: int, num_layers: int = 2, num_said: int = 3
 ) -> tuple[Layer, Layer, list[Tensor]]:
+
     generator = torch.Generator().manual_seed(1)
     # Graphs of all sizes, one of no nodes among them.
     sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
@@ -74,20 +80,18 @@ def network(
 def tokens_of(
     whose: str, num_frames: int, num_nodes: int, heads: int = 2, *, is_full: bool = False
 ) -> tuple[Layer, Layer, list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+
     # Graphs of all sizes, one of no nodes among them.
     sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
     is_node = (torch.arange(num_nodes) < sizes[..., None]) | is_full
-    chosen = torch.randint(2, (num_frames,), generator=generator)
-    of_chosen = torch.arange(num_frames), chosen
 
-    def given_by(read: Callable[[Pairs, LayerWeights], Reading]) -> Layer:
+    def given_by(
+        read: Callable[[Pairs, LayerWeights], Reading],
+    ) -> Layer:
         def layer(graphs: Tensor, nodes: Tensor, *weights: Tensor) -> Tensor:
             reading = read(Pairs(graphs, nodes, is_node), LayerWeights(*weights))
             if whose == "graphs":
                 return reading.graphs()
-            if whose == "chosen nodes":
-                return reading.nodes_of(chosen) * is_node[of_chosen][..., None]
             return reading.nodes() * is_node.flatten(1)[..., None]
 
         return layer
@@ -113,7 +117,6 @@ CASES = {
     "tokens of nodes with four heads": lambda: tokens_of("nodes", 2, 5, heads=4),
     "nodes whose keys fill a tile": lambda: tokens_of("nodes", 2, 14, is_full=True),
     "more nodes than a block": lambda: tokens_of("nodes", num_frames=22, num_nodes=41),
-    "tokens of chosen nodes": lambda: tokens_of("chosen nodes", num_frames=7, num_nodes=9),
 }
 
 
@@ -220,11 +223,11 @@ def test_what_c_does_not_take_goes_through_torch(
 
 def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
     given = Network(
-        said_BFS=torch.ones(2, 3, 10),
+        said_BPS=torch.ones(2, 3, 10),
         adjacency_B2nn=torch.ones(2, 2, 5, 5),
         is_node_B2n=torch.ones(2, 2, 5, dtype=torch.bool),
         last_BLS=torch.ones(2, 1, 10),
-        input_DF=torch.ones(16, 4),
+        input_DP=torch.ones(16, 4),
         node_ED=torch.ones(16, 16),
         bias_E=torch.ones(16),
         message_EL=torch.ones(16, 1),
@@ -238,7 +241,7 @@ def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
     [
         {"adjacency_B2nn": torch.ones(2, 2, 6, 6)},
         {"is_node_B2n": torch.ones(2, 2, 4, dtype=torch.bool)},
-        {"said_BFS": torch.ones(2, 300, 10)},
+        {"said_BPS": torch.ones(2, 300, 10)},
         {"last_BLS": torch.ones(2, 40, 10)},
         {"bias_E": torch.ones(17)},
         {"bias_E": torch.ones(16).double()},
@@ -280,10 +283,6 @@ def test_tokens_between_the_nodes_of_a_graph_are_not_read() -> None:
     torch.testing.assert_close(first.graphs(), second.graphs())
     is_node = HOLE.reshape(2, 10)
     torch.testing.assert_close(first.nodes()[is_node], second.nodes()[is_node])
-    chosen = torch.tensor([0, 1])
-    torch.testing.assert_close(
-        first.nodes_of(chosen)[HOLE[:, 0]], second.nodes_of(chosen)[HOLE[:, 0]]
-    )
 
 
 def test_a_mask_of_other_numbers_than_true_and_false_goes_through_torch() -> None:
@@ -309,20 +308,9 @@ def test_pairs_that_do_not_fit_are_refused_by_torch(other: dict[str, Tensor]) ->
     nodes = torch.ones(2, 10, WIDTH)
     pairs = Pairs(torch.ones(2, 2, WIDTH), nodes, torch.ones(2, 2, 5, dtype=torch.bool))
     native.read(pairs, weights).graphs()
-    for ask in (Reading.graphs, Reading.nodes):
+    for ask in (PairReading.graphs, PairReading.nodes):
         with pytest.raises((RuntimeError, ValueError)):
             getattr(native.read(pairs._replace(**other), weights), ask.__name__)()
-
-
-@pytest.mark.parametrize("number", [-1, 2, 1 << 40])
-def test_a_graph_that_no_frame_has_reads_nothing_beyond_the_nodes(number: int) -> None:
-    """The third graph of the last frame would lie beyond the nodes' end."""
-    weights = LayerWeights(*tokens_of("graphs", 1, 1)[2][2:])
-    pairs = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
-    reading = native.read(pairs, weights)
-    one = reading.nodes_of(torch.tensor([1]))
-    assert is_native(one)
-    assert torch.equal(reading.nodes_of(torch.tensor([number])), one)
 
 
 @pytest.fixture
@@ -344,7 +332,6 @@ def test_tokens_of_padding_are_not_read_and_become_0(pairs: Pairs) -> None:
     assert is_native(tokens)
     assert tokens.isfinite().all()
     assert not tokens[:, 6:].any()
-    assert not reading.nodes_of(torch.tensor([1]))[:, 2:].any()
     (tokens.sum() + reading.graphs().square().sum()).backward()
     assert pairs.nodes_BSD.grad is not None
     assert pairs.nodes_BSD.grad.isfinite().all()
@@ -377,7 +364,7 @@ def test_a_reading_that_began_without_derivatives_has_them_later(
         monkeypatch.setenv(SWITCH, switch)
         reading = native.read(pairs, weights)
         with torch.no_grad():
-            reading.graphs(), reading.nodes_of(torch.tensor([0, 1]))
+            reading.graphs()
         found.append(gradients_of(reading.nodes(), [graphs, nodes]))
     assert all(gradient.any() for gradient in found[0])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nip_astra.errors import DataError
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
-from nip_astra.scenarios.graphs.pairs_file import as_dataset, load_pairs, save_pairs
+from nip_astra.scenarios.graphs.pair_files import as_dataset, load_pairs, save_pairs
 
 PARAMETERS = GraphPairParameters(num_train=12, num_test=6, sizes=[7, 8])
 

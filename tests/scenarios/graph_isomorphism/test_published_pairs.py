@@ -12,7 +12,7 @@ import torch
 
 from nip_astra.errors import DataError
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
-from nip_astra.scenarios.graphs.published_pairs import padded_to, read_published_pairs
+from nip_astra.scenarios.graphs.pair_files import padded_to, read_published_pairs
 from tests.scenarios.graph_isomorphism.published import as_published, write_published
 
 

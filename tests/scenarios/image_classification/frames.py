@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace
-from nip_astra.scenarios.images.bodies import ImageBody, ImageGrid
-from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, MessageSpace
+from nip_astra.scenarios.images.agents import (
+    ImageBody,
+    ImageClassificationAgentParameters,
+    ImageGrid,
+)
 
 NUM_ROUNDS = 3
 

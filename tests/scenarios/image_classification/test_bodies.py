@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
+from nip_astra.scenarios.images.pretrained.base import embedding_key
 from nip_astra.scenarios.images.pretrained.pca import PcaModel
 from tests.scenarios.image_classification.frames import (
     make_body,

@@ -11,13 +11,17 @@ import torch
 from sklearn.datasets import load_digits
 
 from nip_astra.errors import DataError, ParameterError
-from nip_astra.scenarios.images.data import ImageDatasets, build_image_datasets
-from nip_astra.scenarios.images.parameters import ImageDatasetParameters
-from nip_astra.scenarios.images.source import ImageSource, split_by_class
+from nip_astra.scenarios.images.data import (
+    ImageDatasetParameters,
+    ImageSource,
+    build_image_datasets,
+    split_by_class,
+)
+from nip_astra.scenarios.tensordict_base import Datasets
 from tests.messages import says
 
 
-def build(**dataset: Any) -> ImageDatasets:
+def build(**dataset: Any) -> Datasets:
     return build_image_datasets(ImageDatasetParameters(**dataset), scenario_dir=None)
 
 
@@ -34,7 +38,7 @@ def digit_of(images: torch.Tensor) -> list[int]:
     return [known[(image[0] * 16).numpy().tobytes()] for image in images]
 
 
-def labels_by_class(datasets: ImageDatasets) -> dict[int, set[int]]:
+def labels_by_class(datasets: Datasets) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for split in datasets:
         for number, label in zip(digit_of(split["image"]), split["y"].flatten(), strict=True):
@@ -134,7 +138,7 @@ def test_the_training_set_is_limited_and_the_test_set_is_not(
             {"binarification_method": "select_two", "selected_classes": [1, 1]},
             "must name two different classes, for instance [3, 8]",
         ),
-        ({"selected_classes": [1, 2]}, "read by binarification_method select_two only"),
+        ({"selected_classes": [1, 2]}, "for binarification_method select_two only"),
         ({"path": "somewhere"}, "built in and have no path"),
         ({"name": "local"}, "the name local needs a path"),
         ({"name": "cifra10"}, "cifra10"),
@@ -158,7 +162,7 @@ def test_a_class_that_is_not_there_is_told_with_those_that_are() -> None:
 def test_too_few_images_of_a_class_to_split_are_told() -> None:
     source = ImageSource(torch.tensor([0, 0, 1]), lambda rows: torch.zeros(len(rows), 1, 2, 2))
     with pytest.raises(DataError, match="Give more images of each class, or another test_share"):
-        split_by_class(source, test_share=0.5, seed=0)
+        split_by_class(source, ImageDatasetParameters(test_share=0.5))
 
 
 def test_tiny_images_are_the_same_everywhere_and_show_their_class() -> None:

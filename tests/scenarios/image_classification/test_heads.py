@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.scenario_base.protocol.message_space import MASKED, AgentShape
-from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
-from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
+from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, AgentShape
+from nip_astra.scenarios.heads import SummarySoloHead, SummaryValueHead
+from nip_astra.scenarios.images.agents import ImageClassificationAgentParameters, ImagePolicyHead
 from tests.scenarios.image_classification.frames import make_frames, make_grid, make_shape
 
 GRID = make_grid()
+
+
+def value_head(agent: Any, shape: AgentShape) -> SummaryValueHead:
+    return SummaryValueHead(agent, shape, "image", shape.d_representation)
+
+
+def solo_head(agent: Any, shape: AgentShape) -> SummarySoloHead:
+    return SummarySoloHead(agent, "image", shape.d_representation)
 
 
 def represent(shape: AgentShape, num_frames: int = 5) -> dict[str, torch.Tensor]:
@@ -76,7 +84,7 @@ def test_the_round_is_read_where_that_is_asked_for(includes_round: bool) -> None
     frames, read = make_frames(GRID, shape), represent(shape)
     later = {**frames, "round": (frames["round"] + 1) % shape.num_rounds}
     policy = make_head(shape, include_round_in_decider=includes_round)
-    value = make_head(shape, ImageValueHead, include_round_in_value=includes_round)
+    value = make_head(shape, value_head, include_round_in_value=includes_round)
     decisions = [policy(read, one).decision_logits_B3 for one in (frames, later)]
     values = [value(read, one) for one in (frames, later)]
     assert values[0].shape == (5,)
@@ -86,7 +94,7 @@ def test_the_round_is_read_where_that_is_asked_for(includes_round: bool) -> None
 
 def test_the_solo_head_says_one_of_two_labels() -> None:
     shape = make_shape(GRID)
-    logits = make_head(shape, ImageSoloHead)(represent(shape), make_frames(GRID, shape))
+    logits = make_head(shape, solo_head)(represent(shape), make_frames(GRID, shape))
     assert logits.shape == (5, 2)
 
 
@@ -99,10 +107,10 @@ def test_the_solo_head_says_one_of_two_labels() -> None:
         (ImagePolicyHead, {"num_decider_layers": 3}),
         (ImagePolicyHead, {"d_linear_message_selector": 5}),
         (ImagePolicyHead, {"num_linear_message_selector_layers": 3}),
-        (ImageValueHead, {"d_value": 5}),
-        (ImageValueHead, {"num_value_layers": 1}),
-        (ImageSoloHead, {"d_decider": 5}),
-        (ImageSoloHead, {"num_decider_layers": 1}),
+        (value_head, {"d_value": 5}),
+        (value_head, {"num_value_layers": 1}),
+        (solo_head, {"d_decider": 5}),
+        (solo_head, {"num_decider_layers": 1}),
     ],
 )
 def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, Any]) -> None:
@@ -118,7 +126,7 @@ def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, 
 def test_decisions_may_start_as_what_is_told_alone(include_round_in_decider: bool) -> None:
     shape = make_shape(GRID)
     head = make_head(shape, include_round_in_decider=include_round_in_decider)
-    solo = make_head(shape, ImageSoloHead)
+    solo = make_head(shape, solo_head)
     read, frames = represent(shape), make_frames(GRID, shape)
     head.decide_as(solo)
     decision_logits = head(read, frames).decision_logits_B3

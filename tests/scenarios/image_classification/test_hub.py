@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from nip_astra.errors import DataError, MissingDependencyError
-from nip_astra.scenarios.images.data import ImageDatasets, build_image_datasets
-from nip_astra.scenarios.images.parameters import ImageDatasetParameters
+from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
+from nip_astra.scenarios.tensordict_base import Datasets
 
 NUM_TRAIN, NUM_TEST = 12, 8
 
@@ -62,7 +62,7 @@ def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.disable_progress_bars()
 
 
-def build(path: Path | str | None, name: str = "local", **dataset: Any) -> ImageDatasets:
+def build(path: Path | str | None, name: str = "local", **dataset: Any) -> Datasets:
     given = dataset | ({} if path is None else {"path": str(path)})
     return build_image_datasets(ImageDatasetParameters(name=name, **given), scenario_dir=None)
 
@@ -224,7 +224,7 @@ def save_rows(folder: Path, images: list[Image.Image]) -> Path:
 
 def test_images_of_several_sizes_are_refused(tmp_path: Path) -> None:
     images = [picture(number, size=(4, 4 + number // 4)) for number in range(8)]
-    with pytest.raises(DataError, match=r"the shapes \[3, 4, 4\], \[3, 5, 4\]"):
+    with pytest.raises(DataError, match=r"shapes: \[3, 4, 4\], \[3, 5, 4\]"):
         build(save_rows(tmp_path / "images", images))
 
 
@@ -250,7 +250,7 @@ def test_transparent_images_become_coloured(tmp_path: Path) -> None:
 def test_images_that_are_left_out_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nip_astra.scenarios.images import hub
+    from nip_astra.scenarios.images import data as hub
 
     read: list[object] = []
     pixels = hub._pixels

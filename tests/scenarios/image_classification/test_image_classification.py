@@ -19,8 +19,8 @@ from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.image_classification import ImageClassificationScenario
-from nip_astra.scenarios.images.bodies import ImageBody
-from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
+from nip_astra.scenarios.images.agents import ImageBody
+from nip_astra.scenarios.images.pretrained.base import embedding_key
 from nip_astra.scenarios.images.pretrained.pca import PcaModel
 from tests.messages import says
 

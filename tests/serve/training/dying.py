@@ -17,7 +17,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.serve.app import open_training
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
-from nip_astra.serve.training.hosted import HostedModel
+from nip_astra.serve.training import HostedModel
 from tests.serve.training.running import POLICY
 
 

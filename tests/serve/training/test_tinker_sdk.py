@@ -313,8 +313,8 @@ REFUSED: list[tuple[Any, str]] = [
         ),
         "finite numbers",
     ),
-    (lambda t: t.save_state("../escape"), "a name consists of"),
-    (lambda t: t.save_weights_for_sampler("a b"), "a name consists of"),
+    (lambda t: t.save_state("../escape"), "invalid name"),
+    (lambda t: t.save_weights_for_sampler("a b"), "invalid name"),
 ]
 
 
@@ -335,11 +335,11 @@ def test_poisoned_requests_are_told_and_leave_the_model_as_it_was(
 def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
     with pytest.raises(tinker.NotFoundError, match=r"'nowhere'.*It has: policy"):
         client.create_lora_training_client("nowhere").result()
-    with pytest.raises(tinker.NotFoundError, match="has none of that address"):
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         client.create_training_client_from_state("tinker://a:train:0/weights/b").result()
-    with pytest.raises(tinker.NotFoundError, match="has none of that address"):
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         client.create_sampling_client(model_path="tinker://a:train:0/sampler_weights/b").result()
-    with pytest.raises(tinker.BadRequestError, match="has adamw"):
+    with pytest.raises(tinker.BadRequestError, match="adamw"):
         training_client(client, optimizer=tinker.types.DimuonOptimizerConfig())
     params = tinker.SamplingParams(max_tokens=9999)
     with pytest.raises(tinker.BadRequestError, match="window"):
@@ -413,7 +413,7 @@ def test_a_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with training_server(["tinker"], token_variable="SERVICE_TOKEN") as guarded:
         with (
             service_client(guarded) as stranger,
-            pytest.raises(tinker.AuthenticationError, match="without its token"),
+            pytest.raises(tinker.AuthenticationError, match="token"),
         ):
             stranger.get_server_capabilities()
         with service_client(guarded, "tml-secret") as client:

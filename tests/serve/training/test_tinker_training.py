@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tinker")
@@ -26,7 +27,16 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import tinker_training
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import LossOutput
+from nip_astra.serve import training
+from nip_astra.serve.requests import Body
+from nip_astra.serve.tinker import host
+from nip_astra.serve.tinker.bodies import (
+    SampleBody,
+    SaveBody,
+    SaveForSamplerBody,
+    TtlBody,
+)
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
 from tests.trainers.test_service_trainers import trainer_of
@@ -111,6 +121,20 @@ def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
         trainer_at(server, "tinker", "remote_api_grpo.train_service.model=nowhere")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        # Preparing so many samples would hold the event loop, and so late a date cannot be written.
+        (SampleBody, "num_samples", 30_000_000),
+        *((one, "ttl_seconds", 10**15) for one in (SaveBody, SaveForSamplerBody, TtlBody)),
+    ],
+)
+def test_a_number_without_a_use_is_refused_by_name(kind: type[Body], name: str, value: int) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({name: value})
+    assert (name,) in [fault["loc"] for fault in caught.value.errors()]
+
+
 def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server: Server) -> None:
     trainer, plain = trainer_at(server, "tinker"), trainer_at(server, "tinker")
     with torch.no_grad():
@@ -143,7 +167,7 @@ def test_two_clients_on_one_model_are_told_apart(server: Server) -> None:
 
 
 def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tinker_training, "SECONDS_TO_FORGET", 0.3)
+    monkeypatch.setattr(tinker_training, "SECONDS_TO_FINISH", 0.3)
     with training_server(["tinker"], max_training_models=1) as server:
         first = trainer_at(server, "tinker")
         with pytest.raises(ServiceBusyError, match="max_training_models"):
@@ -166,6 +190,27 @@ def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.Monke
         third.service.close()
         assert time.monotonic() - started < 1.0
         server.start()
+
+
+def test_a_client_that_is_silent_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[host.Session] = []
+    open_session = host.TinkerHost.open_session
+
+    def opened(*args: Any) -> host.Session:
+        sessions.append(open_session(*args))
+        return sessions[-1]
+
+    monkeypatch.setattr(host.TinkerHost, "open_session", opened)
+    with training_server(["tinker"], max_training_models=1) as server:
+        silent = trainer_at(server, "tinker")
+        with pytest.raises(ServiceBusyError):
+            trainer_at(server, "tinker")
+        for session in sessions:
+            session.seen_at -= 2 * training.SECONDS_SILENT
+        other = trainer_at(server, "tinker")
+        with pytest.raises(ServiceError):
+            iterate(silent, 1)
+        assert len(iterate(other, 1)) == 1
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from nip_astra.errors import ModelLoadError, ServiceBusyError, ServiceUnreachabl
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.requests import ApiError
 from nip_astra.serve.settings import TrainingProtocol
-from nip_astra.serve.training.work import WorkQueue
+from nip_astra.serve.training import WorkQueue
 from tests.resuming import short_experiment
 from tests.serve.training.dying import DEATHS, dying_server
 from tests.serve.training.running import POLICY, Server, training_server

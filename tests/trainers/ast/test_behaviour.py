@@ -14,11 +14,10 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.rl_objectives.importance import importance_weights
-from nip_astra.rl_objectives.policy_losses import policy_loss
+from nip_astra.rl_objectives.policy_losses import importance_weights, policy_loss
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast.rollouts import node_samples
 from nip_astra.trainers.ast_base import AstTrainer
 from tests.tiny import experience_of, learn, write_scenario
 
@@ -318,13 +317,10 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
     assert trainer.step(trainer.collate_fn(samples)).loss.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("greedy", "message"),
-    [("temperature=0", r"temperature is 0.*above 0"), ("top_k=1", r"top_k is 1.*above 1")],
-)
-def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str, message: str) -> None:
+@pytest.mark.parametrize("greedy", ["temperature=0", "top_k=1"])
+def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str) -> None:
     scenario = write_scenario(tmp_path)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=greedy.replace("=", " ")):
         _trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from nip_astra.resume_check import what_was_found
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.samplers import executor
-from nip_astra.trainers.ast import staleness
-from nip_astra.trainers.ast.staleness import CorrectedStalenessParameters, correct_for_staleness
-from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.ast.behaviour import (
+    CorrectedStalenessParameters,
+    check_staleness,
+    correct_for_staleness,
+)
+from nip_astra.trainers.language_model_base import LanguageModelState
 from tests import actors_here
 from tests.resuming import copy_as_killed_after, short_experiment
 from tests.tiny import write_scenario
@@ -38,16 +42,10 @@ def metrics_of(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-SLOWER = ("ast_reinforce", "ast_ppo", "ast_sft")
-
-
 @pytest.mark.parametrize(
     ("trainer", "most"),
     [
-        *(
-            pytest.param(one, 1, marks=pytest.mark.slow if one in SLOWER else ())
-            for one in TRAINERS
-        ),
+        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in TRAINERS),
         ("ast_grpo", 3),
     ],
 )
@@ -156,7 +154,7 @@ def test_weights_turn_what_older_weights_say_into_what_the_new_ones_would(
 
 
 def test_what_cannot_be_played_or_corrected_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def prepare(number: int, *more: str) -> None:
         trainer = more[0].partition(".")[0]
@@ -170,9 +168,9 @@ def test_what_cannot_be_played_or_corrected_is_refused(
     with pytest.raises(ConfigurationError, match=r"Set ast_grpo\.staleness_weights=sequence"):
         prepare(2, "ast_grpo.max_staleness=1", "ast_grpo.variant=gspo")
     prepare(3, "ast_grpo.max_staleness=1", *(f"ast_grpo.{one}" for one in GSPO))
-    monkeypatch.setattr(staleness, "_can_be_copied", lambda agent: agent.role != "target")
+    target: Any = SimpleNamespace(language_model=object())
     with pytest.raises(ConfigurationError, match=r"ast_dpo\.max_staleness .*the target cannot"):
-        prepare(4, "ast_dpo.max_staleness=1")
+        check_staleness({"target": target}, None, "ast_dpo", has_actors=True)
 
 
 def test_a_tree_is_plain_values_and_back(tmp_path: Path) -> None:

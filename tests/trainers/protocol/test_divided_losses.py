@@ -299,8 +299,8 @@ def test_what_a_later_minibatch_gives_may_be_unlike_the_first() -> None:
         return {"figure": torch.full((1 + (number == 2),), float(task.part))}
 
     shared, told = DividedLosses(tasks, weights, {}), []
-    tell = shared._told
-    shared._told = lambda part: (told.append(number), tell(part))[1]  # type: ignore[method-assign]
+    tell = shared._exchange
+    shared._exchange = lambda part: (told.append(number), tell(part))[1]  # type: ignore[method-assign]
     with shared.between(2):
         for number in range(5):
             for weight in weights:

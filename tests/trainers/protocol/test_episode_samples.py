@@ -14,7 +14,7 @@ from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
 from nip_astra.scenarios.image_classification import ImageClassificationScenario
-from nip_astra.trainers.protocol.episode_samples import (
+from nip_astra.trainers.protocol.statistics import (
     NUM_TEST_EPISODES,
     episode_rows,
     num_samples,

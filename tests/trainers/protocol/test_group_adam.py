@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError
-from nip_astra.trainers.protocol.group_adam import GroupAdam
+from nip_astra.trainers.protocol.optimizers import GroupAdam
 
 
 def weights() -> list[Tensor]:
@@ -71,7 +71,7 @@ def test_counts_that_differ_within_a_group_are_refused() -> None:
             weight.grad = torch.ones_like(weight) if has_gradient else None
         other.step()
     adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
-    with pytest.raises(CheckpointError, match=r"moved 1 to 2 times.* or start a new run\."):
+    with pytest.raises(CheckpointError, match="1 to 2 times"):
         adam.load_state_dict(other.state_dict())
 
 
@@ -79,5 +79,5 @@ def test_groups_of_other_sizes_are_refused() -> None:
     adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
     state = adam.state_dict()
     state["param_groups"] = [{**state["param_groups"][0], "params": [0, 1, 2, 3]}]
-    with pytest.raises(CheckpointError, match=r"of \[4\] weights .* here there are \[\d, \d\]"):
+    with pytest.raises(CheckpointError, match=r"\[4\] weights .* \[\d, \d\]"):
         adam.load_state_dict(state)

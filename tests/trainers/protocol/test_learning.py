@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step() -> None:
     batch = trainer.collect()
     batch["agents", "value_target"][0] = float("nan")
     before = weights_of(trainer)
-    with pytest.raises(NonFiniteLossError, match=r"in iteration 1, but a gradient is not finite"):
+    with pytest.raises(NonFiniteLossError, match="in iteration 1"):
         trainer.learner.learn(batch, 0)
     finite = {name for name, value in weights_of(trainer).items() if bool(value.isfinite().all())}
     assert finite == set(before)

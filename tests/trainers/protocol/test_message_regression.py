@@ -17,7 +17,7 @@ from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.samplers.episodes import EpisodeSampler
-from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.trainers.protocol.message_regression import MessageRegression
 from tests.protocol_games import build_game
 
@@ -272,5 +272,5 @@ def test_a_probe_that_goes_on_never_judges_what_it_learnt_from() -> None:
 
 
 def test_a_regressor_that_cannot_go_on_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"reset_on_fit.*'linear'.*choose the type mlp"):
+    with pytest.raises(ConfigurationError, match=r"'linear'.*reset_on_fit"):
         regression("linear", reset_on_fit=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from nip_astra.trainers.protocol.minibatches import EpisodeMinibatchBuffer, episode_numbers
+from nip_astra.trainers.protocol.learning import MinibatchBuffer, episode_numbers
 
 
 def test_episodes_are_numbered_from_end_to_end_and_apart_in_each_environment() -> None:
@@ -23,7 +23,7 @@ def frames(lengths: list[int]) -> TensorDict:
 
 def test_an_epoch_holds_each_frame_once_and_each_episode_in_one_minibatch() -> None:
     lengths = [3, 1, 4, 1, 5, 2, 6]
-    buffer = EpisodeMinibatchBuffer(6, "key", episode_key="episode")
+    buffer = MinibatchBuffer(6, "key", episode_key="episode")
     buffer.extend(frames(lengths))
     epochs = [list(buffer) for _ in range(5)]
     for minibatches in epochs:
@@ -36,23 +36,23 @@ def test_an_epoch_holds_each_frame_once_and_each_episode_in_one_minibatch() -> N
 
 
 def test_a_minibatch_as_large_as_the_batch_holds_all() -> None:
-    buffer = EpisodeMinibatchBuffer(22, "key", episode_key="episode")
+    buffer = MinibatchBuffer(22, "key", episode_key="episode")
     buffer.extend(frames([3, 1, 4, 1, 5, 2, 6]))
     assert [len(minibatch) for minibatch in buffer] == [22]
 
 
 def test_episodes_longer_than_a_minibatch_stay_whole() -> None:
-    buffer = EpisodeMinibatchBuffer(2, "key", episode_key="episode")
+    buffer = MinibatchBuffer(2, "key", episode_key="episode")
     buffer.extend(frames([5, 7]))
     assert sorted(len(minibatch) for minibatch in buffer) == [5, 7]
 
 
 def test_the_order_depends_on_the_key_and_the_epoch_and_survives_a_restart() -> None:
-    def order(buffer: EpisodeMinibatchBuffer) -> list[int]:
+    def order(buffer: MinibatchBuffer) -> list[int]:
         return torch.cat([minibatch["frame"] for minibatch in buffer]).tolist()
 
-    def filled(key: str) -> EpisodeMinibatchBuffer:
-        buffer = EpisodeMinibatchBuffer(6, key, episode_key="episode")
+    def filled(key: str) -> MinibatchBuffer:
+        buffer = MinibatchBuffer(6, key, episode_key="episode")
         buffer.extend(frames([3, 1, 4, 1, 5, 2, 6]))
         return buffer
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.trainers.protocol.minibatches import MinibatchBuffer
+from nip_astra.trainers.protocol.learning import MinibatchBuffer
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     MetricSums,
@@ -213,5 +213,5 @@ def test_an_empty_buffer_is_told() -> None:
     buffer.extend(frames(3))
     assert len(buffer) == 3
     buffer.empty()
-    with pytest.raises(ConfigurationError, match="but the buffer holds no frames"):
+    with pytest.raises(ConfigurationError, match="holds no frames"):
         next(iter(buffer))

@@ -9,12 +9,15 @@ import torch
 
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
+from nip_astra.rollouts.samples import collate_trajectories, samples_of, score_batch
+from nip_astra.rollouts.trajectory import Trajectory, compute_grpo_advantage_for_trajectories
 from nip_astra.tracking.tracker import flat_figures
-from nip_astra.trainers.service.measuring import Tally, pass_at_k
-from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
-from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
+from nip_astra.trainers.service.metrics import (
+    Tally,
+    log_grpo_metrics,
+    log_rollout_metrics,
+    pass_at_k,
+)
 
 
 def trajectories() -> list[Trajectory]:
@@ -134,6 +137,14 @@ def test_pass_at_k_has_an_interval_over_problems() -> None:
     figures = flat_figures(report)
     assert figures["pass_at_2_high"] == 1.0
     assert figures["accuracy_low"] < 0.5 < figures["accuracy_high"]
+
+
+def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
+    problems = [0, 0, 1, *range(2, 12)]
+    tally = Tally(1.0, problems=problems, rewards=[1.0, 0.0] + [1.0] * 11, num_runs=24)
+    report = tally.report(2)
+    assert (report["num_problems"], report["num_complete_problems"]) == (12, 1)
+    assert report["pass_at_2"] == 1.0
 
 
 def test_entropy_is_estimated_by_what_was_said() -> None:

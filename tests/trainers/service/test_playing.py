@@ -17,7 +17,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer
+from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer
 from nip_astra.trainers.service.playing import informative_groups
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests import actors_here
@@ -122,9 +122,9 @@ def refusal(trainer: str, *overrides: str, **settings: Any) -> str:
 def test_what_a_service_plays_is_not_divided(trainer: str) -> None:
     service = f"{trainer}.train_service={HTTP}"
     asked = refusal(trainer, service, "task.num_rollout_parts=2")
-    assert says(asked, "2 parts", "the service 'http'", "nothing is left to divide", "at 1")
+    assert says(asked, "num_rollout_parts is 2", "the service 'http'", "to 1")
     asked = refusal(trainer, service, num_actors=3)
-    assert says(asked, "3 actors", "the service 'http'", "Leave num_actors at 0")
+    assert says(asked, "num_actors is 3", "the service 'http'", "to 0")
 
 
 def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,7 @@ from nip_astra.language_models.services.chat_models.scripted import ScriptedChat
 from nip_astra.resolving.analysing import analyse_run
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.scenario_base.text.analysers.base import ROLLOUT_ANALYSERS
-from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, Verdict
+from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
@@ -139,7 +138,7 @@ def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: 
     assert stored == json.loads(json.dumps(found[0].summary))
     verdicts = load_verdicts(RunDirectory.open(finished), "test", 0, "direct_quotation")
     assert verdicts == found[0].verdicts
-    with pytest.raises(ConfigurationError, match="was to be written by the judge 'kind', but it"):
+    with pytest.raises(ConfigurationError, match="not of 'kind'"):
         analyse_run(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"], name="kind"))
     again = analyse_run(
         finished,
@@ -244,15 +243,15 @@ def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
 
 def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:
     model = ScriptedChatModel(["Answer: yes"])
-    with pytest.raises(ConfigurationError, match="parameters name no judge"):
+    with pytest.raises(ConfigurationError, match="name no judge"):
         analyse_run(finished)
-    with pytest.raises(DataError, match="has test_0000, test_0001, train_0000, train_0001"):
+    with pytest.raises(DataError, match="test_0000, test_0001, train_0000, train_0001"):
         analyse_run(finished, model=model, iteration=7)
     with pytest.raises(UnknownNameError, match="Did you mean 'follow_up'"):
         analyse_run(finished, ["folow_up"], model)
     about = [{"_type": "follow_up", "agents": ["arthur"]}]
     wrong = AnalysisParameters.from_dict({"analysers": about, "model": {"_type": "scripted"}})
-    with pytest.raises(ConfigurationError, match="about the agent 'arthur', but the protocol has"):
+    with pytest.raises(ConfigurationError, match=r"arthur.*prover, verifier"):
         analyse_run(finished, wrong.analysers, model)
     said = type_command("analyse", str(finished), "--judge", "none.yaml")
     assert "none.yaml" in refused(said)

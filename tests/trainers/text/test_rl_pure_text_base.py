@@ -182,7 +182,7 @@ def test_a_job_starts_from_the_last_model_or_from_the_first(
 
 def test_members_of_a_group_must_agree(tmp_path: Path) -> None:
     shared = {"shared_model_group": "both"}
-    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, and that of"):
+    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, of"):
         _build(tmp_path, agents={"prover": shared, "verifier": shared | {"freeze_agent": True}})
 
 
@@ -539,6 +539,7 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     rollouts = trainer._sample_rollouts("test", 0)
     right = rollouts["decision"] == rollouts["y"]
     found = trainer._get_log_stats(rollouts)
+    assert trainer._get_log_stats(rollouts, train=True) == found
     assert found["mean_accuracy"] == pytest.approx(right.mean())
     assert found["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
     assert found["accuracy_where_level_2"] == pytest.approx(

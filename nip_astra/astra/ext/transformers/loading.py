@@ -10,7 +10,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import LanguageModel, TokenModel, as_language_model
-from nip_astra.language_models.pretrained import find_tokenizer
+from nip_astra.language_models.sources import find_tokenizer
 from nip_astra.scenario_base.agents import (
     ConversationAgent,
     ConversationAgentParameters,

@@ -38,6 +38,7 @@ from nip_astra.language_models.services.chat import (
     FinishReason,
     LimitParameters,
     register_chat_model,
+    render_chat,
 )
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
@@ -50,53 +51,36 @@ TURNS_TO_GATHER = 3
 """Turns of the event loop for which a batch waits for further requests."""
 
 
-class _Completed(NamedTuple):
-    """The answers of a batch, and the work that they took."""
-
-    answers: list[list[Progress]]
-    spent: TokenCount
-
-
 class _Pending(NamedTuple):
-    """A request that waits."""
+    """A waiting request."""
 
     request: GenerationRequest
     answers: asyncio.Future[list[Progress]]
 
 
 class LocalLimitParameters(LimitParameters):
-    """Limits of a model in this process, which many requests may wait for."""
+    """Limits of a model in this process."""
 
     concurrency: int = Field(default=1024, ge=1)
     """Open requests at once. Larger is faster if the service allows it."""
     attempt_timeout: float = Field(default=86400.0, gt=0)
-    """Seconds after which an attempt is given up, even if data still arrives."""
+    """Seconds after which an attempt fails."""
 
 
 @register_chat_model(ChatModelType.LOCAL)
 class LocalChatModel(ChatModel):
     """A language model in this process; requests that wait at the same time are answered together.
 
-    A model of the Llama family answers as `nip-astra serve` does: equal seeds give equal texts. An
-    answer depends on the request's seed and the sample's number alone, whatever else is in its
-    batch; without a seed it is drawn anew. If the run has Ray actors, batches are divided among
-    them.
-
-    Parameters
-    ----------
-    name : str
-        Of the model; part of the key of stored answers.
-    max_batch_size : int
-        Requests in a batch, and samples generated at once.
-    num_batches : int
-        Least number of batches into which requests that wait together are cut.
+    Models of the Llama family answer as `nip-astra serve` does: equal seeds give equal texts. An
+    answer depends on the request's seed and the sample's number only. If the run has Ray actors,
+    they share the batches. For the arguments see `Parameters`.
     """
 
     # Its weights may change under the same name.
     can_be_remembered = False
 
     class Parameters(ChatModel.Parameters):
-        """Which model, and how many requests it answers at once."""
+        """The model and its batches."""
 
         language_model: polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)  # type: ignore[valid-type]
         """The backend and its weights; its tokenizer needs a chat template."""
@@ -104,12 +88,12 @@ class LocalChatModel(ChatModel):
         """Requests in a batch, and samples generated at once. Larger is faster and takes more
         memory."""
         num_batches: int = Field(default=1, ge=1)
-        """Least number of batches, all of one size, into which requests that wait together (as
-        those of a level of conversations do) are cut, so that as many actors (settings.num_actors)
-        work at once; 1 fills one batch after the other. In one process larger is slower. The last
-        digits of log-probabilities depend on this number, but not on the number of actors."""
+        """Least number of batches, all of one size, into which requests that wait together are cut,
+        so that as many actors (settings.num_actors) work at once; 1 fills one batch after the
+        other. In one process larger is slower. The last digits of log-probabilities depend on this
+        number, but not on the number of actors."""
         limits: LocalLimitParameters = LocalLimitParameters()
-        """How many requests wait for it at once, and for how long."""
+        """Limits of waiting requests."""
 
     def __init__(
         self, model: TokenSampler, *, name: str, max_batch_size: int = 64, num_batches: int = 1
@@ -197,22 +181,12 @@ class LocalChatModel(ChatModel):
         )
 
     def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            # Templates raise errors of any type.
-            raise ModelLoadError(
-                f"the chat template of {self.name!r} refused the roles "
-                f"{[message['role'] for message in messages]}: {error}. Begin with a user's "
-                "message, or remove the system message."
-            ) from error
+        text = render_chat(self._tokenizer, messages, opens_answer=True)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     async def _work(self) -> None:
-        """Answer what waits, all of it at a time, until nothing does.
+        """Answer all waiting requests, round by round.
 
         Batches must not depend on speed: requests that arrive meanwhile wait for the next round.
         """
@@ -271,14 +245,13 @@ class LocalChatModel(ChatModel):
                 actors = get_actors()
                 assert actors is not None
                 completed = actors.call(calls, [*model.shared_parts(), model])
-                for one in completed:
-                    model.token_count.add(one.spent)
-        return [answers for one in completed for answers in one.answers]
+                for _, spent in completed:
+                    model.token_count.add(spent)
+        return [one for answers, _ in completed for one in answers]
 
 
 def _complete_batch(
     model: TokenSampler, requests: Sequence[GenerationRequest], max_rows: int
-) -> _Completed:
+) -> tuple[list[list[Progress]], TokenCount]:
     with model.counting() as spent:
-        answers = model.complete(requests, max_rows=max_rows)
-    return _Completed(answers, spent)
+        return model.complete(requests, max_rows=max_rows), spent

@@ -25,9 +25,10 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     estimate_usage,
+    join_outcomes,
     register_chat_model,
 )
-from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
+from nip_astra.language_models.services.http_client import OpenAIConnection, read_key
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
@@ -132,12 +133,8 @@ class OpenAIChatModel(ChatModel):
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         parts = request.parts(self.samples_at_once)
-        outcomes = await asyncio.gather(*map(self._ask, parts))
-        return ChatOutcome(
-            tuple(sample for outcome in outcomes for sample in outcome.samples),
-            ChatUsage(*(sum(counts) for counts in zip(*(o.usage for o in outcomes), strict=True))),
-            is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
-        )
+        outcomes = await asyncio.gather(*map(self._send, parts))
+        return join_outcomes(outcomes)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -145,8 +142,7 @@ class OpenAIChatModel(ChatModel):
         if self._own is not None:
             await asyncio.to_thread(self._own.stop)
 
-    async def _ask(self, request: ChatRequest) -> ChatOutcome:
-        """Send one request."""
+    async def _send(self, request: ChatRequest) -> ChatOutcome:
         connection = await self._open()
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
@@ -166,11 +162,13 @@ class OpenAIChatModel(ChatModel):
             return ChatOutcome((failure,) * request.num_samples)
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
-            said = connection.shown(json.dumps(found))
+            shown = connection.shown(json.dumps(found))
             return _failed(
-                request, FailureReason.MALFORMED, f"{said!r} is no chat completion with an answer"
+                request, FailureReason.MALFORMED, f"{shown!r} is no chat completion with an answer"
             )
-        samples = _read_samples(choices, request)
+        missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
+        read = [_read_choice(choice) for choice in choices[: request.num_samples]]
+        samples = (*read, *[missing] * (request.num_samples - len(read)))
         usage = _read_usage(found.get("usage"))
         if usage is not None:
             return ChatOutcome(samples, usage)
@@ -214,13 +212,6 @@ def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOu
     # The service may charge for the prompt.
     failures = (ChatFailure(reason, message),) * request.num_samples
     return ChatOutcome(failures, estimate_usage(request.messages, ()), is_usage_estimated=True)
-
-
-def _read_samples(choices: list[Any], request: ChatRequest) -> tuple[ChatAnswer | ChatFailure, ...]:
-    """One sample per choice; a failure for each missing one."""
-    missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
-    read = [_read_choice(choice) for choice in choices[: request.num_samples]]
-    return (*read, *[missing] * (request.num_samples - len(read)))
 
 
 def _read_choice(choice: Any) -> ChatAnswer | ChatFailure:

@@ -1,4 +1,4 @@
-"""Answers that are written down beforehand, for tests and for trying out what a run would ask."""
+"""A chat model with fixed answers, for tests and trial runs."""
 
 from __future__ import annotations
 
@@ -28,33 +28,32 @@ from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 Script = Callable[[ChatRequest, int], str | ChatAnswer | ChatFailure]
-"""`(request, sample_number) -> answer`; a text stands for an answer that ended by itself."""
+"""`(request, sample_number) -> answer`; a text is an answer that ended by itself."""
 
 
 @register_chat_model(ChatModelType.SCRIPTED)
 class ScriptedChatModel(ChatModel):
-    """Answers from a list, by patterns of what was said, or by a function.
+    """Answers from a list, by patterns of the last message, or by a function.
 
     The answer to a request and a sample number is always the same. Words count as tokens.
 
     Parameters
     ----------
     script : Callable or Sequence of str
-        A function, or answers of which each request begins at one of its own; further samples go on
-        from there.
+        A function, or answers; the request determines the first, further samples take the next.
     """
 
     class Parameters(ChatModel.Parameters):
-        """What is answered to what."""
+        """The answers."""
 
         answers: list[PlainText] = Field(default=["I see."], min_length=1)
-        """Answers where no pattern matches; each request begins at one of its own, and further
-        samples go on from there."""
+        """Answers if no pattern matches; the request determines the first, further samples take the
+        next."""
         when: dict[PlainText, list[PlainText]] = {}
-        """Answers by regular expressions, of which the first that matches the last message counts;
-        samples take them in turn."""
+        """Answers by regular expression; the first that matches the last message counts, and
+        samples take its answers in turn."""
         model: PlainText = "scripted"
-        """Name under which answers are remembered."""
+        """Name under which answers are stored."""
 
         @field_validator("when")
         @classmethod
@@ -64,7 +63,7 @@ class ScriptedChatModel(ChatModel):
                     re.compile(pattern)
                 except re.error as error:
                     raise ValueError(
-                        f"has {pattern!r}, which is no regular expression: {error}"
+                        f"has the invalid regular expression {pattern!r}: {error}"
                     ) from error
                 if not answers:
                     raise ValueError(f"has no answer for {pattern!r}; give at least one")
@@ -72,33 +71,33 @@ class ScriptedChatModel(ChatModel):
 
     def __init__(self, script: Script | Sequence[str], *, name: str = "scripted") -> None:
         self.name = name
-        self._script: Script = script if callable(script) else _by_turns({}, script)
+        self._script: Script = script if callable(script) else _script_of({}, script)
         self.requests: list[ChatRequest] = []
-        """What was asked so far, in order."""
+        """The requests so far, in order."""
 
     @classmethod
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> ScriptedChatModel:
-        model = cls(_by_turns(parameters.when, parameters.answers), name=parameters.model)
+        model = cls(_script_of(parameters.when, parameters.answers), name=parameters.model)
         model.place = str(derive_seed(str(parameters.when), str(parameters.answers)))
         return model
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         self.requests.append(request)
         if request.response_format is not None:
-            form = "a scripted model answers with texts only, and knows no response_format"
+            form = "scripted models do not support response_format"
             failure = ChatFailure(FailureReason.UNKNOWN_FORM, form)
             return ChatOutcome((failure,) * request.num_samples)
         samples = tuple(
             _ended(self._script(request, number), request) for number in request.sample_numbers
         )
-        said = sum(len(one.text.split()) for one in samples if isinstance(one, ChatAnswer))
-        read = sum(len(message["content"].split()) for message in request.messages)
-        return ChatOutcome(samples, ChatUsage(read, said))
+        prompt = sum(len(message["content"].split()) for message in request.messages)
+        answer = sum(len(one.text.split()) for one in samples if isinstance(one, ChatAnswer))
+        return ChatOutcome(samples, ChatUsage(prompt, answer))
 
 
-def _by_turns(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Script:
+def _script_of(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Script:
     def script(request: ChatRequest, sample: int) -> str:
         last = request.messages[-1]["content"] if request.messages else ""
         for pattern, matching in when.items():
@@ -112,12 +111,12 @@ def _by_turns(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Scri
     return script
 
 
-def _ended(said: str | ChatAnswer | ChatFailure, request: ChatRequest) -> ChatAnswer | ChatFailure:
-    """What was said up to a stop text or `max_tokens` words."""
-    if not isinstance(said, str):
-        return said
-    text = cut_at_stop(said, request.stop)
-    text = said if text is None else text
+def _ended(given: str | ChatAnswer | ChatFailure, request: ChatRequest) -> ChatAnswer | ChatFailure:
+    """The answer up to a stop text or `max_tokens` words."""
+    if not isinstance(given, str):
+        return given
+    text = cut_at_stop(given, request.stop)
+    text = given if text is None else text
     if request.max_tokens is not None and len(text.split()) > request.max_tokens:
         words = re.findall(r"\s*\S+", text)[: request.max_tokens]
         return ChatAnswer("".join(words), FinishReason.LENGTH)

@@ -13,7 +13,7 @@
 
 enum whose { OF_GRAPHS, OF_NODES, OF_CHOSEN };
 
-/* Weights in the order of transformer.py, or their derivatives. A head has D / H rows of the first
+/* Weights in the order of formulas.py, or their derivatives. A head has D / H rows of the first
    three matrices, and columns of the fourth. */
 enum weight {
     QUERY, QUERY_BIAS, KEY, VALUE, OUTPUT, OUTPUT_BIAS, GAIN, SHIFT,

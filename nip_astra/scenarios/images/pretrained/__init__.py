@@ -1,1 +1,1 @@
-"""Trained models whose view of an image agents read beside its pixels; registered by name."""
+"""Pretrained models whose embeddings of images agents read; registered by name."""

@@ -1,7 +1,7 @@
 """Image models of transformers, which also reads those of timm.
 
-Shapes: N images, K channels of an image, H and W its height and width, F channels of a view, h and
-w its height and width.
+Shapes: N images, K channels of an image, H and W its height and width, F channels of an embedding,
+h and w its height and width.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModel
-from transformers.image_processing_base import ImageProcessingMixin
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
 from nip_astra.parameters.content import resolve_reference
@@ -31,22 +29,21 @@ ADVICE = (
 
 @register_pretrained_model(PretrainedModelType.HUGGINGFACE)
 class HuggingFaceImageModel(PretrainedModel):
-    """The last hidden state of an image model: a convolutional network's, or a transformer's.
+    """The last hidden state of a convolutional network, or of a transformer's patches.
 
-    A transformer's patches are laid out as the image is, without the tokens before them. Images
-    are normalised as the model's own preprocessor says; grey ones are repeated in each colour.
+    Images are normalised by the model's preprocessor; grey ones are repeated in each colour.
     """
 
     class Parameters(PretrainedModel.Parameters):
-        """Which model, and what it is shown."""
+        """Model and size of its inputs."""
 
         model: str
         """Hub id, folder, `scenario://folder` or `package://package/folder`."""
         image_size: int | None = Field(default=None, ge=1)
-        """Width and height in pixels that images are scaled to first; null shows them as they are.
-        Larger gives a finer view and is slower."""
+        """Width and height in pixels to which images are scaled; null does not scale. Larger is
+        finer and slower."""
         batch_size: int = Field(default=256, ge=1)
-        """Images shown at once. Larger takes more memory."""
+        """Images per batch. Larger takes more memory."""
 
     def __init__(
         self, parameters: Any, *, train_images_NKHW: Tensor, scenario_dir: Path | None
@@ -72,9 +69,8 @@ class HuggingFaceImageModel(PretrainedModel):
         if images_NKHW.shape[1] != self.num_channels:
             if images_NKHW.shape[1] != 1:
                 raise ConfigurationError(
-                    f"the image model {self.name!r} was to see the images, but it reads "
-                    f"{self.num_channels} channels and they have {images_NKHW.shape[1]}. Choose "
-                    "another model."
+                    f"the image model {self.name!r} reads {self.num_channels} channels, but images "
+                    f"have {images_NKHW.shape[1]}. Choose another model."
                 )
             images_NKHW = images_NKHW.expand(-1, self.num_channels, -1, -1)
         size = self.parameters.image_size
@@ -88,9 +84,9 @@ class HuggingFaceImageModel(PretrainedModel):
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise ConfigurationError(
-                f"the image model {self.name!r} was shown images of {images_NKHW.shape[-2]} x "
-                f"{images_NKHW.shape[-1]} pixels, but: {reason}. Set its image_size to the size "
-                "that it was trained with."
+                f"the image model {self.name!r} fails on images of {images_NKHW.shape[-2]} x "
+                f"{images_NKHW.shape[-1]} pixels: {reason}. Set its image_size to that of its "
+                "training."
             ) from error
         return self._as_picture(state, images_NKHW)
 
@@ -107,13 +103,15 @@ class HuggingFaceImageModel(PretrainedModel):
         num_patches = grid[0] * grid[1]
         if state.ndim != 3 or not 0 < num_patches <= state.shape[1]:
             raise ModelLoadError(
-                f"the image model {self.name!r} was to give a view with places, but its last "
-                f"hidden state has the shape {list(state.shape)}. {ADVICE}"
+                f"the last hidden state of the image model {self.name!r} has the shape "
+                f"{list(state.shape)}, without places. {ADVICE}"
             )
         return state[:, -num_patches:].transpose(1, 2).reshape(len(state), -1, *grid)
 
 
 def _load(name: str) -> Any:
+    from transformers import AutoModel
+
     try:
         model, info = AutoModel.from_pretrained(
             name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
@@ -141,11 +139,13 @@ def _load(name: str) -> Any:
 
 def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the model's training pixels; 0 and 1 if unknown."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
     try:
-        said, _ = ImageProcessingMixin.get_image_processor_dict(name)
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:
-        said = {}
+        processor = {}
     timm = config.get("pretrained_cfg") or {}
-    mean = said.get("image_mean") or timm.get("mean") or [0.0]
-    std = said.get("image_std") or timm.get("std") or [1.0]
+    mean = processor.get("image_mean") or timm.get("mean") or [0.0]
+    std = processor.get("image_std") or timm.get("std") or [1.0]
     return torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)

@@ -1,0 +1,267 @@
+"""The command that runs many experiments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nip_astra.cli.options import (
+    AsJson,
+    Debug,
+    Device,
+    Plugins,
+    Settings,
+    Trust,
+    Wandb,
+    complain,
+    open_console,
+    say,
+    settings_of,
+)
+from nip_astra.errors import NipAstraError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.safe_text import safe_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nip_astra.sweep.plan import FinishedRun, SweepPlan
+    from nip_astra.sweep.results import SweepResults
+
+
+def sweep(
+    plan: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="YAML file of a sweep, or a sweep's folder."),
+    ] = None,
+    trainer: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Trainers, e.g. ast_dpo,ast_ipo.")
+    ] = None,
+    scenario: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Scenarios; the presets' if none.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="0..4, or 0,3,7.")] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C,D", help="Values to run each of. Repeatable."),
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Parameter file that all runs start from.")
+    ] = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
+    sweep_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where its runs are kept: runs/sweep.")
+    ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A.B=C..D", help="Range to search, e.g. 'training.lr=log 1e-5..1e-3'."
+        ),
+    ] = None,
+    num_trials: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Trials of a search: 20.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Proposes trials: tpe or random.")
+    ] = None,
+    pruner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Stops trials: median, halving or none.")
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Figure to search by: dev/failure_rate.")
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option(metavar="NAME", help="maximize or minimize the objective.")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, max=1024, help="Runs at once: 1.")
+    ] = None,
+    on: Annotated[
+        str, typer.Option(metavar="NAME", help="Launcher of the runs: processes or ray.")
+    ] = "processes",
+    cpus_per_run: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="Cores of a run on Ray.")
+    ] = 1,
+    gpus_per_run: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="GPUs of a run on Ray.")
+    ] = 0,
+    shard: Annotated[
+        str | None, typer.Option(metavar="K/N", help="The k-th of n parts of the runs.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Figure to show, e.g. failure_rate. Repeatable."),
+    ] = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    settings: Settings = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and list the runs; start none.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run every combination of trainers, values and seeds, or search; go on where it was left."""
+    from nip_astra.sweep.plan import RunStatus, read_plan
+    from nip_astra.sweep.runner import SweepOptions, check_sweep, run_sweep
+
+    sweep_plan = read_plan(
+        plan,
+        trainers=trainer,
+        scenarios=scenario,
+        seeds=seeds,
+        grid=grid or [],
+        parameters=parameters,
+        plugins=plugin or [],
+        ranges=search or [],
+        search={
+            "num_trials": num_trials,
+            "sampler": sampler,
+            "pruner": pruner,
+            "objective": objective,
+            "direction": direction,
+        },
+        is_trusted=trust,
+    )
+    directory = _folder_of(plan, sweep_dir)
+    options = SweepOptions(
+        settings=settings_of(settings, device=device, wandb=wandb),
+        num_processes=num_processes,
+        shard=shard,
+        place=on,
+        num_cpus=cpus_per_run,
+        num_gpus=gpus_per_run,
+        is_trusted=trust,
+        metrics=metric or [],
+    )
+    if dry_run:
+        check_sweep(sweep_plan, options)
+        _list(sweep_plan, directory, shard)
+        return
+    outcomes: list[RunStatus] = []
+
+    def on_end(one: FinishedRun) -> None:
+        outcomes.append(one.status)
+        _show_run(one, f"{len(outcomes)}/{_num_runs(sweep_plan, shard)}", as_json=as_json)
+
+    results = run_sweep(
+        directory, options=options, progress=not as_json, on_end=on_end, **sweep_plan.to_dict()
+    )
+    if results.rows:
+        _show(results, options.metrics, as_json=as_json)
+    failed = outcomes.count(RunStatus.FAILED)
+    if failed:
+        raise NipAstraError(
+            f"{failed} of {len(outcomes)} runs failed; their logs are in {directory / 'logs'}. "
+            f"Fix the cause and continue with: nip-astra sweep {directory}"
+        )
+
+
+def _folder_of(source: str | None, sweep_dir: str | None) -> Path:
+    """Where the runs are kept: --sweep-dir, the given folder, or one named after the file."""
+    if sweep_dir is not None:
+        return Path(sweep_dir)
+    if source is not None and Path(source).is_dir():
+        return Path(source)
+    return Path(ExperimentSettings().runs_dir) / (Path(source).stem if source else "sweep")
+
+
+def _num_runs(plan: SweepPlan, shard: str | None) -> int:
+    from nip_astra.sweep.plan import shard_of
+
+    if plan.search is not None:
+        return plan.search.num_trials * len(plan.seeds)
+    return len(shard_of(plan.runs, shard))
+
+
+def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
+    from nip_astra.sweep.plan import shard_of, status_of
+
+    if plan.search is None:
+        for run in shard_of(plan.runs, shard):
+            status = status_of(directory / run.run_id)
+            say(f"{run.run_id}  {status:8}  {run.arm.name}  seed {run.seed}")
+        return
+    objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
+    say(
+        f"{plan.search.num_trials} trials of {len(plan.seeds)} runs each, by "
+        f"{plan.search.sampler}, to {plan.search.direction} {', '.join(sorted(objectives))}"
+    )
+    for path, choice in plan.choices.items():
+        say(f"{path}  {choice}")
+
+
+def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
+    from tqdm import tqdm
+
+    text = f"[{place}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
+    text += f" after {one.seconds:.0f} s" if one.seconds else ""
+    text += f": {one.message}" if one.message else ""
+    # A bar makes room for the line.
+    with tqdm.external_write_mode(file=sys.stderr):
+        (complain if as_json or one.status == "failed" else say)(text)
+
+
+def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
+    from nip_astra.sweep.results import SUMMARY, TABLE
+    from nip_astra.tracking.run_directory import REPORT
+
+    names = list(metrics) or [results.headline()]
+    for name in names:
+        if name not in results.figure_names:
+            raise UnknownNameError("figure", name, results.figure_names, "Give it by --metric.")
+    if as_json:
+        say(json.dumps([row for name in names for row in _rows(results, name)]))
+        return
+    console = open_console()
+    for name in names:
+        console.print(_table(results, name), "")
+    for caution in results.cautions(names):
+        say(f"caution    {caution}")
+    for title, file in (("table", TABLE), ("summary", SUMMARY), ("report", REPORT)):
+        say(f"{title:10} {results.directory / file}")
+
+
+def _table(results: SweepResults, name: str) -> Table:
+    from nip_astra.evaluation.tables import plain_table
+
+    table = plain_table(
+        f"{name}, means over seeds with 95 % intervals of Student's t",
+        *("arm", "seeds", "before", "after", "interval", "each seed", "less the first", "p"),
+    )
+    for arm, before, after, beside in results.compared(name):
+        if after is None:
+            table.add_row(safe_text(arm.name), "0", *[""] * 6)
+            continue
+        table.add_row(
+            safe_text(arm.name),
+            str(len(after.values)),
+            "" if before is None else f"{before.mean:.3g}",
+            f"{after.mean:.3g}",
+            _interval(after.low, after.high),
+            " ".join(f"{value:.3g}" for value in after.values.values()),
+            "" if beside is None else f"{beside.mean:+.3g} {_interval(beside.low, beside.high)}",
+            "" if beside is None or beside.p is None else f"{beside.p:.2g}",
+        )
+    return table
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"[{low:.3g}, {high:.3g}]"
+
+
+def _rows(results: SweepResults, name: str) -> list[dict[str, Any]]:
+    return [
+        {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values), "figure": name}
+        | after._asdict()
+        | {"less_first_arm": None if beside is None else beside._asdict()}
+        | {"selected_by": results.selected_by}
+        for arm, _, after, beside in results.compared(name)
+        if after is not None
+    ]

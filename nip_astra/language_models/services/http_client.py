@@ -1,0 +1,261 @@
+"""HTTP clients that limit responses, and the official client of OpenAI's protocol.
+
+The package `openai` (versions 2 and 3) handles connections, credentials and the form of requests,
+without retries and without redirections, which could leak a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
+
+from nip_astra.errors import (
+    AnswerTooLargeError,
+    BudgetExhaustedError,
+    ConfigurationError,
+    MissingDependencyError,
+)
+from nip_astra.language_models.services.chat import ChatFailure, FailureReason
+from nip_astra.trust import read_variable
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import APIStatusError, AsyncOpenAI
+
+MIB = 2**20
+ENCODINGS = ("gzip", "deflate")
+"""Accepted compressions, which expand by at most a factor of 1,000; nested or other ones may expand
+without limit."""
+
+
+def check_address(address: str, what: str) -> SplitResult:
+    """The parts of an HTTP address; `ConfigurationError` for an invalid one."""
+    try:
+        parts = urlsplit(address)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid or not address.isascii() or not address.isprintable() or " " in address:
+        raise ConfigurationError(
+            f"{address!r} is not an HTTP address of {what}. Example: http://127.0.0.1:8000."
+        )
+    return parts
+
+
+def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
+    """A subclass of an HTTP client that raises if a response is longer than `max_bytes`.
+
+    Without streaming: `send` returns the complete response.
+    """
+    import httpx
+
+    class Bounded(base):  # type: ignore[valid-type, misc]  # a base that is known here alone
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.headers["Accept-Encoding"] = ", ".join(ENCODINGS)
+
+        async def send(
+            self, request: httpx.Request, *, stream: bool = False, **options: Any
+        ) -> httpx.Response:
+            answer = await super().send(request, stream=True, **options)
+            try:
+                content = await _read(answer, max_bytes)
+            finally:
+                await answer.aclose()
+            kept = [
+                (name, value)
+                for name, value in answer.headers.multi_items()
+                if name not in ("content-encoding", "content-length", "transfer-encoding")
+            ]
+            return httpx.Response(
+                answer.status_code, headers=kept, content=content, request=request
+            )
+
+    return Bounded
+
+
+async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
+    """The body, uncompressed; `AnswerTooLargeError` as soon as the limit is exceeded."""
+    encoding = answer.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", *ENCODINGS):
+        raise AnswerTooLargeError(
+            f"the answer is compressed as {encoding[:40]!r}; supported: {', '.join(ENCODINGS)}"
+        )
+    announced = answer.headers.get("content-length", "0")
+    size = int(announced[:18]) if announced.isascii() and announced.isdigit() else 0
+    pieces: list[bytes] = []
+    if size <= max_bytes:
+        size = 0
+        async for piece in answer.aiter_bytes():
+            size += len(piece)
+            if size > max_bytes:
+                break
+            pieces.append(piece)
+    if size > max_bytes:
+        raise AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:g} MiB")
+    return b"".join(pieces)
+
+
+LARGEST_ANSWER = 64 * MIB
+"""Largest response in bytes; those of chat models have a few kilobytes."""
+NO_KEY = "no-key"
+PASSING = frozenset({408, 409, 425, 429})
+"""Statuses besides 5xx after which another attempt may succeed."""
+MISCONFIGURED = frozenset({401, 403, 404, 405})
+WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
+"""Codes of a 400 that every request of this run would get."""
+FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
+
+
+class OpenAIConnection:
+    """An address with its key, which is never shown; opens a client per event loop.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds without data after which an attempt fails.
+    what : str
+        Name of the model for messages: "the judge".
+    uses_proxies : bool
+        Whether to use the proxies of the environment.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        timeout: float,
+        what: str = "the chat model",
+        uses_proxies: bool = True,
+    ) -> None:
+        parts = check_address(base_url, what)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ConfigurationError(
+                f"{what}'s base_url must not contain a user, password or query, which would be "
+                "stored with the parameters. Give the key by api_key_variable."
+            )
+        _import_openai()
+        self.base_url = base_url.rstrip("/")
+        self.what = what
+        self._api_key = api_key
+        self._timeout = timeout
+        self._uses_proxies = uses_proxies
+        self._client: AsyncOpenAI | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def client(self) -> AsyncOpenAI:
+        """The client of the running event loop, to which connections belong."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            openai = _import_openai()
+            client: AsyncOpenAI = openai.AsyncOpenAI(
+                api_key=self._api_key or NO_KEY,
+                base_url=self.base_url,
+                timeout=self._timeout,
+                max_retries=0,
+                http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
+                    follow_redirects=False,
+                    timeout=self._timeout,
+                    event_hooks={"request": [_drop_key]} if self._api_key is None else {},
+                    trust_env=self._uses_proxies,
+                ),
+            )
+            self._client, self._loop = client, loop
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.close()
+        self._client = self._loop = None
+
+    def shown(self, text: str) -> str:
+        """The start of a text on one line, without the key."""
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return " ".join(text.split())[:200]
+
+    def failure_of(self, error: Exception) -> ChatFailure:
+        """The failure that an error means for a request; raises if every request would fail."""
+        openai = _import_openai()
+        for one in (error, error.__cause__):
+            # Versions of the package wrap it differently.
+            if isinstance(one, AnswerTooLargeError):
+                return ChatFailure(FailureReason.MALFORMED, self.shown(str(one)))
+        if isinstance(error, openai.APITimeoutError):
+            return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
+        if isinstance(error, openai.APIConnectionError):
+            cause = error.__cause__ or error
+            shown = self.shown(f"{type(cause).__name__} {cause}")
+            return ChatFailure(FailureReason.UNAVAILABLE, shown)
+        if isinstance(error, openai.APIStatusError):
+            return self._failure_of_status(error)
+        if isinstance(error, openai.APIError):
+            return ChatFailure(FailureReason.MALFORMED, self.shown(str(error)))
+        raise error
+
+    def _failure_of_status(self, error: APIStatusError) -> ChatFailure:
+        status, text = error.status_code, self.shown(error.response.text)
+        shown = f"status {status} {text}".rstrip()
+        if error.code == "insufficient_quota" or status == 402:
+            raise BudgetExhaustedError(
+                f"the account of {self.what} at {self.base_url} has nothing left to spend "
+                f"({shown}). Add funds, then resume the run."
+            ) from error
+        if status in PASSING or status >= 500:
+            wait = _seconds(error.response.headers.get("Retry-After", ""))
+            is_limit = status == 429
+            reason = FailureReason.RATE_LIMITED if is_limit else FailureReason.UNAVAILABLE
+            return ChatFailure(reason, shown, wait)
+        if any(word in error.response.text.lower() for word in FORMAT_WORDS):
+            return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
+        if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
+            # A message about the key may contain it.
+            answer = f"status {status}" if status in (401, 403) else shown
+            raise ConfigurationError(
+                f"{self.what} at {error.request.url} answered with {answer}. Check base_url, "
+                "model, api_key_variable and the fields that this service supports."
+            ) from error
+        return ChatFailure(FailureReason.REFUSED, shown)
+
+
+def read_key(variable: str | None, *, what: str = "the chat model") -> str | None:
+    """The key in an environment variable; None without a variable."""
+    if variable is None:
+        return None
+    key = (read_variable(variable) or "").strip()
+    if not key:
+        raise ConfigurationError(
+            f"api_key_variable of {what} names {variable!r}, which is not set. Set it, or set "
+            "api_key_variable to null if the service needs no key."
+        )
+    return key
+
+
+async def _drop_key(request: Any) -> None:
+    # The package requires a key even if the service does not.
+    request.headers.pop("Authorization", None)
+
+
+def _seconds(retry_after: str) -> float:
+    """The seconds of a Retry-After header; 0 for a date or an invalid one."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        return 0.0
+    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
+
+
+def _import_openai() -> ModuleType:
+    try:
+        import openai
+    except ImportError as error:
+        raise MissingDependencyError(
+            "OpenAI's protocol needs the package openai. Install it with: "
+            "pip install 'nip_astra[api]'"
+        ) from error
+    return openai

@@ -1,0 +1,320 @@
+"""Layers of graph networks in C, computed block of rows by block of rows.
+
+Intermediate values never leave the cache, and most are computed again for derivatives. Used on CPUs
+with a C compiler, for small matrices in float32 with widths that are multiples of 16; elsewhere the
+layers of `formulas.py` compute the same values up to rounding.
+
+Shapes: as in `formulas.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from nip_astra.scenarios.graphs.compiled import NativeCode
+from nip_astra.scenarios.graphs.formulas import (
+    Gradients,
+    LayerWeights,
+    Network,
+    PairReading,
+    Pairs,
+    TanhGin,
+    apply,
+    gin_formula,
+    of_plain_formula,
+    tanh_reading,
+)
+
+SOURCES = Path(__file__).with_name("native")
+CODES = {name: NativeCode(SOURCES / f"{name}.c") for name in ("network", "transformer")}
+
+TILE = 16
+"""Widths are multiples of it."""
+MOST_WEIGHTS = 4096
+"""Maximum size of a matrix: C reads all weights again for each block of rows, on one core, and is
+slower than torch from about four times as many on."""
+IS_NODE = 2
+"""Index of the node mask, [B, 2, n], among the inputs of each function."""
+NUM_READ, NUM_WEIGHTS = len(Network._fields), len(LayerWeights._fields)
+
+
+def why_absent() -> str | None:
+    """Why layers are computed by torch, or None if they are compiled."""
+    reasons = (code.why_absent() for code in CODES.values())
+    return next((reason for reason in reasons if reason), None)
+
+
+def computed_by() -> str:
+    """Whether layers are compiled, and from which code, or why not."""
+    reason = why_absent()
+    if reason is not None:
+        return f"torch ({reason})"
+    return "compiled: " + ", ".join(code.described() for code in CODES.values())
+
+
+def tanh_network(
+    network: Network, weights: Sequence[Tensor], *, digits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`Network.apply` with layers of `gin_formula`, in C where possible.
+
+    Parameters
+    ----------
+    weights : Sequence[Tensor]
+        Four per layer, one layer after the other.
+    digits : int, optional
+        Decimal places to which nodes are rounded after all layers; not in C.
+    """
+    inputs = (*network, *weights)
+    if digits is None and NativeNetwork.takes(inputs):
+        tokens_BSE, sums_B2D = NativeNetwork.run(inputs)
+        return tokens_BSE, sums_B2D
+    layers = partial(_gin_layers, partial(apply, TanhGin), weights)
+    return network.apply(layers, digits=digits)
+
+
+def _gin_layers(
+    layer: Callable[..., Tensor], weights: Sequence[Tensor], nodes_GnD: Tensor, closed_Gnn: Tensor
+) -> Tensor:
+    for start in range(0, len(weights), 4):
+        nodes_GnD = layer(nodes_GnD, closed_Gnn, *weights[start : start + 4])
+    return nodes_GnD
+
+
+def read(pairs: Pairs, weights: LayerWeights) -> PairReading | NativeReading:
+    """`tanh_reading`, in C where possible."""
+    if NativeGraphTokens.takes((*pairs, *weights)):
+        return NativeReading(pairs, weights)
+    return tanh_reading(pairs, weights)
+
+
+class NativeReading:
+    """`tanh_reading` in C."""
+
+    def __init__(self, pairs: Pairs, weights: LayerWeights) -> None:
+        self.pairs, self.weights = pairs, weights
+
+    def graphs(self) -> Tensor:
+        return NativeGraphTokens.run((*self.pairs, *self.weights))[0]
+
+    def nodes(self) -> Tensor:
+        return NativeNodeTokens.run((*self.pairs, *self.weights))[0]
+
+
+class _Native(torch.autograd.Function):
+    """A formula in C: `NAME_forward(*sizes, *inputs, *kept, *results)` and
+    `NAME_backward(*sizes, *gradients, *inputs, *kept, *of_inputs)`, all contiguous.
+
+    Second derivatives are those of the formula.
+    """
+
+    name: ClassVar[str]
+    constants: ClassVar[tuple[int, ...]]
+    """Inputs without derivatives."""
+    num_kept: ClassVar[int] = 0
+    """Number of tensors that `forward` keeps for `backward` besides the inputs."""
+
+    @classmethod
+    def formula(cls, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The same in torch, twice differentiable."""
+        raise NotImplementedError
+
+    @classmethod
+    def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
+        """Sizes that C needs."""
+        raise NotImplementedError
+
+    @classmethod
+    def widths(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        """Outputs and inputs of matrices."""
+        raise NotImplementedError
+
+    @classmethod
+    def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        """The expected shape of each input, from some of them."""
+        raise NotImplementedError
+
+    @classmethod
+    def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors for the results."""
+        raise NotImplementedError
+
+    @classmethod
+    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`num_kept` tensors."""
+        return ()
+
+    @classmethod
+    def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Inputs, or their derivatives, as C takes them."""
+        raise NotImplementedError
+
+    @classmethod
+    def takes(cls, inputs: Sequence[Tensor]) -> bool:
+        """Whether C computes this; otherwise torch does, or reports what is wrong."""
+        are_small = all(
+            rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
+            for rows, columns in cls.widths(inputs)
+        )
+        is_node_B2n = inputs[IS_NODE]
+        return (
+            are_small
+            and all(x.device.type == "cpu" and x.layout == torch.strided for x in inputs)
+            and all(
+                x.dtype == (torch.bool if i == IS_NODE else torch.float32)
+                for i, x in enumerate(inputs)
+            )
+            and not any(inputs[i].requires_grad for i in cls.constants)
+            and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
+            # C counts a graph's nodes, so padding must be last.
+            and not bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any())
+            and CODES[cls.name].library() is not None
+        )
+
+    @classmethod
+    def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, with derivatives if gradients are enabled."""
+        inputs = [tensor.contiguous() for tensor in inputs]
+        if not torch.is_grad_enabled():
+            return cls.compute(inputs, cls.num_kept * [None])
+        results: tuple[Tensor, ...] = cls.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
+        return results
+
+    @classmethod
+    def compute(cls, inputs: Sequence[Tensor], kept: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the results and write to the kept tensors that are not None."""
+        results = cls.empty_results(inputs)
+        given = (*cls.sizes(inputs), *cls.grouped(inputs), *kept)
+        CODES[cls.name].call(f"{cls.name}_forward", *given, *results)
+        return results
+
+    @classmethod
+    def forward(cls, ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        kept = cls.empty_kept(inputs)
+        results = cls.compute(inputs, kept)
+        ctx.save_for_backward(*inputs, *kept)
+        return results
+
+    @classmethod
+    def backward(cls, ctx: Any, *gradients: Tensor) -> Gradients:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        inputs, kept = saved[: len(ctx.needs_input_grad)], saved[len(ctx.needs_input_grad) :]
+        if torch.is_grad_enabled():
+            return of_plain_formula(cls.formula, inputs, gradients)
+        of_inputs = [
+            None if i in cls.constants else torch.empty_like(x) for i, x in enumerate(inputs)
+        ]
+        written = [x for x in cls.grouped(of_inputs) if x is not None]
+        given = (*cls.sizes(inputs), *(x.contiguous() for x in gradients), *cls.grouped(inputs))
+        CODES[cls.name].call(f"{cls.name}_backward", *given, *kept, *written)
+        return tuple(of_inputs)
+
+
+class NativeNetwork(_Native):
+    """`Network.apply` with layers of `gin_formula`, whose weights are the last inputs."""
+
+    name = "network"
+    num_kept = 1
+    constants = (0, 1, 2, 3)
+
+    @classmethod
+    def formula(cls, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return Network(*inputs[:NUM_READ]).apply(
+            partial(_gin_layers, gin_formula, inputs[NUM_READ:])
+        )
+
+    @classmethod
+    def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
+        said_BPS, _, _, last_BLS, input_DP, node_ED, *_ = inputs
+        weights = inputs[NUM_READ:]
+        num_frames, num_said, num_nodes = said_BPS.shape
+        widths = (len(input_DP), len(weights[0]), len(node_ED))
+        num_graphs, num_layers = 2 * num_frames, len(weights) // 4
+        return num_layers, num_graphs, num_nodes // 2, *widths, num_said, last_BLS.shape[1]
+
+    @classmethod
+    def widths(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        _, _, _, _, input_DP, node_ED, _, _, inner_FD, *_ = inputs
+        return (len(inner_FD), len(input_DP)), (len(node_ED), len(input_DP))
+
+    @classmethod
+    def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        num_layers, _, n, d, f, e, num_said, num_last = cls.sizes(inputs)
+        num_frames, num_nodes = len(inputs[0]), 2 * n
+        frames = [(num_said, num_nodes), (2, n, n), (2, n), (num_last, num_nodes)]
+        ends = [(d, num_said + 1), (e, d), (e,), (e, num_last)]
+        layers = num_layers * [(f, d), (f,), (d, f), (d,)]
+        return [*((num_frames, *shape) for shape in frames), *ends, *layers]
+
+    @classmethod
+    def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        said_BPS, _, _, _, input_DP, node_ED, *_ = inputs
+        num_frames, _, num_nodes = said_BPS.shape
+        return (
+            said_BPS.new_empty(num_frames, num_nodes, len(node_ED)),
+            said_BPS.new_empty(num_frames, 2, len(input_DP)),
+        )
+
+    @classmethod
+    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        num_layers, num_graphs, n, d, *_ = cls.sizes(inputs)
+        return (inputs[0].new_empty(num_layers + 1, num_graphs * n, d),)
+
+    @classmethod
+    def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
+        return *tensors[:NUM_READ], tensors[NUM_READ:]
+
+
+class NativeGraphTokens(_Native):
+    """`PairReading.graphs` of `tanh_reading`; the layer's weights are the last inputs."""
+
+    name = "transformer"
+    constants = (2,)
+    is_nodes: ClassVar[bool] = False
+
+    @classmethod
+    def formula(cls, *inputs: Tensor) -> Tensor:
+        weights = LayerWeights(*inputs[-NUM_WEIGHTS:])
+        reading = tanh_reading(Pairs(*inputs[:3]), weights, is_formula=True)
+        return reading.nodes() if cls.is_nodes else reading.graphs()
+
+    @classmethod
+    def widths(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        _, _, _, d, heads, f = cls.sizes(inputs)
+        return (heads * d, d), (f, d)
+
+    @classmethod
+    def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
+        num_frames, _, n = inputs[IS_NODE].shape
+        weights = LayerWeights(*inputs[-NUM_WEIGHTS:])
+        heads, _, d = weights.query_HdD.shape
+        return int(cls.is_nodes), num_frames, n, d, heads, len(weights.inner_FD)
+
+    @classmethod
+    def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        _, num_frames, n, d, heads, f = cls.sizes(inputs)
+        of_head = inputs[-NUM_WEIGHTS].shape[1]
+        tokens = [(num_frames, 2, d), (num_frames, 2 * n, d), (num_frames, 2, n)]
+        attention = [(heads, of_head, heads * of_head), (d,), *3 * [(d, d)], *3 * [(d,)]]
+        perceptron = [(f, d), (f,), (d, f), *3 * [(d,)]]
+        return [*tokens, *attention, *perceptron]
+
+    @classmethod
+    def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (torch.empty_like(inputs[int(cls.is_nodes)]),)
+
+    @classmethod
+    def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
+        # C can compute the nodes of one chosen graph per frame too.
+        return *tensors[:3], None, tensors[3:]
+
+
+class NativeNodeTokens(NativeGraphTokens):
+    """`PairReading.nodes`."""
+
+    is_nodes = True

@@ -1,0 +1,204 @@
+"""Pairs of graphs in files and as tensors.
+
+Own files are safetensors. neural-interactive-proofs publishes a dict of tensors in `data.pt`: for
+the two graphs of each pair, `a` and `b`, `edge_index` [2, E] holds the ends of all edges, in both
+directions, with nodes counted from 0 in each graph; `slices` [N + 1] the start of each graph's
+edges; `sizes` [N] its number of nodes. `wl_scores` [N] is -1 for isomorphic graphs, else the round
+of refinement that distinguishes them.
+
+Shapes: N pairs, E edges of all graphs, n nodes (padded).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import DataError
+from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairs, IntArray
+from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, BoolArray, wl_scores
+
+_PARTS = ("adjacency", "num_nodes", "wl_score")
+
+
+def save_pairs(path: Path | str, *, train: GraphPairs, test: GraphPairs) -> None:
+    """Write both splits to a safetensors file."""
+    tensors = {
+        f"{split}.{part}": torch.from_numpy(np.ascontiguousarray(getattr(pairs, part)))
+        for split, pairs in zip(SPLITS, (train, test), strict=True)
+        for part in _PARTS
+    }
+    try:
+        save_file(tensors, Path(path))
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"cannot write {path}: {error}. Give a path in a writable folder."
+        ) from error
+
+
+def load_pairs(path: Path | str) -> tuple[GraphPairs, GraphPairs]:
+    """Training and test pairs from `save_pairs`."""
+    try:
+        tensors = load_file(Path(path))
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} is missing or not a safetensors file: {error}. Write it with save_pairs, or "
+            "omit `file` to generate pairs."
+        ) from error
+    train, test = (_read(tensors, split, path) for split in SPLITS)
+    if train.adjacency.shape[1:] != test.adjacency.shape[1:]:
+        raise _broken(path, "training and test pairs are padded to different sizes")
+    return train, test
+
+
+def _read(tensors: dict[str, Tensor], split: str, path: Path | str) -> GraphPairs:
+    names = [f"{split}.{part}" for part in _PARTS]
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise _broken(path, f"{missing[0]} is missing")
+    adjacency, num_nodes, wl_score = (tensors[name] for name in names)
+    num_pairs, n = len(num_nodes), adjacency.shape[-1]
+    if adjacency.dtype != torch.bool or adjacency.shape != (num_pairs, 2, n, n):
+        raise _broken(path, f"{names[0]} must be bool [pairs, 2, nodes, nodes]")
+    for name, numbers in zip(names[1:], (num_nodes, wl_score), strict=True):
+        if numbers.dtype != torch.int64 or numbers.shape != (num_pairs,):
+            raise _broken(path, f"{name} must be int64 [pairs]")
+    is_real = torch.arange(n) < num_nodes[:, None, None]
+    is_inside = is_real[..., None] & is_real[..., None, :]
+    has_loops = bool(adjacency.diagonal(dim1=-2, dim2=-1).any())
+    if has_loops or bool((adjacency & ~is_inside).any()):
+        raise _broken(path, f"{names[0]} has loops or edges in the padding")
+    if not torch.equal(adjacency, adjacency.transpose(-1, -2)):
+        raise _broken(path, f"{names[0]} is not symmetric")
+    if not bool((((wl_score >= 1) & (wl_score <= BEYOND_WL)) | (wl_score == ISOMORPHIC)).all()):
+        raise _broken(path, f"{names[2]} has scores other than -1 and 1 to {BEYOND_WL}")
+    return GraphPairs(adjacency.numpy(), num_nodes.numpy(), wl_score.numpy())
+
+
+def _broken(path: Path | str, problem: str) -> DataError:
+    return DataError(f"invalid pairs in {path}: {problem}. Write the file again with save_pairs.")
+
+
+def as_dataset(pairs: GraphPairs) -> TensorDict:
+    """The pairs as datapoints: `adjacency` [N, 2, n, n] float32, `node_mask` [N, 2, n] bool,
+    `wl_score` [N] long, and `y` [N, 1] long, 1 for isomorphic graphs.
+    """
+    n = pairs.adjacency.shape[-1]
+    wl_score = torch.from_numpy(pairs.wl_score)
+    is_real = torch.arange(n) < torch.from_numpy(pairs.num_nodes)[:, None]
+    return TensorDict(
+        {
+            "adjacency": torch.from_numpy(pairs.adjacency).float(),
+            "node_mask": is_real[:, None].repeat(1, 2, 1),
+            "wl_score": wl_score,
+            "y": (wl_score == ISOMORPHIC).long()[:, None],
+        },
+        batch_size=[pairs.num_pairs],
+    )
+
+
+MOST_NODES = 64
+"""Maximum number of nodes, as for generated pairs."""
+
+
+class PublishedPairs(NamedTuple):
+    """Content of a `data.pt`."""
+
+    pairs: GraphPairs
+    """With recomputed scores."""
+    num_rescored: int
+    """Pairs that have another score in the file, and the same label."""
+
+
+def read_published_pairs(path: Path | str) -> PublishedPairs:
+    """Read a `data.pt`; only tensors are loaded and no code is executed."""
+    tensors = _read_tensors(path)
+    scores_N = _integers(tensors, "wl_scores", path).numpy()
+    first, num_nodes = _read_graphs(tensors, "a", len(scores_N), path)
+    second, num_nodes_b = _read_graphs(tensors, "b", len(scores_N), path)
+    if not np.array_equal(num_nodes, num_nodes_b):
+        raise _refused(path, "the two graphs of a pair have different numbers of nodes")
+    adjacency = np.stack([first, second], axis=1)
+    recomputed = wl_scores(adjacency, np.stack([num_nodes, num_nodes], axis=1))
+    wrong = np.flatnonzero((recomputed == ISOMORPHIC) != (scores_N == ISOMORPHIC))
+    if len(wrong):
+        raise _refused(path, f"{len(wrong)} pairs have wrong labels, for instance {wrong[0]}")
+    pairs = GraphPairs(adjacency, num_nodes, recomputed)
+    return PublishedPairs(pairs, int((recomputed != scores_N).sum()))
+
+
+def padded_to(pairs: GraphPairs, n: int) -> GraphPairs:
+    """The pairs, padded to n nodes."""
+    more = n - pairs.adjacency.shape[-1]
+    return pairs._replace(adjacency=np.pad(pairs.adjacency, ((0, 0), (0, 0), (0, more), (0, more))))
+
+
+def _read_tensors(path: Path | str) -> dict[str, Tensor]:
+    try:
+        # weights_only: loads tensors and plain values, and executes no code.
+        loaded = torch.load(Path(path), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _refused(path, f"missing, corrupt, or not only tensors: {reason}") from error
+    if not isinstance(loaded, dict) or not all(type(name) is str for name in loaded):
+        raise _refused(path, f"got a {type(loaded).__name__} instead of a dict with string keys")
+    for name, value in loaded.items():
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
+            raise _refused(path, f"{name!r} must be a dense tensor, got {type(value).__name__}")
+    return loaded
+
+
+def _integers(tensors: dict[str, Tensor], name: str, path: Path | str, *, dims: int = 1) -> Tensor:
+    if name not in tensors:
+        raise _refused(path, f"{name!r} is missing")
+    value = tensors[name]
+    if value.dtype not in (torch.int32, torch.int64) or value.dim() != dims:
+        raise _refused(path, f"{name!r} must have integers and {dims} dimension{'s'[: dims != 1]}")
+    return value.long()
+
+
+def _read_graphs(
+    tensors: dict[str, Tensor], which: str, num_pairs: int, path: Path | str
+) -> tuple[BoolArray, IntArray]:
+    """One graph of each pair, [N, n, n], and its nodes, [N]."""
+    edges_2E = _integers(tensors, f"edge_index_{which}", path, dims=2)
+    slices = _integers(tensors, f"slices_{which}", path)
+    sizes_N = _integers(tensors, f"sizes_{which}", path)
+    if num_pairs == 0 or len(sizes_N) != num_pairs:
+        raise _refused(path, f"{num_pairs} scores but {len(sizes_N)} sizes")
+    if not bool(((sizes_N >= 1) & (sizes_N <= MOST_NODES)).all()):
+        raise _refused(path, f"sizes must be from 1 to {MOST_NODES} nodes")
+    # Trailing graphs without edges have no slice.
+    missing = num_pairs + 1 - len(slices)
+    is_whole = len(slices) >= 1 and missing >= 0 and int(slices[0]) == 0
+    if is_whole:
+        slices = torch.cat([slices, slices[-1:].expand(missing)])
+    counts_N = slices.diff()
+    num_edges = edges_2E.shape[1]
+    if not is_whole or len(edges_2E) != 2 or bool((counts_N < 0).any()) or slices[-1] != num_edges:
+        raise _refused(path, f"slices_{which} do not partition the {num_edges} edges")
+    graph_E = torch.arange(num_pairs).repeat_interleave(counts_N)
+    if not bool(((edges_2E >= 0) & (edges_2E < sizes_N[graph_E])).all()):
+        raise _refused(path, f"edge_index_{which} has nodes out of range")
+    n = int(sizes_N.max())
+    adjacency = torch.zeros(num_pairs, n, n, dtype=torch.bool)
+    adjacency[graph_E, edges_2E[0], edges_2E[1]] = True
+    if bool(adjacency.diagonal(dim1=1, dim2=2).any()):
+        raise _refused(path, f"edge_index_{which} has loops")
+    if not torch.equal(adjacency, adjacency.transpose(1, 2)):
+        raise _refused(path, f"edge_index_{which} is not symmetric")
+    return adjacency.numpy(), sizes_N.numpy()
+
+
+def _refused(path: Path | str, problem: str) -> DataError:
+    return DataError(
+        f"invalid pairs in {path}: {problem}. Give a data.pt of neural-interactive-proofs: a dict "
+        "of the tensors edge_index_a, slices_a, sizes_a, the same with _b, and wl_scores."
+    )

@@ -1,0 +1,1 @@
+"""Tinker's protocol: training, sampling and checkpoints for clients of its SDK."""

@@ -1,0 +1,271 @@
+"""The JSON requests of Tinker's SDK; an option that this service cannot honour is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from nip_astra.serve.requests import Body, wrong
+from nip_astra.serve.training import MAX_WEIGHT_DECAY
+
+Seconds = Annotated[int, Field(ge=1, le=10 * 365 * 24 * 3600)]
+"""Lifetime of a checkpoint; at most ten years."""
+Number = Annotated[int, Field(ge=1, lt=1 << 53)]
+"""Number of a model's operation, in the order in which they take effect."""
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Top = Annotated[int, Field(ge=0, le=1024)]
+"""Number of candidates to report per token."""
+MAX_SAMPLES = 4096
+"""Most answers of one request."""
+
+
+class TinkerBody(Body):
+    """A request; the SDK sends `type` with each."""
+
+    model_config = ConfigDict(
+        strict=False, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    type: str | None = None
+
+
+class SessionBody(TinkerBody):
+    """A new session."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class HeartbeatBody(TinkerBody):
+    """A client reports that it is alive."""
+
+    session_id: str
+
+
+class LoraBody(TinkerBody):
+    """A low-rank adapter."""
+
+    rank: int = Field(ge=1, le=4096)
+    seed: Integer | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerBody(TinkerBody):
+    """The kind of an optimizer."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    type: str = "adamw"
+
+    def check(self) -> None:
+        if self.type != "adamw":
+            raise wrong(
+                f"unknown optimizer {self.type!r}; available: adamw. Leave optimizer out.",
+                "optimizer_config",
+            )
+
+
+class CreateModelBody(TinkerBody):
+    """A new model in training."""
+
+    session_id: str
+    model_seq_id: Count
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraBody | None = None
+    optimizer_config: OptimizerBody = OptimizerBody()
+
+
+class LoadBody(TinkerBody):
+    """A saved state to load into a model, or to create a model from."""
+
+    model_id: str | None = None
+    seq_id: Number | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerBody | None = None
+    weights_access_token: str | None = None
+
+    def check(self) -> None:
+        """Refuse the options of accounts."""
+        if self.weights_access_token is not None:
+            raise wrong(
+                "this service has no accounts: every client may load every checkpoint. Leave "
+                "weights_access_token out.",
+                "weights_access_token",
+            )
+
+
+class AdamBody(TinkerBody):
+    """The parameters of an optimizer step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    # Weights without a gradient are divided by it; smaller numbers are 0 in float32.
+    eps: float = Field(default=1e-12, ge=1e-30, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=MAX_WEIGHT_DECAY)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+
+class OptimStepBody(TinkerBody):
+    """An optimizer step."""
+
+    model_id: str
+    seq_id: Number
+    adam_params: AdamBody | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+    @property
+    def adam(self) -> AdamBody:
+        if self.adam_params is None:
+            kind = (self.optimizer_params or {}).get("type")
+            raise wrong(
+                f"unknown optimizer {kind!r}; available: adamw. Give AdamParams.",
+                "optimizer_params",
+            )
+        return self.adam_params
+
+
+class SaveBody(TinkerBody):
+    """A state to save."""
+
+    model_id: str
+    seq_id: Number
+    path: str | None = None
+    ttl_seconds: Seconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSamplerBody(TinkerBody):
+    """Weights to sample from."""
+
+    model_id: str
+    seq_id: Number
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: Seconds | None = None
+    user_metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Refuse weights that change while a client samples."""
+        if self.kind != "snapshot":
+            raise wrong(
+                f"unknown kind {self.kind[:50]!r} of weights; available: snapshot. Leave kind out.",
+                "kind",
+            )
+
+
+class SamplingSessionBody(TinkerBody):
+    """A new sampling session."""
+
+    session_id: str
+    sampling_session_seq_id: int = 0
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class ModelIdBody(TinkerBody):
+    """A question about a model."""
+
+    model_id: str
+
+
+class JoinBody(TinkerBody):
+    """A further client of a sampling session."""
+
+    sampling_session_id: str
+
+
+class WeightsInfoBody(TinkerBody):
+    """A question about a checkpoint."""
+
+    tinker_path: str
+
+
+class TtlBody(TinkerBody):
+    """Lifetime of a checkpoint; None for no limit."""
+
+    ttl_seconds: Seconds | None = None
+
+
+class TokensBody(TinkerBody):
+    """A part of a prompt."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[Integer]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, given: Any) -> Any:
+        kind = given.get("type", "encoded_text") if isinstance(given, dict) else "encoded_text"
+        if kind != "encoded_text":
+            raise ValueError("this service reads tokens (encoded_text) only, no images or sounds")
+        return given
+
+
+class PromptBody(TinkerBody):
+    """A prompt."""
+
+    chunks: list[TokensBody]
+
+    def ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingBody(TinkerBody):
+    """How tokens are drawn."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: Integer | None = None
+    stop: str | list[str] | list[Integer] | None = None
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class TensorBody(TinkerBody):
+    """A tensor in JSON."""
+
+    data: list[Integer]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SampleBody(TinkerBody):
+    """A request for samples, and for log-probabilities of the prompt."""
+
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: Count | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Top = 0
+    topk_sample_logprobs: Top = 0
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: Top = 0
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    record_stability_info: bool | None = None
+
+
+class FutureBody(TinkerBody):
+    """A request for a result."""
+
+    request_id: str
+    allow_metadata_only: bool = False

@@ -1,0 +1,252 @@
+"""Sessions, models in training and sampling sessions of Tinker's protocol."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nip_astra.serve.requests import ApiError, wrong
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.tinker.bodies import (
+    CreateModelBody,
+    LoadBody,
+    LoraBody,
+    SampleBody,
+    SaveBody,
+    SaveForSamplerBody,
+)
+from nip_astra.serve.tinker.models import TinkerModel, build_model
+from nip_astra.serve.tinker.sampling import SampleRequest, Samplers, SamplerSource, plan
+from nip_astra.serve.tinker.store import Checkpoint, CheckpointFolder, LoraShape, RunRecord
+from nip_astra.serve.training import SECONDS_SILENT, Bases, WorkQueue, lookup
+from nip_astra.utils.seeding import derive_seed
+
+_SESSION_LOST = (
+    "unknown session {name}: it has ended, or the service was restarted. Create a new "
+    "ServiceClient, and continue from a saved state."
+)
+_MODEL_LOST = (
+    "unknown model {name}: its session ended or was silent for too long, or the service was "
+    "restarted. Continue from a saved state by create_training_client_from_state_with_optimizer."
+)
+_SAMPLER_LOST = (
+    "unknown sampling session {name}: the service was restarted. Create a new sampling client from "
+    "saved weights."
+)
+
+
+@dataclass
+class Session:
+    """A client's session; its `unnamed` checkpoints are deleted with it."""
+
+    name: str
+    about: Mapping[str, Any]
+    seen_at: float = field(default_factory=time.monotonic)
+    model_ids: list[str] = field(default_factory=list)
+    sampler_ids: list[str] = field(default_factory=list)
+    unnamed: list[Checkpoint] = field(default_factory=list)
+
+
+def model_id_of(session_id: str, number: int) -> str:
+    """The name of a session's model; the SDK derives it as well."""
+    return f"{session_id}:train:{number}"
+
+
+class TinkerHost:
+    """The sessions, models and checkpoints of all clients."""
+
+    def __init__(self, bases: Bases, work: WorkQueue, settings: ServiceSettings) -> None:
+        self.bases, self.work, self.settings = bases, work, settings
+        self.store = CheckpointFolder(Path(settings.state_folder()) / "tinker")
+        self.samplers = Samplers(bases)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, TinkerModel] = {}
+        self.sources: dict[str, SamplerSource] = {}
+        self._joined = itertools.count(1)
+        self._lock = threading.Lock()
+
+    # ---- sessions
+
+    def open_session(self, about: Mapping[str, Any]) -> Session:
+        session = Session(str(uuid.uuid4()), about)
+        self.sessions[session.name] = session
+        return session
+
+    def session(self, name: str) -> Session:
+        found = lookup(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
+        found.seen_at = time.monotonic()
+        return found
+
+    def close_session(self, name: str) -> None:
+        """Close a session and its models; named checkpoints stay."""
+        session = self.sessions.pop(name, None)
+        if session is None:
+            return
+        for model_id in session.model_ids:
+            self._close_model(model_id)
+        for sampler_id in session.sampler_ids:
+            self.sources.pop(sampler_id, None)
+        for checkpoint in session.unnamed:
+            self.store.delete(checkpoint)
+
+    # ---- models
+
+    def model(self, model_id: str) -> TinkerModel:
+        return lookup(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
+
+    def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
+        """The function that creates a new model; an invalid request is refused at once."""
+        body.optimizer_config.check()
+        session = self.session(body.session_id)
+        base = self.bases.get(body.base_model)
+        lora = body.lora_config or LoraBody(rank=32)
+        shape = LoraShape(lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
+        record = _record(session, body.model_seq_id, base.name, shape, body.user_metadata)
+        return lambda: self._add(session, record, seed=abs(lora.seed or 0))
+
+    def create_from(
+        self, body: LoadBody, session_id: str, number: int
+    ) -> Callable[[], TinkerModel]:
+        """The function that creates a model from a saved state."""
+        if body.optimizer_config is not None:
+            body.optimizer_config.check()
+        session = self.session(session_id)
+        checkpoint = self.store.find(body.path)
+        origin = self.store.run(checkpoint.run_id)
+        base = self.bases.get(body.base_model or origin.base_model)
+        if base is not self.bases.get(origin.base_model):
+            raise wrong(
+                f"the checkpoint {body.path!r} is of {origin.base_model!r}, not of {base.name!r}. "
+                "Leave base_model out.",
+                "base_model",
+            )
+        record = _record(session, number, base.name, origin.lora, body.user_metadata)
+
+        def build() -> TinkerModel:
+            model = self._add(session, record, seed=0)
+            try:
+                model.load(checkpoint, with_optimizer=body.optimizer)
+            except BaseException:
+                self._close_model(record.run_id)
+                raise
+            return model
+
+        return build
+
+    def _add(self, session: Session, record: RunRecord, *, seed: int) -> TinkerModel:
+        with self._lock:
+            found = self.models.get(record.run_id)
+            if found is not None:
+                return found
+            self._make_room()
+        model = build_model(self.bases, record, seed=seed)
+        self.store.add_run(record)
+        self.work.open_lane(record.run_id)
+        self.models[record.run_id] = model
+        session.model_ids.append(record.run_id)
+        return model
+
+    def _make_room(self) -> None:
+        """Close silent sessions, when the service is full."""
+        most = self.settings.max_training_models
+        if len(self.models) < most:
+            return
+        # The SDK reports every few seconds.
+        seconds = min(self.settings.training_idle_seconds, SECONDS_SILENT)
+        for session in list(self.sessions.values()):
+            if time.monotonic() - session.seen_at > seconds:
+                self.close_session(session.name)
+        if len(self.models) >= most:
+            raise ApiError(
+                400,
+                f"{most} models are in training, the limit of this service. Close a "
+                "ServiceClient, or start the service with a higher max_training_models.",
+                code="models_full",
+            )
+
+    def _close_model(self, model_id: str) -> None:
+        self.models.pop(model_id, None)
+        self.work.close_lane(model_id)
+
+    # ---- saving
+
+    def save(self, body: SaveBody) -> Checkpoint:
+        return self.store.save(
+            body.model_id,
+            "training",
+            body.path,
+            self.model(body.model_id).service.save_state,
+            ttl_seconds=body.ttl_seconds,
+            overwrite=body.overwrite,
+            user_metadata=body.user_metadata,
+        )
+
+    def save_for_sampler(self, body: SaveForSamplerBody) -> tuple[Checkpoint, str | None]:
+        """Save weights to sample from; if unnamed, also open a sampling session for them."""
+        checkpoint = self.store.save(
+            body.model_id,
+            "sampler",
+            body.path,
+            self.model(body.model_id).write_weights,
+            ttl_seconds=body.ttl_seconds,
+            user_metadata=body.user_metadata,
+        )
+        if body.path is not None:
+            return checkpoint, None
+        session = self.session(body.model_id.partition(":")[0])
+        session.unnamed.append(checkpoint)
+        return checkpoint, self.add_sampler(session, self._source_of(checkpoint))
+
+    # ---- sampling
+
+    def source(self, base_model: str | None, model_path: str | None) -> SamplerSource:
+        """The weights that a client names; `ApiError` 404 without any."""
+        if model_path is not None:
+            return self._source_of(self.store.find(model_path))
+        if base_model is None:
+            raise wrong("a sampling session needs base_model or model_path.")
+        return SamplerSource(self.bases.get(base_model))
+
+    def _source_of(self, checkpoint: Checkpoint) -> SamplerSource:
+        record = self.store.run(checkpoint.run_id)
+        return SamplerSource(self.bases.get(record.base_model), record.lora, checkpoint)
+
+    def add_sampler(self, session: Session, source: SamplerSource) -> str:
+        name = f"{session.name}:sample:{len(session.sampler_ids)}"
+        session.sampler_ids.append(name)
+        self.sources[name] = source
+        return name
+
+    def sampler(self, name: str) -> SamplerSource:
+        return lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
+
+    def join_sampler(self, name: str) -> int:
+        """A number for a copy of a sampling client, which makes its requests distinct."""
+        self.sampler(name)
+        return next(self._joined)
+
+    def plan_sample(self, body: SampleBody) -> SampleRequest:
+        if body.sampling_session_id is not None:
+            source = self.sampler(body.sampling_session_id)
+        else:
+            source = self.source(body.base_model, body.model_path)
+        name = body.sampling_session_id or uuid.uuid4().hex
+        return plan(source, body, seed=derive_seed(name, body.seq_id or 0))
+
+
+def _record(
+    session: Session,
+    number: int,
+    base_model: str,
+    lora: LoraShape,
+    user_metadata: Mapping[str, Any] | None,
+) -> RunRecord:
+    about = {key: str(value) for key, value in (user_metadata or {}).items()}
+    model_id = model_id_of(session.name, number)
+    return RunRecord(model_id, base_model, lora, about or None, time.time())

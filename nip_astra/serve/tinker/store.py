@@ -1,0 +1,236 @@
+"""Training runs of Tinker's protocol and their checkpoints, as folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from nip_astra.serve.requests import ApiError, wrong
+
+CheckpointKind = Literal["training", "sampler"]
+FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""Valid names of checkpoints; a path is none."""
+RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
+LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+"""Latest time that is shown; an earlier version allowed longer lifetimes."""
+_ABOUT, _RUN = "checkpoint.json", "run.json"
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """Size and place of an adapter, in the terms of the protocol."""
+
+    rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A training run."""
+
+    run_id: str
+    base_model: str
+    lora: LoraShape
+    user_metadata: dict[str, str] | None
+    created: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run; deleted after the time `expires`, if there is one."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    folder: Path
+    created: float
+    expires: float | None
+    user_metadata: dict[str, str] | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{FOLDERS[self.kind]}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run_id}/{self.checkpoint_id}"
+
+    def card(self) -> dict[str, Any]:
+        size = sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file())
+        return {
+            "checkpoint_id": self.checkpoint_id,
+            "checkpoint_type": self.kind,
+            "time": iso_time(self.created),
+            "tinker_path": self.path,
+            "size_bytes": size,
+            "public": False,
+            "user_metadata": self.user_metadata,
+            "expires_at": None if self.expires is None else iso_time(self.expires),
+        }
+
+
+class CheckpointFolder:
+    """The folder of all runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # ---- runs
+
+    def add_run(self, record: RunRecord) -> None:
+        folder = self._run_folder(record.run_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / _RUN, asdict(record))
+
+    def run(self, run_id: str) -> RunRecord:
+        """A run by its id; `ApiError` 404 without one."""
+        path = self._run_folder(run_id) / _RUN if RUN.fullmatch(run_id) else None
+        if path is None or not path.exists():
+            raise ApiError(
+                404,
+                f"this service has no training run {run_id[:200]!r}. List them by "
+                "list_training_runs of the SDK's RestClient.",
+                code="run_not_found",
+            )
+        given = json.loads(path.read_text(encoding="utf-8"))
+        return RunRecord(**{**given, "lora": LoraShape(**given["lora"])})
+
+    def runs(self) -> list[RunRecord]:
+        """Every run, the newest first."""
+        names = [path.parent.name for path in self.root.glob(f"*/{_RUN}")]
+        records = [self.run(name.replace("_", ":")) for name in names]
+        return sorted(records, key=lambda record: -record.created)
+
+    def _run_folder(self, run_id: str) -> Path:
+        return self.root / run_id.replace(":", "_")
+
+    # ---- checkpoints
+
+    def save(
+        self,
+        run_id: str,
+        kind: CheckpointKind,
+        name: str | None,
+        write: Callable[[Path], None],
+        *,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Checkpoint:
+        """Write a checkpoint atomically; `name` None generates one."""
+        name = uuid.uuid4().hex if name is None else name
+        if not NAME.fullmatch(name):
+            raise wrong(
+                f"invalid name {name[:200]!r} of a checkpoint. Use at most 200 letters, digits, "
+                "dots, dashes and underscores.",
+                "path",
+            )
+        folder = self._run_folder(run_id) / FOLDERS[kind] / name
+        if self._read(run_id, kind, folder) is not None and not overwrite:
+            raise wrong(
+                f"the run has a checkpoint {name!r}. Give another name, or overwrite=True.",
+                "path",
+            )
+        unfinished = self._run_folder(run_id) / f"unfinished-{uuid.uuid4().hex}"
+        unfinished.mkdir(parents=True)
+        try:
+            write(unfinished)
+            _write_about(unfinished, time.time(), ttl_seconds, user_metadata)
+            folder.parent.mkdir(exist_ok=True)
+            if folder.exists():
+                folder.rename(unfinished.with_suffix(".old"))
+            unfinished.rename(folder)
+            shutil.rmtree(unfinished.with_suffix(".old"), ignore_errors=True)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        found = self._read(run_id, kind, folder)
+        assert found is not None
+        return found
+
+    def find(self, path: str) -> Checkpoint:
+        run_id, _, rest = path.removeprefix("tinker://").partition("/")
+        if not path.startswith("tinker://"):
+            raise wrong(
+                f"invalid path {path[:200]!r} of a checkpoint. Give a tinker:// path of save_state "
+                "or save_weights_for_sampler."
+            )
+        return self.get(run_id, rest)
+
+    def get(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """A checkpoint of a run by its name there; `ApiError` 404 without one."""
+        folder_name, _, name = checkpoint_id.partition("/")
+        kinds = {folder: kind for kind, folder in FOLDERS.items()}
+        found = None
+        if folder_name in kinds and NAME.fullmatch(name) and RUN.fullmatch(run_id):
+            kind = kinds[folder_name]
+            found = self._read(run_id, kind, self._run_folder(run_id) / folder_name / name)
+        if found is None:
+            raise ApiError(
+                404,
+                f"this service has no checkpoint 'tinker://{run_id[:200]}/{checkpoint_id[:200]}'; "
+                "it may have expired. List them by list_user_checkpoints of the SDK's RestClient.",
+                code="checkpoint_not_found",
+            )
+        return found
+
+    def checkpoints(self, run_id: str) -> list[Checkpoint]:
+        """Every checkpoint of a run, the oldest first."""
+        folder = self._run_folder(self.run(run_id).run_id)
+        found = [
+            self._read(run_id, kind, path)
+            for kind, name in FOLDERS.items()
+            for path in (folder / name).glob("*")
+        ]
+        return sorted((one for one in found if one is not None), key=lambda one: one.created)
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+    def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
+        """Change the lifetime of a checkpoint, from now on."""
+        _write_about(checkpoint.folder, checkpoint.created, ttl_seconds, checkpoint.user_metadata)
+
+    def _read(self, run_id: str, kind: CheckpointKind, folder: Path) -> Checkpoint | None:
+        try:
+            about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        found = Checkpoint(run_id, kind, folder.name, folder, **about)
+        if found.expires is not None and found.expires < time.time():
+            self.delete(found)
+            return None
+        return found
+
+
+def iso_time(seconds: float) -> str:
+    """A time in the protocol's form."""
+    return datetime.fromtimestamp(min(seconds, LAST_TIME), UTC).isoformat()
+
+
+def _write_about(
+    folder: Path, created: float, ttl_seconds: int | None, user_metadata: dict[str, str] | None
+) -> None:
+    about = {
+        "created": created,
+        "expires": None if ttl_seconds is None else time.time() + ttl_seconds,
+        "user_metadata": user_metadata,
+    }
+    _write_json(folder / _ABOUT, about)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(value), encoding="utf-8")
+    written.replace(path)

@@ -1,1 +1,0 @@
-"""Parts of the loop that all trainers of language models go through."""

@@ -1,0 +1,313 @@
+"""Trainers that prepare whole batches and read the weights.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives import policy_losses
+from nip_astra.rl_objectives.advantages import codes_of, reverse_kl_advantages
+from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
+from nip_astra.rl_objectives.policy_losses import importance_weights
+from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import Sample, score_batch
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.trainers.language_model_base import Experience
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.service.contract import check_batch, check_takes
+from nip_astra.trainers.service.metrics import mismatch_metrics
+from nip_astra.trainers.service.parameters import (
+    DistillationParameters,
+    GrpoParameters,
+    ImportanceLossParameters,
+    PolicyLossParameters,
+    RolloutParameters,
+)
+from nip_astra.trainers.service_base import ServiceTrainer
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    batch: TensorDict,
+    options: PolicyLossParameters,
+    *,
+    normaliser: float | None,
+    max_length: int | None,
+    kl_weight: float | None = None,
+) -> LossOutput:
+    """The loss of a batch by the parameters; see `rl_objectives.policy_losses.policy_loss`.
+
+    `batch` has `old_logprobs`, `advantages`, `trained_mask`, `reference_logprobs` if
+    `options.kl.weight` is above 0, and optionally `correction_weights`. `kl_weight` replaces an
+    adapted weight.
+    """
+    batch = batch.to(logprobs_BT.device)
+    has_reference = options.kl.weight > 0
+    return policy_losses.policy_loss(
+        logprobs_BT,
+        batch["old_logprobs"],
+        batch["advantages"],
+        batch["trained_mask"],
+        loss=options.chosen_loss(),
+        reduction=options.reduction,
+        normaliser=normaliser,
+        max_length=max_length,
+        weights_BT=batch.get("correction_weights", None),
+        reference_logprobs_BT=batch["reference_logprobs"] if has_reference else None,
+        kl_weight=options.kl.weight if kl_weight is None else kl_weight,
+        kl_value=options.kl.value,
+        kl_gradient=options.kl.gradient,
+    )
+
+
+class SelfHostedTrainer(ServiceTrainer):
+    """Learn from batches: a subclass gives `_prepare_batch`, which sets `values["advantages"]`.
+
+    The loss is that of `policy_loss` in the parameters; a subclass may give another `loss` of a
+    batch, which holds each field of tokens of the prepared batch beside `old_logprobs`.
+    """
+
+    class Parameters(RolloutParameters):
+        """Rollouts, and the loss."""
+
+        policy_loss: PolicyLossParameters = PolicyLossParameters()
+        """The loss of a batch."""
+
+    @abstractmethod
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Set the advantages of a batch, and give it back with figures to log; hook.
+
+        Parameters
+        ----------
+        batch : Batch
+            `input_ids`, `attention_mask`, `position_ids`, `loss_mask`, `logprobs` `[B, T]`,
+            `rewards` `[B]`; `metadata["group_ids"]` and `["run_ids"]`.
+
+        Returns
+        -------
+        tuple of Batch and dict
+            The batch with `values["advantages"]`, floating, `[B]` or `[B, T]`, and numbers by name.
+        """
+
+    def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
+        batch = Batch.from_trajectories(trajectories, global_step=self._iteration)
+        if len(batch) == 0:
+            return [], {}
+        options = self.parameters.policy_loss
+        mismatch: dict[str, float] = {}
+        if options.rescore or self.parameters.max_staleness:
+            mismatch = self._rescore(batch, options)
+        if options.kl.weight > 0:
+            agent: ConversationAgent = self.scenario_instance.agents["reference"]
+            reference = agent.token_scorer(to="measure the policy's divergence from it")
+            batch.values["reference_logprobs"] = self.score(reference, batch)
+            mismatch |= self._adapt_kl(batch)
+        if not self._is_checked:
+            check_takes(self._prepare_batch, "batch")
+        given = self._prepare_batch(batch)
+        if not self._is_checked:
+            given = check_batch(given, trainer=type(self).__name__, num_rows=len(batch))
+            self._is_checked = True
+        batch, metrics = given
+        if "old_logprobs" not in batch.values:
+            batch.values["old_logprobs"] = batch.values["logprobs"]
+        self.dump("prepared_batch", batch)
+        return self.learnt_samples(batch), {**mismatch, **metrics}
+
+    def loss(self, batch: TensorDict) -> LossOutput:
+        (logprobs_BT,) = self.policy_logprobs(batch, "response")
+        return policy_loss(
+            logprobs_BT,
+            batch,
+            self.parameters.policy_loss,
+            normaliser=self.num_tokens_in_step(batch),
+            max_length=self.agent.sampling.max_new_tokens,
+            kl_weight=self.kl.weight,
+        )
+
+    @cached_property
+    def kl(self) -> AdaptiveKl:
+        """The weight of the divergence from the reference, fixed or adapted."""
+        options: PolicyLossParameters = self.parameters.policy_loss
+        return options.kl.controller()
+
+    def trainer_state(self) -> dict[str, Any]:
+        return super().trainer_state() | ({"kl": self.kl.state()} if self.kl.target else {})
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        super().load_trainer_state(state)
+        if "kl" in state:
+            self.kl.load_state(state["kl"])
+
+    def _adapt_kl(self, batch: Batch) -> dict[str, float]:
+        """Adapt the weight of the divergence, where it has a target."""
+        if self.kl.target is None:
+            return {}
+        values = batch.values
+        mask_BT = values["loss_mask"]
+        kl_BT = kl_estimate(values["logprobs"], values["reference_logprobs"], "k3", mask_BT=mask_BT)
+        divergence, weight = float(masked_mean(kl_BT, mask_BT)), self.kl.weight
+        self.kl.update(divergence, num_samples=len(batch))
+        return {"kl/reference": divergence, "kl/weight": weight}
+
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        has_other_loss = type(self).loss is not SelfHostedTrainer.loss
+        if not found.samples or has_other_loss or self.parameters.policy_loss.kl.weight > 0:
+            return super().why_nothing_is_learnt(found)
+        if any(bool(one["advantages"][one["is_trained"]].any()) for one in found.samples):
+            return ""
+        return f"the advantages of all {len(found.samples)} trajectories are 0."
+
+    def _compute_old_log_probs(self, batch: Batch) -> Tensor:
+        """The policy's own log-probabilities before the update, `[B, T]`, scored again."""
+        return score_batch(batch, self.service.compute_logprobs)
+
+    def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
+        """Score the samples again and measure the mismatch of sampler and trainer.
+
+        Samples of older weights are corrected for it: by default truncated, see `correction`.
+        """
+        if "logprobs" not in batch.values:
+            raise ConfigurationError(
+                "rescore and max_staleness need trajectories with log-probabilities. Set "
+                "policy_loss.rescore to false and max_staleness to 0."
+            )
+        sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        scored_BT = self._compute_old_log_probs(batch)
+        if options.rescore or self._staleness:
+            batch.values["old_logprobs"] = scored_BT
+        correction = options.correction or ("truncate" if self._staleness else None)
+        if correction is not None:
+            batch.values["correction_weights"] = importance_weights(
+                scored_BT,
+                sampled_BT,
+                mask_BT,
+                level=options.correction_level,
+                mode=correction,
+                max_ratio=options.max_mismatch,
+            )
+        return mismatch_metrics(sampled_BT, scored_BT, mask_BT, level=options.correction_level)
+
+
+@register_trainer(TrainerType.SELF_HOSTED_GRPO)
+class SelfHostedGrpoTrainer(SelfHostedTrainer):
+    """Raise the runs that did better than others on the same problem, lower those that did worse.
+
+    With `m_k` the mean reward of run k of a problem, mu and std their mean and unbiased standard
+    deviation, each token of a trajectory has the advantage `A = (r - mu) / (std + 1e-6)` (GRPO,
+    arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.advantages`). The loss is
+    `max(-ratio A, -clip(ratio) A) + kl.weight KL(pi || ref)` in the defaults of `policy_loss`, a
+    mean over the tokens of the policy.
+
+    Hooks: `_reward_fn`, the rewards of tokens, and `_compute_advantage`, which learns from their
+    sum. A subclass may also set `values["token_level_scores"]`, or `token_level_rewards`, which
+    come first, before it calls `_prepare_batch` or `_compute_advantage` of this class.
+    """
+
+    class Parameters(GrpoParameters):
+        """How rewards become advantages, and the loss."""
+
+        policy_loss: PolicyLossParameters = PolicyLossParameters()
+        """The loss of a batch."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        if self.config.algorithm.get("use_kl_in_reward", False):
+            raise ConfigurationError(
+                "algorithm.use_kl_in_reward has no effect. Override _prepare_batch: subtract the "
+                "penalty from values['token_level_scores'], then call the base method."
+            )
+        batch = batch.strip(pad_token_id=self._pad_token_id)
+        if "token_level_scores" not in batch.values:
+            batch.values["token_level_scores"] = self._reward_fn(batch)
+        return self._compute_advantage(batch), {}
+
+    def _reward_fn(self, batch: Batch) -> Tensor:
+        """The reward of each trajectory at the last token of the policy, `[B, T]`."""
+        mask_BT = batch.values["loss_mask"]
+        place_T = torch.arange(mask_BT.shape[1])
+        last_B = torch.where(mask_BT, place_T, -1).amax(dim=1)
+        is_last_BT = (place_T == last_B[:, None]) & mask_BT
+        return torch.where(is_last_BT, batch.values["rewards"].nan_to_num()[:, None], 0.0)
+
+    def _compute_advantage(self, batch: Batch) -> Batch:
+        """Set `advantages`, leave out trajectories without a reward, and log statistics."""
+        options = self.parameters
+        runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
+        groups = batch.metadata["uid" if "uid" in batch.metadata else "group_ids"]  # as in NexRL
+        found = options.advantages(self._rewards_of_rows(batch).double(), codes_of(groups), runs)
+        batch.values["advantages"] = found.advantages_N.float()
+        batch.values["row_weights"] = batch.values["row_weights"] * found.is_used_N
+        self.log_metrics(found.metrics())
+        return batch
+
+    def _rewards_of_rows(self, batch: Batch) -> Tensor:
+        """The reward of each trajectory, `[B]`: the sum over the tokens of the policy.
+
+        Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
+        """
+        rewards_B: Tensor = batch.values["rewards"]
+        names = ("token_level_rewards", "token_level_scores")
+        name = next((name for name in names if name in batch.values), None)
+        if name is None:
+            return rewards_B
+        of_tokens, mask_BT = batch.values[name], batch.values["loss_mask"]
+        rows, width = mask_BT.shape
+        if list(getattr(of_tokens, "shape", ())) not in ([rows, width], [rows, width - 1]):
+            raise ConfigurationError(
+                f"values[{name!r}] of {type(self).__name__} is no tensor [{rows}, {width}]. Give "
+                "one number a token."
+            )
+        mask_BT = mask_BT[:, -of_tokens.shape[1] :]
+        if not of_tokens[mask_BT].isfinite().all():
+            raise ConfigurationError(
+                f"values[{name!r}] of {type(self).__name__} holds NaN or infinity at trained "
+                "tokens."
+            )
+        # A trajectory without a reward stays without.
+        return torch.where(rewards_B.isnan(), rewards_B, masked_sum(of_tokens, mask_BT, dim=1))
+
+
+@register_trainer(TrainerType.SELF_HOSTED_OPD)
+class SelfHostedOpdTrainer(SelfHostedTrainer):
+    """Imitate the teacher on the student's own samples.
+
+    Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
+    what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
+    (`rl_objectives.advantages`). Rewards are only logged.
+    """
+
+    learns_from_rewards: ClassVar[bool] = False
+
+    class Parameters(RolloutParameters):
+        """The teacher, and which loss is taken."""
+
+        distillation: DistillationParameters = DistillationParameters()
+        """Whom the student learns from."""
+        policy_loss: ImportanceLossParameters = ImportanceLossParameters()
+        """The loss of a batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = self.load_teacher()
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        options = self.parameters.distillation
+        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        teacher_BT = self.score(self.teacher, batch)
+        batch.values["teacher_logprobs"] = teacher_BT
+        batch.values["advantages"] = reverse_kl_advantages(
+            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
+        )
+        return batch, {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}

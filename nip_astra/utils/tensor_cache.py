@@ -1,0 +1,96 @@
+"""Tensors cached in a file for later runs, and digests of the code that computed them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tensordict import TensorDictBase
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_DIGEST = "sha256"
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
+    """The sha256 of names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors with their digest, atomically."""
+    # A copy: safetensors refuses tensors that share memory.
+    own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    partial = path.with_suffix(f".{uuid4().hex}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(own, partial, {_DIGEST: digest_of_tensors(own)})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def take_tensors(path: Path) -> dict[str, Tensor] | None:
+    """Read the tensors; None without a file, and, with a warning, for a damaged one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            digest = (file.metadata() or {}).get(_DIGEST)
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        logger.warning("%s is damaged (%s); its tensors are computed again", path, error)
+        return None
+    if digest != digest_of_tensors(tensors):
+        logger.warning("%s has changed; its tensors are computed again", path)
+        return None
+    return tensors
+
+
+_SUFFIXES = {".py", ".c", ".h"}
+
+
+def digest_of_code(names: Iterable[str]) -> str:
+    """The sha256 of the source of modules, of packages with all that is in them."""
+    # Without the names of files: a plug-in's differs with its folder.
+    digests = sorted({_digest_of(name) for name in names})
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+@lru_cache
+def _digest_of(name: str) -> str:
+    file = _file_of(name)
+    if file is None:
+        return name
+    is_package = file.name == "__init__.py"
+    files = sorted(file.parent.rglob("*")) if is_package else [file]
+    digest = hashlib.sha256()
+    for path in files:
+        if path.suffix in _SUFFIXES:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _file_of(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    if module is None:
+        spec = find_spec(name)
+        found = None if spec is None else spec.origin
+    else:
+        found = getattr(module, "__file__", None)
+    return Path(found) if found and Path(found).is_file() else None

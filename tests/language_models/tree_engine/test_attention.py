@@ -1,0 +1,200 @@
+"""Attention in blocks is attention: values, gradients, and what is left out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.tree_engine import attention, tree_scores
+from nip_astra.language_models.tree_engine.attention import (
+    FlexTrieAttention,
+    TrieAttention,
+    trie_attention,
+)
+from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
+from nip_astra.language_models.tree_engine.weights import live_weights
+
+
+def _trie(*, pair_cost: float = 0.0) -> TokenTrie:
+    """A beginning of 20 tokens with three branches of 30, two of them with two of 15."""
+    beginning = list(range(20))
+    branches = [[*beginning, *range(100 * b, 100 * b + 30)] for b in (1, 2, 3)]
+    leaves = [[*branch, *range(s, s + 15)] for branch in branches[:2] for s in (1000, 2000)]
+    return build_trie([*leaves, branches[2]], pair_cost=pair_cost)
+
+
+def _attended_with_gradients(attend: TrieAttention, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(attend.trie.num_tokens, heads, 8) for heads in (6, 2, 2)]
+    inputs = [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
+    ]
+    attended = attend(0, *inputs)
+    weights = torch.randn(attended.shape, generator=generator).to(dtype)
+    return [attended.detach(), *torch.autograd.grad(attended, inputs, weights)]
+
+
+@pytest.mark.parametrize("pair_cost", [0.0, 1.0])
+def test_blocks_give_the_values_and_gradients_of_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, pair_cost: float
+) -> None:
+    trie = _trie(pair_cost=pair_cost)
+    assert len(trie.row_lengths) == (1 if pair_cost == 0 else 3)
+    whole = _attended_with_gradients(TrieAttention(trie, torch.float32), torch.float32)
+    monkeypatch.setattr(attention, "SMALLEST_IN_BLOCKS", 0)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 16)
+    in_blocks = _attended_with_gradients(TrieAttention(trie, torch.float32), torch.float32)
+    for found, expected in zip(in_blocks, whole, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_in_bfloat16_blocks_are_no_less_exact_than_whole_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trie = _trie()
+    exact = _attended_with_gradients(TrieAttention(trie, torch.float32), torch.float32)
+
+    def error() -> list[float]:
+        found = _attended_with_gradients(TrieAttention(trie, torch.bfloat16), torch.bfloat16)
+        return [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    whole = error()
+    monkeypatch.setattr(attention, "SMALLEST_IN_BLOCKS", 0)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 16)
+    for in_blocks, in_rows in zip(error(), whole, strict=True):
+        assert in_blocks < 1.2 * in_rows
+
+
+def test_a_block_leaves_out_what_none_of_its_tokens_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 15)
+    trie = _trie()
+    last = attention.blocks_of(trie, group=3)[-1]
+    # The last branch sees the beginning and itself, of 170 tokens.
+    assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
+    assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
+    assert last.bias_QL.shape == (5 * 3, 50)
+
+
+def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
+    """A trie of sequences that share beginnings of all lengths."""
+    numbers = random.Random(seed)
+    sequences = [[numbers.randrange(6, 20) for _ in range(12)]]
+    for _ in range(14):
+        parent = numbers.choice(sequences)
+        kept = parent[: numbers.randrange(len(parent) + 1)]
+        new = [numbers.randrange(6, 20) for _ in range(numbers.randrange(1, 12))]
+        sequences.append(kept + new)
+    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else 2048)
+
+
+@pytest.fixture
+def _small_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SMALLEST_FLEX", 128)
+    # torch computes gradients of flex attention on a CPU, but does not promise them.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_small_flex")
+@pytest.mark.parametrize(("seed", "pair_cost"), [(0, 0.0), (1, 0.5)])
+def test_values_and_gradients_equal_those_of_dense_attention(seed: int, pair_cost: float) -> None:
+    trie = tree(seed, pair_cost=pair_cost)
+    assert (len(trie.row_lengths) > 1) == (pair_cost > 0)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(trie.num_tokens, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    weight = torch.randn(trie.num_tokens, 32, generator=generator)
+    found = []
+    for attend in (FlexTrieAttention(trie), TrieAttention(trie, torch.float32)):
+        value = attend(0, *inputs)
+        gradients = torch.autograd.grad((value * weight).sum(), inputs)
+        found.append([value, *gradients])
+    for ours, dense in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        assert torch.allclose(ours, dense, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_a_whole_model_scores_and_learns_the_same(tiny_model: HuggingFaceLanguageModel) -> None:
+    trie = tree(0)
+    decoder = tiny_model._decoder
+    assert decoder is not None
+    found = []
+    for attend in (FlexTrieAttention(trie), TrieAttention(trie, torch.float32)):
+        weights = live_weights(tiny_model.module, torch.float32, use_adapter=False)
+        hidden = decoder.hidden(weights, trie.ids_N, trie.positions_N, attend)
+        tiny_model.module.zero_grad()
+        weights.head(hidden).log_softmax(-1)[:, 7].sum().backward()
+        found.append([hidden, *(p.grad.clone() for p in tiny_model.parameters())])
+    for ours, dense in zip(*found, strict=True):
+        assert torch.allclose(ours, dense, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_blocks_that_nobody_sees_are_left_out() -> None:
+    """Two branches of 150 tokens after a stem of 20 do not look at each other."""
+    stem = list(range(20))
+    trie = build_trie([[*stem, *[1] * 150], [*stem, *[2] * 150]])
+    mask = FlexTrieAttention(trie).block_mask
+    assert mask.shape[-2:] == (512, 512)
+    # Of the 10 blocks on and below the diagonal: the last is padding, and sees itself alone.
+    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 8
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_the_cpu_keeps_dense_attention() -> None:
+    trie = tree(0)
+    assert isinstance(trie_attention(trie, torch.float32), TrieAttention)
+    assert not attention.uses_flex_attention(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no working compiler\nlong trace")
+
+    monkeypatch.setattr(torch, "randn", fail)
+    attention.compiled_flex_attention.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert attention.compiled_flex_attention() is None
+    assert "flex attention failed: no working compiler" in caplog.text
+    attention.compiled_flex_attention.cache_clear()
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_the_mask_of_a_pass_with_gradients_is_bounded(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def by_blocks(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention:
+        sizes.append(trie.num_tokens)
+        return FlexTrieAttention(trie)
+
+    def learnt() -> list[torch.Tensor]:
+        tiny_model.module.zero_grad()
+        logprobs_BT = tiny_model.logprobs(contexts, contexts > 0, ids_BT, ids_BT > 0)
+        logprobs_BT.sum().backward()
+        return [logprobs_BT.detach(), *(p.grad.clone() for p in tiny_model.parameters())]
+
+    generator = torch.Generator().manual_seed(0)
+    contexts, ids_BT = (torch.randint(6, 20, (8, n), generator=generator) for n in (20, 10))
+    dense = learnt()
+    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
+    monkeypatch.setattr(tree_scores, "trie_attention", by_blocks)
+    rows = functools.partial(build_trie, max_row_tokens=60)
+    monkeypatch.setattr("nip_astra.language_models.huggingface.build_trie", rows)
+    tiny_model.max_batch_tokens = 64
+    found = learnt()
+    assert len(sizes) > 1
+    assert max(sizes) <= 64
+    for ours, expected in zip(found, dense, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-4)
