@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters
@@ -65,6 +64,8 @@ class RemoteLanguageModel(LanguageModel):
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> RemoteLanguageModel:
+        from transformers import GenerationConfig
+
         tokenizer = find_tokenizer(parameters.model, None, scenario_dir)
         place = str(resolve_reference(parameters.model, scenario_dir))
         window = parameters.context_window or _window_of(place)
@@ -124,6 +125,8 @@ class RemoteLanguageModel(LanguageModel):
 
 
 def _window_of(place: str) -> int:
+    from transformers import AutoConfig
+
     try:
         return int(AutoConfig.from_pretrained(place).max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:

@@ -637,7 +637,13 @@ class _Readers:
             return
         given, sources = merge_layers(layers, resolve=False)
         faults = [
-            ParameterFault(leaf.path, repr(leaf.value), *reason, _nearest(leaf.path, sources, ""))
+            ParameterFault(
+                leaf.path,
+                repr(leaf.value),
+                reason[0],
+                reason[1] or f"Leave it out. {_trainers_that_read(leaf.path)}",
+                _nearest(leaf.path, sources, ""),
+            )
             for leaf in _walk(self.hyper_params, given, (), self.trainer_class.reads_where)
             if not leaf.is_default and (reason := self.reason_against(leaf))
         ]
@@ -645,7 +651,7 @@ class _Readers:
             raise UnreadParameterError(faults)
 
     def reason_against(self, leaf: _Leaf) -> tuple[str, str] | None:
-        """The problem with an unread value and the advice."""
+        """The problem with an unread value and the advice; "" if that names other trainers."""
         trainer, protocol = self.hyper_params.trainer, self.hyper_params.interaction_protocol
         groups = self.trainer_class.parameter_groups or ()
         of_scenario = self.scenario_class.parameter_groups
@@ -655,7 +661,7 @@ class _Readers:
                 f"is read neither by the trainer {trainer!r} ({_groups_read(groups)}) nor by "
                 f"scenarios of the kind {self.kind!r} ({_groups_read(of_scenario)})"
             )
-            return problem, f"Leave it out. {_trainers_that_read(leaf.path)}"
+            return problem, ""
         if _is_in(leaf.path, self.trainer_class.never_reads):
             return f"is not read by the trainer {trainer!r}", "Leave it out."
         if _is_in(leaf.path, self.scenario_class.never_reads):
