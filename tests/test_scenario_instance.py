@@ -34,7 +34,7 @@ def test_a_conversation_has_no_protocol(tiny_scenario: Path) -> None:
     assert isinstance(instance, ConversationInstance)
     assert set(instance.datasets) == {"train", "dev", "test"}
     assert instance.num_parameters > 0
-    with pytest.raises(MissingPartError, match=r"'protocol_handler'.*'ast_chat'.*sampler"):
+    with pytest.raises(MissingPartError, match=r"'ast_chat'.*'protocol_handler'.*sampler"):
         instance.protocol_handler  # noqa: B018 - reading it is the test
     assert not hasattr(instance, "combined_agents")
 
@@ -43,7 +43,7 @@ def test_a_protocol_has_no_opening_prompts() -> None:
     instance = build("vanilla_ppo", "graph_isomorphism_small")
     assert isinstance(instance, ProtocolInstance)
     assert instance.num_parameters > 0
-    with pytest.raises(MissingPartError, match=r"'datasets'.*'graph_isomorphism'"):
+    with pytest.raises(MissingPartError, match=r"'graph_isomorphism'.*'datasets'"):
         instance.datasets  # noqa: B018 - reading it is the test
 
 

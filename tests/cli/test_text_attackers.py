@@ -126,7 +126,7 @@ def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(
     assert [row["probe"] for row in rows] == ["the cat sat", "are you fine", "a silly mat"]
     assert [row["prompt_columns"]["goal"] for row in rows] == ["rudeness", "calm", "rudeness"]
     said = cli("evaluate", "owner/attacks:dev", "--scenario", str(cli.scenario))
-    assert "the data set" in refused(said)
+    assert "the dataset" in refused(said)
 
 
 def test_probes_are_said_as_they_are_written_whatever_the_references_vocabulary(
@@ -175,9 +175,9 @@ def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLi
 @pytest.mark.parametrize(
     ("name", "text", "arguments", "problem"),
     [
-        ("a.csv", PROBES, [], "it has no 'prompt', but the columns 'probe', 'goal'"),
+        ("a.csv", PROBES, [], "no column 'prompt', only 'probe', 'goal'"),
         ("a.txt", "one\n", ["--num-turns", "2"], "fixed probes have one turn each"),
-        ("a.txt", "\n", [], "holds none"),
+        ("a.txt", "\n", [], "no prompts"),
         ("a.yaml", "- 1\n", [], "chat_model and system_prompt"),
         ("a.yaml", "system_prompt: x\n", [], "chat_model"),
         (

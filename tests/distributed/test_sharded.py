@@ -156,7 +156,7 @@ def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:
     resolved = short_experiment("solo_agent", tmp_path / "scenario")
     with pytest.raises(ConfigurationError) as caught:
         prepare_experiment(resolved, progress=False, sharding="fsdp")
-    assert says(caught.value, "sharding=fsdp was given", "'solo_agent' learns", "Leave it out")
+    assert says(caught.value, "sharding=fsdp", "'solo_agent'", "Leave it out")
 
 
 @pytest.mark.slow

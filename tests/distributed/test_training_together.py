@@ -227,7 +227,7 @@ def refusals(resolved: ResolvedExperiment, store: str) -> str:
     ("trainer", "words"),
     [
         (TrainerType.SPG, ("2 processes", "agent_losses", "without torchrun", "vanilla_ppo")),
-        (TrainerType.SOLO_AGENT, ("2 processes", "'solo_agent'", "in one")),
+        (TrainerType.SOLO_AGENT, ("2 processes", "'solo_agent'")),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

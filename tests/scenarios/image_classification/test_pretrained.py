@@ -196,7 +196,7 @@ def test_models_that_cannot_be_loaded_are_told(
     def needs_timm(*_: object, **__: object) -> None:
         raise ImportError("TimmWrapperModel requires the timm library.\nInstall it.")
 
-    monkeypatch.setattr(huggingface.AutoModel, "from_pretrained", needs_timm)
+    monkeypatch.setattr("transformers.AutoModel.from_pretrained", needs_timm)
     with pytest.raises(MissingDependencyError, match="pip install timm"):
         load(tmp_path)
 
