@@ -114,7 +114,8 @@ CASES = (
         Case("ast_grpo/pocket_chat", (f"ast_grpo.variant={name}",))
         for name in ("dr_grpo", "dapo", "cispo", "gspo", "rloo")
     ),
-    *(Case("ast_dpo/pocket_chat", (f"ast_dpo.loss={name}",)) for name in ("hinge", "kto", "orpo")),
+    *(Case("ast_dpo/pocket_chat", (f"ast_dpo.loss={name}",)) for name in ("hinge", "kto")),
+    Case("ast_simpo/pocket_chat", ("ast_simpo.loss=orpo",)),
     Case("ast_dpo/pocket_chat", ("ast_dpo.credit.kind=mean_child",)),
     Case("ast_ppo/pocket_chat", ("ast_ppo.kl.target=0.01",)),
     *(Case(f"{name}/graph_isomorphism_small") for name in ("mappo", "solo_agent")),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
+from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scorers.base import SCORERS
@@ -42,28 +43,6 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 """Parameters of `policy_loss` for the values of TRL's `loss_type`."""
 SCALES = {"group": "group", "batch": "batch", "none": "none", "true": "group", "false": "none"}
 """Our `scale` for the values of TRL's `scale_rewards`."""
-
-TRL_OPTIONS: dict[str, str] = {
-    "num_generations": f"{TRAINER}.group_size",
-    "max_completion_length": "task.policy.max_new_tokens",
-    "temperature": "task.policy.temperature",
-    "top_p": "task.policy.top_p",
-    "top_k": "task.policy.top_k",
-    "beta": f"{TRAINER}.policy_loss.kl.weight",
-    "epsilon": f"{TRAINER}.policy_loss.clip_low",
-    "epsilon_high": f"{TRAINER}.policy_loss.clip_high",
-    "loss_type": f"{TRAINER}.policy_loss",
-    "scale_rewards": f"{TRAINER}.scale",
-    "mask_truncated_completions": f"{TRAINER}.mask_truncated_completions",
-    "learning_rate": "training.lr",
-    "warmup_steps": "training.num_warmup_steps",
-    "max_steps": "training.num_iterations",
-    "max_grad_norm": "training.max_grad_norm",
-    "weight_decay": "training.weight_decay",
-    "per_device_train_batch_size": "training.minibatch_size",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-}
-"""Our parameter for each option of TRL's `GRPOConfig` that a task accepts."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,17 @@ import pytest
 import yaml
 
 from nip_astra import stress_test, train_task
-from nip_astra.errors import ConfigurationError, DataError, ModelLoadError, UnknownNameError
+from nip_astra.errors import (
+    ConfigurationError,
+    DataError,
+    ModelLoadError,
+    ParameterError,
+    UnknownNameError,
+)
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
+from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.recipes import (
-    TRL_OPTIONS,
     mapped_options,
     named_rewards,
     stress_parameters,
@@ -161,6 +167,13 @@ def test_options_of_trl_become_ours(folder: Path) -> None:
         if expected is not None:
             assert hyper_params.get(path) == expected
     assert hyper_params.get("self_hosted_grpo.policy_loss.reduction") == "sum_over_length"
+
+
+@pytest.mark.parametrize("name", ["max_steps", "num_generations", "epsilon", "beta"])
+def test_elsewhere_a_name_of_trl_is_answered_with_ours(name: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(trainer="self_hosted_grpo", overrides=[f"training.{name}=1"])
+    assert TRL_OPTIONS[name] in str(caught.value)
 
 
 def test_a_clip_range_is_of_both_sides_unless_the_upper_is_given(folder: Path) -> None:

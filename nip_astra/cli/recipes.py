@@ -106,7 +106,8 @@ def task(
     """Train a model on a dataset with reward functions, by TRL's conventions."""
     given = locals()
     from nip_astra.cli.options import quieten_libraries, say, train_or_estimate
-    from nip_astra.recipes import TRL_OPTIONS, numbers_of, task_parameters
+    from nip_astra.parameters.parameters_base import TRL_OPTIONS
+    from nip_astra.recipes import numbers_of, task_parameters
     from nip_astra.resolving.resolution import resolve_experiment
 
     quieten_libraries()

@@ -83,6 +83,27 @@ _OTHER_NAMES = {
     "learning_rate": "lr",
 }
 """Names from other projects that are not similar to ours."""
+TRL_OPTIONS: Mapping[str, str] = {
+    "num_generations": "self_hosted_grpo.group_size",
+    "max_completion_length": "task.policy.max_new_tokens",
+    "temperature": "task.policy.temperature",
+    "top_p": "task.policy.top_p",
+    "top_k": "task.policy.top_k",
+    "beta": "self_hosted_grpo.policy_loss.kl.weight",
+    "epsilon": "self_hosted_grpo.policy_loss.clip_low",
+    "epsilon_high": "self_hosted_grpo.policy_loss.clip_high",
+    "loss_type": "self_hosted_grpo.policy_loss",
+    "scale_rewards": "self_hosted_grpo.scale",
+    "mask_truncated_completions": "self_hosted_grpo.mask_truncated_completions",
+    "learning_rate": "training.lr",
+    "warmup_steps": "training.num_warmup_steps",
+    "max_steps": "training.num_iterations",
+    "max_grad_norm": "training.max_grad_norm",
+    "weight_decay": "training.weight_decay",
+    "per_device_train_batch_size": "training.minibatch_size",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
+}
+"""Our parameter for options of TRL's `GRPOConfig`, in its GRPO trainer."""
 
 
 def faults_of(
@@ -288,6 +309,8 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"Did you mean {' or '.join(repr(prefix + path) for path in elsewhere[:3])}?"
+    if name in TRL_OPTIONS:
+        return f"Use {TRL_OPTIONS[name]} for the {name} of TRL."
     return suggest(name, found.siblings, prefix=f"{group}." if group else "")
 
 

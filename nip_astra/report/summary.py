@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -416,6 +417,9 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
             for name in sorted(left, key=_place)
             if name != "num_episodes"
         )
+    else:
+        named = [name for name in names if re.fullmatch(r"rewards/.+/mean", name)]
+        main = (*main, *(FigureRow(f"  {name[8:-5]}", figure(name)) for name in named))
     for label, cell in main:
         cells = [cell(report) for _, report in shown]
         if cell is plants_text and met is not None:

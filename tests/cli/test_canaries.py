@@ -34,7 +34,8 @@ OUTSIDE = """
 AdvantageParameters.advantage_options AgentParameters.checkpoint_version
 AgentParameters.load_from_run AstSftTrainer.Parameters.probes BaseRunParameters.run
 ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
-CommonPpoParameters.loss_options DatasetTask.Parameters.dev DatasetTask.Parameters.test
+CommonPpoParameters.loss_options GymnasiumTask.Parameters.arguments
+DatasetTask.Parameters.dev DatasetTask.Parameters.test
 DatasetTask.Parameters.train DetoxifyScorer.Parameters.checkpoint
 DetoxifyScorer.Parameters.config_path EmbedderParameters.model
 EvaluationParameters.labelled_responses FineTuningParameters.api_key_variable

@@ -13,10 +13,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import torch
-from pydantic import model_validator
 
 from nip_astra.errors import ConfigurationError, TaskError
 from nip_astra.parameters.conditions import where
@@ -80,12 +79,6 @@ class RewardParameters(SubParameters):
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if (self.function is None) is (self.scorer is None):
-            raise ValueError("must have either a function or a scorer")
-        return self
-
 
 class WeightedRewards:
     """The weighted sum of several rewards.
@@ -109,6 +102,11 @@ class WeightedRewards:
         # Clients that a function keeps belong to the loop of their first use.
         self._loop = BackgroundLoop()
         for name, one in parameters.items():
+            if (one.function is None) is (one.scorer is None):
+                raise ConfigurationError(
+                    f"the reward {name!r} needs either a function or a scorer. Set "
+                    f"task.task.functions.{name}.function to file.py:function, or .scorer."
+                )
             if one.scorer is not None:
                 self.scorers[name] = build_scorer(
                     one.scorer, device=device, scenario_dir=scenario_dir

@@ -172,6 +172,14 @@ def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Pat
         dataset(tmp_path, [{"prompt": "a"}], "by_box")
 
 
+@pytest.mark.parametrize("reward", [{}, {"function": "exact", "scorer": {"_type": "profanity"}}])
+def test_a_reward_is_a_function_or_a_scorer(tmp_path: Path, reward: dict[str, Any]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    rows = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigurationError, match="'mine'"):
+        task_of("dataset", train=rows, reward="functions", functions={"mine": reward})
+
+
 def test_a_scorer_is_a_reward_beside_functions(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     source = "def f(completions):\n    return [0.25 if 'x' in one else None for one in completions]"
