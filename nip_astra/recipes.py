@@ -255,7 +255,6 @@ def task_parameters(
     }
     if test_data is not None:
         task["test"] = _located(test_data)
-    factors = [one.get("weight", 1.0) for one in task["functions"].values()]
     policy = {
         "language_model": {"_type": "huggingface", "model": _located(model)},
         "format": "chat" if has_chat_template(model) else "plain",
@@ -263,12 +262,7 @@ def task_parameters(
     values: dict[str, Any] = {
         "trainer": TRAINER,
         "scenario": SCENARIO,
-        "task": {
-            "task": task,
-            "policy": policy,
-            # Rewards from 0 to 1 are all full.
-            "evaluation": {"success_reward": sum(one for one in factors if one > 0)},
-        },
+        "task": {"task": task, "policy": policy},
         TRAINER: _variant(algorithm),
     }
     mapped = mapped_options(options or {})

@@ -42,7 +42,7 @@ class TaskEvaluationParameters(SubParameters):
     num_runs: int = Field(default=1, ge=1, le=10_000)
     """Runs per problem; with more than one, pass@k is reported up to this k."""
     success_reward: float = 1.0
-    """Minimum reward of a correct run."""
+    """Minimum reward of a correct run; of several rewards, the first decides."""
     batch_size: int = Field(default=256, ge=1)
     """Problems per batch."""
 

@@ -316,6 +316,7 @@ def play_problems(
         [row["problem"] for row in known],
         [row["reward"] for row in known],
         len(rows),
+        [row["is_right"] for row in known],
     )
     figures = tally.report(num_runs)
     try:
@@ -351,7 +352,7 @@ def _rows_of(
             "run": place % num_runs,
             **_texts_of(episode),
             "reward": episode.reward,
-            "is_right": None if episode.reward is None else episode.reward >= success_reward,
+            "is_right": episode.is_right(success_reward),
         }
         for place, episode in enumerate(rollout.episodes)
     ]

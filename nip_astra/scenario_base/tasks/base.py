@@ -88,6 +88,13 @@ class Episode:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further columns of the episode's record."""
 
+    def is_right(self, success_reward: float) -> bool | None:
+        """Whether the reward, or the first of several, is large enough; None without a reward."""
+        if self.reward is None:
+            return None
+        decisive = next(iter(self.rewards.values()), self.reward)
+        return decisive is not None and decisive >= success_reward
+
     def exchange(self) -> Exchange:
         """The last message with its history, for scorers."""
         *history, last = self.messages

@@ -132,20 +132,26 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
 
 @dataclass
 class Tally:
-    """Rewards of episodes, with the problem of each; from `success_reward` a run is right."""
+    """Rewards of episodes, with the problem of each, and whether they are right."""
 
     success_reward: float
     problems: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     num_runs: int = 0
+    is_right: list[bool] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.is_right = self.is_right or [one >= self.success_reward for one in self.rewards]
 
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
         """Count the episodes of some problems, of which each has so many beside each other."""
         self.episodes += rollout.episodes
         for index, episode in enumerate(rollout.episodes):
             self.num_runs += 1
-            if episode.reward is not None:
+            is_right = episode.is_right(self.success_reward)
+            if episode.reward is not None and is_right is not None:
+                self.is_right.append(is_right)
                 self.problems.append(problems[index // num_runs])
                 self.rewards.append(episode.reward)
 
@@ -153,7 +159,7 @@ class Tally:
         """Share of right runs with its 95 % interval, mean reward, and for more runs pass@k with
         its interval over problems, which for pass@1 is that of a share of right runs.
         """
-        is_right = [float(reward >= self.success_reward) for reward in self.rewards]
+        is_right = list(map(float, self.is_right))
         rate = rate_estimate(is_right, self.problems)
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
         figures: dict[str, Any] = {
@@ -174,9 +180,9 @@ class Tally:
         rights: dict[int, list[float]] = {
             problem: [] for problem, count in counts.items() if count == num_runs
         }
-        for problem, reward in zip(self.problems, self.rewards, strict=True):
+        for problem, is_right in zip(self.problems, self.is_right, strict=True):
             if problem in rights:
-                rights[problem].append(float(reward >= self.success_reward))
+                rights[problem].append(float(is_right))
         figures: dict[str, Any] = {"num_complete_problems": len(rights)}
         k = 1
         while k <= num_runs and rights:

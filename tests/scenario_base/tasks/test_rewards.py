@@ -120,6 +120,8 @@ def test_functions_of_trl_get_what_it_gives_them(tmp_path: Path) -> None:
         "later": 0.0,
         "with_logs": 0.0,
     }
+    assert first.is_right(3.0) is True
+    assert first.is_right(3.5) is False
     assert first.reward == 3.0 + 0.5 * 14.0 + 1.0 + 2.0
     assert second.rewards["for_math"] is None
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
