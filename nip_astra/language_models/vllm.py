@@ -465,7 +465,7 @@ def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
 
 SUSPICIOUS_GAP = 0.1
 """Mean difference, nats a token, beyond which the engine can hardly hold the trainer's weights;
-0.012 has been told of bfloat16 (huggingface/trl issue 4772)."""
+0.012 has been reported for bfloat16 (huggingface/trl issue 4772)."""
 
 
 class SamplerGap:

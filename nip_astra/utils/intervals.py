@@ -64,7 +64,7 @@ class PairedDifference(NamedTuple):
     estimate: Estimate
     """The mean and its interval."""
     standard_error: float
-    """Of the mean; NaN where it cannot be told."""
+    """Of the mean; NaN where it is unknown."""
 
 
 def exact_rate_interval(rate: float, num_observations: float, *, level: float = 0.95) -> Interval:

