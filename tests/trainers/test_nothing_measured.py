@@ -158,7 +158,7 @@ CAUSES = pytest.mark.parametrize(
         (stress_test, chat, NO_TEXT, ("2 malformed", PLACE, "no text")),
         (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
         (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
-        (task_run, rewarding, "nothing", ("32 of 32 answers",)),
+        (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
         (text_run, chat, DOWN, ("unavailable", PLACE, "connection refused")),
         (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
     ],
