@@ -390,8 +390,8 @@ def test_a_run_that_cannot_be_written_to_says_how_its_page_is_had(
 
 def test_conversations_are_censored_in_the_share_without_a_failure_so_far(tmp_path: Path) -> None:
     rows = chains(4, depth=2)
-    for place, score in ((0, 0.9), (1, None), (6, 0.9)):
-        # Episode 1 is unknown at its first turn; episode 2 fails at its second.
+    for place, score in ((0, 0.9), (1, None), (5, 0.9), (6, 0.9)):
+        # Episode 1 is unknown before it fails at its second turn; episode 2 fails at its second.
         rows[place]["response_score"] = score
     made = write_run(tmp_path / "one", tables={"evaluation": rows})
     shown, _ = turns_to_failure(read_run(made))
