@@ -154,9 +154,9 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("job.json", "num_epochs", "num_epochz"),
         ("job.json", '"batch_size": 1', '"batch_size": 2'),
         ("examples.jsonl", "yes", "no"),
+        ("job.json", "{", ""),
     ],
 )
 def test_a_job_whose_files_were_changed_is_not_trained(
