@@ -148,6 +148,8 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path:
     asked = {"contexts": [[3]], "rows_per_context": 1, "uniforms": torch.rand(1, 1)}
     with pytest.raises(ServiceRequestError, match="temperature"):
         trainer.service._do("sample", **asked, options=options)
+    with pytest.raises(ServiceRequestError, match="no tokens"):
+        trainer.service._do("sample", **asked | {"contexts": [[]]}, options={"max_new_tokens": 1})
     wide = torch.ones(1, 9999, dtype=torch.bool)
     with pytest.raises(ServiceRequestError, match="window"):
         trainer.service.logprobs(torch.tensor([[3]]), one, wide.long(), wide)
