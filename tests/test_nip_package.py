@@ -401,7 +401,10 @@ def test_expert_iteration_of_ones_own_submits_supervised_jobs(method: str, tmp_p
         "text_rl": {"verifier_guess_replacement_proportion": 0.5},
     }
     parts = _parts(tmp_path, "own_ei", groups=groups)
-    build_text_trainer(parts, RunDirectory.create(tmp_path, "run")).train()
+    trainer = build_text_trainer(parts, RunDirectory.create(tmp_path, "run"))
+    trainer.train()
+    assert isinstance(trainer, PureTextRlTrainer)
+    assert trainer._get_verifier_guess_replacement_proportion(0) == 0.5
     jobs = {key: examples for key, _, examples, options in parts.service.submitted}
     assert list(jobs) == ["run/prover/0", "run/verifier/0"]
     assert all(one.messages[-1]["role"] == "assistant" for one in jobs["run/prover/0"])
