@@ -63,7 +63,7 @@ SECONDS_BETWEEN_WRITES = 0.5
 SECONDS_BETWEEN_WAITS = 60.0
 """Least time between two lines about a wait."""
 NUM_PLAIN_LINES = 10
-"""Most lines of a whole run if standard error is no terminal."""
+"""Most lines of a whole run if standard error is not a terminal."""
 
 
 @contextmanager
