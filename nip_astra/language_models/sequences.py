@@ -238,13 +238,13 @@ class IncrementalDetokenizer:
         if starts:
             self.is_stopped, self._pending = True, ""
             return text[: min(starts)]
-        kept = max((_overlap(text, stop) for stop in self.stop), default=0)
+        kept = max((overlap(text, stop) for stop in self.stop), default=0)
         self._pending = text[len(text) - kept :]
         return text[: len(text) - kept]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text may begin a stop text."""
+def overlap(text: str, stop: str) -> int:
+    """The number of characters at the end of a text that may begin a stop text."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -35,17 +36,20 @@ class ChatMessage(TypedDict):
 
 def render_chat(
     tokenizer: Any,
-    messages: Sequence[ChatMessage] | Sequence[Mapping[str, str]],
+    messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
     *,
     opens_answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
-    With `opens_answer` the text ends where the assistant's next message begins.
+    With `opens_answer` the text ends where the assistant's next message begins. Messages and
+    `tools` have OpenAI's form; templates expect the arguments of calls as objects.
     """
     try:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            [_for_template(message) for message in messages],
+            tools=[*tools] or None,
             tokenize=False,
             add_generation_prompt=opens_answer,
         )
@@ -56,6 +60,15 @@ def render_chat(
             f"{error}. Begin with a user's message, or remove the system message."
         ) from error
     return text
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    parts = [{"type": "function", "function": call} for call in calls]
+    return {**message, "tool_calls": parts} if parts else dict(message)
 
 
 @dataclass(frozen=True)
