@@ -214,7 +214,7 @@ def test_what_is_no_trainer_is_not_registered_as_one(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ["", "my-tool", "3d", "a.b", "a b"])
 def test_a_name_that_cannot_be_a_section_is_refused(tools: Any, name: str) -> None:
     registry, _ = tools
-    with pytest.raises(ConfigurationError, match="no name for a section of a parameter file"):
+    with pytest.raises(ConfigurationError, match="letters, digits"):
         registry.register(name)
 
 

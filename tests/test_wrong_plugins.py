@@ -74,8 +74,8 @@ def test_a_plugin_that_is_missing(cli: CommandLine) -> None:
 def test_a_plugin_that_takes_a_name_that_ships(cli: CommandLine) -> None:
     path = cli.write("mine.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
     message = refused(cli.run("--plugin", path))
-    assert "the trainer 'ast_dpo' was to be registered by " in message
-    assert "has that name already. Register one of them under another name" in message
+    assert "trainer 'ast_dpo'" in message
+    assert f"{path}:" in message
 
 
 def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:

@@ -200,8 +200,8 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
         ('{"is_failure": true}', 'has no text "response"'),
         ('{"response": "a", "is_failure": 1}', 'has 1 as "is_failure"'),
         ('{"response": "a", "is_failure": true, "probe": 3}', 'has 3 as "probe"'),
