@@ -157,13 +157,11 @@ def test_assignments_are_read_as_yaml() -> None:
 def test_all_wrong_assignments_are_told_at_once() -> None:
     with pytest.raises(ParameterError) as caught:
         parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])
-    assert [str(fault) for fault in caught.value.faults] == [
-        "training.lr: is not an assignment; given 'training.lr' (from --set). Write --set "
-        "path.to.parameter=value.",
-        "=3: is not an assignment; given '=3' (from --set). Write --set path.to.parameter=value.",
-        "a..b: is not an assignment; given 'a..b=1' (from --set). Write --set path.to.parameter=value.",
-        "a: has a value that is not YAML (while parsing a flow node); given 'a=[' (from --set). "
-        "Quote a value with special characters: 'a.b=\"x: y\"'.",
+    assert [(fault.path, fault.given) for fault in caught.value.faults] == [
+        ("training.lr", "'training.lr'"),
+        ("=3", "'=3'"),
+        ("a..b", "'a..b=1'"),
+        ("a", "'a=['"),
     ]
 
 
