@@ -132,14 +132,10 @@ def test_a_parameter_error_tells_every_fault_with_path_value_source_and_advice()
 
 
 def test_a_stopped_run_tells_how_to_go_on() -> None:
-    assert str(EXAMPLES["StopRequested"]) == (
-        "the run was stopped by SIGTERM and its work is saved. Go on with: "
-        "nip-astra resume runs/one"
-    )
-    assert str(StopRequested("SIGINT", "runs/one", is_saved=False)) == (
-        "the run was stopped by SIGINT before its first checkpoint. Begin with: "
-        "nip-astra resume runs/one"
-    )
+    assert says(EXAMPLES["StopRequested"], "SIGTERM", "nip-astra resume runs/one")
+    stopped = StopRequested("SIGINT", "runs/one", is_saved=False)
+    assert says(stopped, "SIGINT", "nip-astra resume runs/one")
+    assert str(stopped) != str(StopRequested("SIGINT", "runs/one"))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_name_that_was_forgotten_can_be_registered_again(tools: Any) -> None:
 
 def test_the_name_of_a_built_in_is_taken_before_it_is_imported(tools: Any) -> None:
     registry, _ = tools
-    with pytest.raises(DuplicateNameError, match=r"but toolbox\.saw has that name already"):
+    with pytest.raises(DuplicateNameError, match=r"toolbox\.saw"):
         registry.register("saw")(object)
     assert registry.get("saw").__module__ == "toolbox.saw"
 
@@ -283,7 +283,7 @@ def test_a_name_that_an_installed_package_has_is_taken(tools: Any, tmp_path: Pat
     registry, make_module = tools
     make_module("stranger.mine", "class Plane:\n    pass\n")
     install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
-    with pytest.raises(DuplicateNameError, match=r"'stranger\.mine:Plane' of stranger-tools has"):
+    with pytest.raises(DuplicateNameError, match=r"'stranger\.mine:Plane' of stranger-tools"):
         registry.register("plane")(ToolType)
 
 
