@@ -10,7 +10,7 @@ import pytest
 import tqdm
 
 from nip_astra.cli.app import NoteHandler
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 TRAINER = """
     from nip_astra import RemoteApiTrainer
