@@ -354,5 +354,7 @@ def test_pages_of_other_sites_are_refused(service: Running) -> None:
         reply = httpx.get(f"{service.base_url}/models", headers=headers)
         assert reply.status_code == 403
         assert "evil.example" in reply.json()["error"]["message"]
+    broken = httpx.get(f"{service.base_url}/models", headers={"Origin": "http://["})
+    assert broken.status_code == 403
     local = {"Origin": "http://localhost:3000"}
     assert httpx.get(f"{service.base_url}/models", headers=local).status_code == 200
