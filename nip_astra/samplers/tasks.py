@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -161,7 +161,7 @@ def play_episodes(
     for one in episodes:
         one.observe(agent, opening_of(one.episode.environment))
     active = list(episodes)
-    draw = sample or agent.token_sampler.generate
+    session = None if sample is not None else agent.token_sampler.open_session()
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
         shared = plan.num_runs if turn == 0 else 1
@@ -170,13 +170,20 @@ def play_episodes(
             [(*plan.key, plan.split, one.problem, one.run_id, turn) for one in active],
             agent.sampling.max_new_tokens,
         )
-        generation = draw(contexts, shared, rows, agent.sampling)
+        if sample is not None:
+            generation = sample(contexts, shared, rows, agent.sampling)
+        else:
+            assert session is not None
+            generation = agent.speak(session, contexts, shared, rows).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
-        active = [one for one in active if not one.is_over]
+        are_open = [not one.is_over for one in active]
+        active = list(compress(active, are_open))
         if not active:
             break
+        if session is not None:
+            session.keep(are_open)
     for one in episodes:
         one.turns = []
     return list(episodes)
