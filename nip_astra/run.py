@@ -32,6 +32,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.progress import showing
 from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import (
     RERUN_TESTS,
@@ -113,7 +114,8 @@ def prepare_experiment(
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
     refuse_idle_actors(resolved.trainer_class, settings)
-    with on_behalf_of(resolved.source), _within_memory():
+    loading = showing("Loading", enabled=settings.progress)
+    with loading, on_behalf_of(resolved.source), _within_memory():
         instance = build_scenario_instance(
             resolved.hyper_params,
             settings,

@@ -399,7 +399,7 @@ class AstTrainer(LanguageModelTrainer):
         return {name: report[name] for name in DEV_FIGURES}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {"reward": metrics["mean_reward"], "failures": metrics["failure_rate"]}
+        return {"failures": metrics["failure_rate"], "reward": metrics["mean_reward"]}
 
     # ---- saving
 

@@ -281,7 +281,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         return "" if found.samples else "it gave no sample to learn from."
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What the bar shows of an iteration beside loss and speed; hook."""
+        """What the bar shows of an iteration before loss and speed, the headline first; hook."""
         return {}
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
@@ -586,8 +586,8 @@ class LanguageModelTrainer(TensorDictTrainer):
             is_best = self.state.count_evaluation(dev[metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
-            loss=metrics.get("loss", "nothing to learn from"),
             **self.progress_figures(metrics),
+            loss=metrics.get("loss", "nothing to learn from"),
             tokens_per_second=speed,
         )
         is_last = self.state.iteration == context.num_iterations
