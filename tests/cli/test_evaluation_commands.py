@@ -19,9 +19,9 @@ from nip_astra.samplers import executor, trees
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
-from tests import actors_here
 from tests.cli.trained_run import SMALL, figures_of
-from tests.command_line import CommandLine, refused
+from tests.kit import actors_here
+from tests.kit.command_line import CommandLine, refused
 
 SCORER = """
 from nip_astra.scorers.base import Scorer
@@ -359,7 +359,9 @@ def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path)
     assert said.code == 0, said.err
     found = figures_of(run, "test-classifier-skip")
     assert found["scorer"] == "classifier"
-    assert 0.0 <= found["scorers"]["skip"]["agreement"] <= 1.0
+    agreement, num_turns = (found["scorers"]["skip"][name] for name in ("agreement", "num_turns"))
+    assert 0.0 <= agreement <= 1.0
+    assert f"{agreement:.1%} of {num_turns} " in said.out
     again = cli("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
     assert again.code == 0, again.err
     assert figures_of(run, "again")["scorers"] == found["scorers"]

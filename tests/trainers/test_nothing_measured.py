@@ -31,8 +31,8 @@ from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scenario_base.tasks.base import Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, ArithmeticTask
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
-from tests.command_line import CommandLine, refused
-from tests.tiny import write_scenario
+from tests.kit.command_line import CommandLine, refused
+from tests.kit.tiny import write_scenario
 
 PLACE = "http://nowhere.test/v1"
 FINE = ChatAnswer("you are silly")
@@ -158,11 +158,11 @@ CAUSES = pytest.mark.parametrize(
         (stress_test, chat, NO_TEXT, ("2 malformed", PLACE, "no text")),
         (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
         (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
-        (task_run, rewarding, "nothing", ("32 of 32 answers",)),
+        (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
         (text_run, chat, DOWN, ("unavailable", PLACE, "connection refused")),
         (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
     ],
-    ids=["down", "no text", "no verdict", "scorer raises", "no reward", "text down", "text null"],
+    ids=["down", "no-text", "no-verdict", "scorer-raises", "no-reward", "text-down", "text-null"],
 )
 
 
@@ -245,7 +245,7 @@ def test_a_malformed_answer_is_asked_for_in_one_layer(tmp_path: Path) -> None:
         (task_run, rewarding, "nothing"),
         (text_run, chat, DOWN),
     ],
-    ids=["target down", "no verdict", "no reward", "text down"],
+    ids=["target-down", "no-verdict", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     tmp_path: Path,
