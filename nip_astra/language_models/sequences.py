@@ -242,7 +242,7 @@ class RunningSequence:
         self._held_back = []
 
     def take_progress(self) -> Progress | None:
-        """What is to be reported now, if anything."""
+        """The item to report now, if any."""
         if not self.request.is_streamed and self.finish_reason is None:
             return None
         if not (self._text or self._records or self.finish_reason):
