@@ -348,7 +348,7 @@ def prompts_of(**experiment: Any) -> str:
     Raises
     ------
     ConfigurationError
-        When the agents of the scenario are no chat models.
+        When the agents of the scenario are not chat models.
     """
     from nip_astra.protocols.registry import build_protocol_handler
     from nip_astra.resolving.resolution import resolve_experiment

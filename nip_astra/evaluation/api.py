@@ -375,7 +375,7 @@ def _settings(settings: ExperimentSettings | Mapping[str, Any] | None) -> Experi
 
 
 def _family_of(path: str, request: EvaluationRequest) -> EvaluationFamily:
-    """The family of what is to be evaluated."""
+    """The family of the evaluated run or model."""
     run, _ = run_of(path)
     if (run / HYPER_PARAMETERS).is_file():
         return family_of_run(run, request)

@@ -308,7 +308,7 @@ class AstTrainer(LanguageModelTrainer):
         return wait
 
     def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
-        # Columns of a prompt are no plain values.
+        # Columns of a prompt are not plain values.
         tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
@@ -348,7 +348,7 @@ class AstTrainer(LanguageModelTrainer):
             dict(self.state.first_query),
         )
 
-    # ---- what is measured
+    # ---- measurements
 
     def num_measure_parts(self) -> int:
         return self.evaluation.num_parts("test")

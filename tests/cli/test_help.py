@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nip_astra.cli.app import app
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
 COMMANDS = (

@@ -11,7 +11,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.overview import every_parameter, find_described, meanings_of
 from nip_astra.parameters.files import flatten
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 
 def shown(said: str) -> set[str]:
