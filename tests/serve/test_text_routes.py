@@ -356,6 +356,13 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, Any], 
         ask(client, **changes)
 
 
+@pytest.mark.parametrize("prompt", ["", ["good day", ""], [[7], []]])
+def test_a_prompt_without_tokens_is_refused(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
 def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:
     for method, path in [("GET", "/v1/nothing"), ("GET", "/v1/chat/completions"), ("GET", "/")]:
         reply = httpx.request(method, service.root + path)
