@@ -378,7 +378,7 @@ def time_parts(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
-    from nip_astra.trainers.timing import time_components
+    from nip_astra.trainers.dry_run import time_components
 
     quieten_libraries()
     given = settings_of(device=device, num_threads=num_threads)

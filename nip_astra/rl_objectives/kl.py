@@ -16,7 +16,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero, masked_mean, masked_sum
 
 KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
@@ -189,6 +189,17 @@ class AdaptiveKl:
         error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.weight *= 1.0 + error * min(num_samples / self.horizon, 1.0)
         return self.weight
+
+    def adapt(
+        self, logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor
+    ) -> dict[str, float]:
+        """With a target, adapt to the divergence on samples; it and the weight before, to log."""
+        if self.target is None:
+            return {}
+        kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, "k3", mask_BT=mask_BT)
+        metrics = {"kl/reference": float(masked_mean(kl_BT, mask_BT)), "kl/weight": self.weight}
+        self.update(metrics["kl/reference"], num_samples=len(mask_BT))
+        return metrics
 
     def state(self) -> dict[str, float]:
         """The weight, for a checkpoint."""

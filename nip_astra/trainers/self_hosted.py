@@ -17,7 +17,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
 from nip_astra.rl_objectives.advantages import codes_of, reverse_kl_advantages
-from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
+from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import importance_weights
 from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum
 from nip_astra.rollouts.batch import Batch
@@ -113,7 +113,8 @@ class SelfHostedTrainer(ServiceTrainer):
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
             reference = agent.token_scorer(to="measure the policy's divergence from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
-            mismatch |= self._adapt_kl(batch)
+            names = ("logprobs", "reference_logprobs", "loss_mask")
+            mismatch |= self.kl.adapt(*(batch.values[name] for name in names))
         if not self._is_checked:
             check_takes(self._prepare_batch, "batch")
         given = self._prepare_batch(batch)
@@ -150,17 +151,6 @@ class SelfHostedTrainer(ServiceTrainer):
         super().load_trainer_state(state)
         if "kl" in state:
             self.kl.load_state(state["kl"])
-
-    def _adapt_kl(self, batch: Batch) -> dict[str, float]:
-        """Adapt the weight of the divergence, where it has a target."""
-        if self.kl.target is None:
-            return {}
-        values = batch.values
-        mask_BT = values["loss_mask"]
-        kl_BT = kl_estimate(values["logprobs"], values["reference_logprobs"], "k3", mask_BT=mask_BT)
-        divergence, weight = float(masked_mean(kl_BT, mask_BT)), self.kl.weight
-        self.kl.update(divergence, num_samples=len(batch))
-        return {"kl/reference": divergence, "kl/weight": weight}
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
         has_other_loss = type(self).loss is not SelfHostedTrainer.loss
