@@ -1,4 +1,4 @@
-"""The divergence of a policy from its reference, its price, and a controller of that price.
+"""The divergence of a policy from its reference, its price, and controllers of that price.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -22,6 +22,8 @@ KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
 
 KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
+KL_TOLERANCE = 1.5
+"""`step_kl_weights` changes a weight where the divergence is off its target by this factor."""
 
 
 def kl_estimate(
@@ -137,6 +139,19 @@ class KlParameters(SubParameters):
     def controller(self) -> AdaptiveKl:
         """The weight, fixed or adapted."""
         return AdaptiveKl(weight=self.weight, target=self.target, horizon=self.horizon)
+
+
+@torch.no_grad()
+def step_kl_weights(
+    weights_A: Tensor, kl_A: Tensor, *, target: float, increment: float, decrement: float
+) -> None:
+    """Multiply, in place, by `increment` where the divergence is far, by `decrement` where near.
+
+    That is where it exceeds the target 1.5 times, or falls short of it by as much (PPO,
+    arXiv:1707.06347, section 4). A divergence that is NaN, not measured, leaves the weight.
+    """
+    weights_A.mul_(torch.where(kl_A > KL_TOLERANCE * target, increment, 1.0))
+    weights_A.mul_(torch.where(kl_A < target / KL_TOLERANCE, decrement, 1.0))
 
 
 class AdaptiveKl:

@@ -16,10 +16,10 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
-from nip_astra.rl_objectives.advantages import codes_of, reverse_kl_advantages
+from nip_astra.rl_objectives.advantages import codes_of
 from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import importance_weights
-from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum
+from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
@@ -293,11 +293,4 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         self.teacher = self.load_teacher()
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        options = self.parameters.distillation
-        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
-        teacher_BT = self.score(self.teacher, batch)
-        batch.values["teacher_logprobs"] = teacher_BT
-        batch.values["advantages"] = reverse_kl_advantages(
-            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
-        )
-        return batch, {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
+        return batch, self.imitate(self.teacher, batch)
