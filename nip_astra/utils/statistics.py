@@ -13,6 +13,9 @@ from nip_astra.utils.seeding import derive_seed
 
 Array = npt.NDArray[np.float64]
 
+NUM_FLIPS = 10_000
+"""Random flips of signs in `sign_flip_test`."""
+
 
 class FollowUp(NamedTuple):
     """How long episodes were observed."""
@@ -128,23 +131,21 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
     return float(stats.binomtest(num_only_first, total).pvalue)
 
 
-def sign_flip_test(
-    differences: Sequence[float], clusters: Sequence[int], *, num_flips: int = 10_000, seed: int = 0
-) -> float:
+def sign_flip_test(differences: Sequence[float], clusters: Sequence[int]) -> float:
     """The two-sided p-value of no difference, by flipping the signs of whole clusters.
 
-    1 if no pair differs, and at least `1 / (num_flips + 1)`.
+    1 if no pair differs, and at least `1 / (NUM_FLIPS + 1)`.
     """
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=np.asarray(differences, dtype=np.float64))
     if not np.any(sums):
         return 1.0
-    rng = np.random.default_rng(derive_seed(seed, "sign flips"))
-    signs = rng.integers(0, 2, size=(num_flips, len(sums)), dtype=np.int8) * 2 - 1
+    rng = np.random.default_rng(derive_seed(0, "sign flips"))
+    signs = rng.integers(0, 2, size=(NUM_FLIPS, len(sums)), dtype=np.int8) * 2 - 1
     # A flip that changes nothing but the order of additions must count as equal.
     observed = abs(float(sums.sum())) * (1.0 - 1e-12)
     num_extreme = np.count_nonzero(np.abs(signs @ sums) >= observed)
-    return float((1 + num_extreme) / (num_flips + 1))
+    return float((1 + num_extreme) / (NUM_FLIPS + 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.ma as ma
 from pydantic import Field
 
 from nip_astra.errors import ServiceError
@@ -306,14 +304,6 @@ def verdict_spec(cast: Cast, num_rollouts: int) -> CompositeSpec:
     dims = ("rollout", "agent", "channel")
     parts = {"verdict": IntArraySpec(shape, dims), "reason": StringArraySpec(shape, dims)}
     return CompositeSpec(parts, (num_rollouts,))
-
-
-def masked_verdicts(
-    verdicts: NestedArrayDict,
-) -> ma.MaskedArray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Verdicts as booleans `[N, A, C]`, masked if neither yes nor no."""
-    verdict_NAC = verdicts["verdict"]
-    return ma.masked_array(verdict_NAC == Verdict.YES, mask=verdict_NAC > Verdict.YES)
 
 
 def requests_of(
