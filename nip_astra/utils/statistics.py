@@ -57,26 +57,23 @@ class Survival(NamedTuple):
 
 def kaplan_meier(follow_up: FollowUp) -> Survival:
     """Estimate survival if some episodes were not observed to their failure."""
-    last = np.asarray(follow_up.turns, dtype=int)
-    events = np.asarray(follow_up.is_event, dtype=bool)
-    turns_H = np.arange(1, follow_up.horizon + 1)
-    at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
-    events_H = (last[events, None] == turns_H).sum(axis=0)
-    if events.all() and len(last):
-        survival_H = 1.0 - events_H.cumsum() / len(last)
+    at_risk_H, events_H = event_counts(follow_up)
+    if all(follow_up.is_event) and follow_up.is_event:
+        survival_H = 1.0 - events_H.cumsum() / len(follow_up.turns)
     else:
         survival_H = np.where(at_risk_H > 0, (at_risk_H - events_H) / np.maximum(at_risk_H, 1), 1.0)
         survival_H = survival_H.cumprod()
     # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
     half = np.flatnonzero(survival_H <= 0.5)
-    median = int(turns_H[half[0]]) if len(half) else None
-    return Survival(survival_H.tolist(), median, at_risk_H.tolist())
+    median = int(half[0]) + 1 if len(half) else None
+    return Survival(survival_H.tolist(), median, at_risk_H.astype(int).tolist())
 
 
 def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
     """Episodes at risk and events at each turn, `[H]` each."""
-    last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
+    last = np.asarray(follow_up.turns, dtype=int)
+    events = np.asarray(follow_up.is_event, dtype=bool)
     turns_H = np.arange(1, follow_up.horizon + 1)
     at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
     events_H = (last[events, None] == turns_H).sum(axis=0)
