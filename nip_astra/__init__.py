@@ -317,7 +317,7 @@ _HOMES = exports_for_types(__file__)
 __all__ = ["__version__", *_HOMES]
 
 
-# Imported on first use: torch takes seconds, and `--help` needs none of it.
+# Imported on first use: torch takes seconds, and `--help` does not need it.
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.

@@ -22,6 +22,7 @@ from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_files
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.plugins import load_plugin
+from nip_astra.progress import showing
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import to_yaml
@@ -181,7 +182,8 @@ def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> Dr
     from nip_astra.run import prepare_experiment
 
     trainer = prepare_experiment(experiment, settings, **settings_fields).trainer
-    return DryRun(trainer.dry_run(), trainer.settings.device_price)
+    with showing("Smallest step", enabled=trainer.settings.progress):
+        return DryRun(trainer.dry_run(), trainer.settings.device_price)
 
 
 def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
@@ -256,7 +258,7 @@ def prompts_of(**experiment: Any) -> str:
     Raises
     ------
     ConfigurationError
-        When the agents of the scenario are no chat models.
+        When the agents of the scenario are not chat models.
     """
     from nip_astra.protocols.registry import build_protocol_handler
     from nip_astra.resolving.resolution import resolve_experiment

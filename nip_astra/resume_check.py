@@ -273,7 +273,7 @@ def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
 
 
 def _seed_generators() -> None:
-    """Seed every process alike, since a fork seeds Python's generator anew."""
+    """Seed every process alike, since a fork reseeds Python's generator."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def has_unsafe(text: str) -> bool:
 
 
 def escape_for_yaml(text: str) -> str:
-    """Return YAML whose unsafe characters, which must stand in double quotes, are escaped."""
+    """Return YAML whose unsafe characters, which must be in double quotes, are escaped."""
     return _UNSAFE.sub(lambda found: _number(found[0]), text)
 
 

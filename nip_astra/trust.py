@@ -65,7 +65,7 @@ class StoredSource:
     is_trusted : bool
         Whether it is the user's own, or the user vouches for it.
     given : tuple[str, ...]
-        Plug-ins that the user gave; one of the same file name stands in for the run's.
+        The user's plug-ins; one with the same file name replaces the run's.
     outside : Mapping[str, str]
         Its parameters and settings that reach outside of its folder: files, addresses, variables.
     """
@@ -132,7 +132,7 @@ def on_behalf_of(source: StoredSource | None) -> Iterator[None]:
 
 
 def active_source() -> StoredSource | None:
-    """Return the stored run for which code is being loaded; None where the user asked for it."""
+    """Return the stored run for which code is being loaded; None if the user requested it."""
     return _ACTIVE.get()
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.resume_check import ResumeCheck, check_resume
+from nip_astra.resume_check import (
+    ResumeCheck,
+    check_resume,
+    difference_of,
+    killed_at,
+    what_was_found,
+)
 from tests.command_line import CommandLine, Said, plugins_forgotten_after, refused
 from tests.resuming import SHORT_TRAINERS, short_experiment
 from tests.toy_scenario import toy_scenario_in
@@ -71,6 +80,68 @@ def test_a_run_is_killed_at_every_file_operation(trainer: str, killed: Killing) 
 def test_a_run_of_chat_models_is_killed_all_over(trainer: str, killed: Killing) -> None:
     """Models and jobs are in its own process; behind a service, see `test_text_kills`."""
     assert len(killed(trainer, 10).kills) > 20
+
+
+def a_run(folder: Path, changed: str = "") -> Path:
+    """The files of a run that are compared, with another number in the one that is changed."""
+    texts = {
+        "results.json": '{"after": {"rate": NUMBER}, "services": 1, "seconds": 2.0}',
+        "metrics.jsonl": '{"step": 1, "loss": NUMBER}\n',
+        "rollouts/train_0000/answers.jsonl": '{"id": NUMBER}\n',
+        "checkpoints/latest": "step_00000002\n",
+        "checkpoints/step_00000002/state.json": '{"run": {"iteration": NUMBER}}',
+        "checkpoints/step_00000002/own.json": '{"total": NUMBER}',
+        "checkpoints/step_00000001/state.json": "NUMBER",
+        "timings.jsonl": "NUMBER",
+    }
+    for name, text in texts.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("NUMBER", "5" if name == changed else "4"))
+    (folder / "model" / "agent").mkdir(parents=True)
+    weights = folder / "model" / "agent" / "model.safetensors"
+    save_file({"head": torch.ones(1) * ("model" in changed)}, weights)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("results.json", "results.json: after.rate"),
+        ("metrics.jsonl", "metrics.jsonl: line 1, loss"),
+        ("rollouts/train_0000/answers.jsonl", "answers.jsonl: line 1, id"),
+        ("checkpoints/step_00000002/state.json", "state.json: run.iteration"),
+        ("checkpoints/step_00000002/own.json", "own.json: total"),
+        ("model/agent/model.safetensors", "model.safetensors: head"),
+        ("checkpoints/step_00000001/state.json", ""),
+        ("timings.jsonl", ""),
+    ],
+)
+def test_what_a_run_leaves_is_compared_by_file_and_name(
+    changed: str, told: str, tmp_path: Path
+) -> None:
+    runs = [
+        what_was_found(a_run(tmp_path / name, one)) for name, one in (("a", ""), ("b", changed))
+    ]
+    assert difference_of(*runs).endswith(told)
+    assert bool(difference_of(*runs)) == bool(told)
+
+
+def test_every_operation_that_changes_files_is_one_to_kill_at(tmp_path: Path) -> None:
+    with killed_at(0) as done:
+        (tmp_path / "folder").mkdir()
+        with (tmp_path / "a").open("w") as file:
+            os.fsync(file.fileno())
+            os.ftruncate(file.fileno(), 0)
+        os.close(os.open(tmp_path / "a", os.O_WRONLY))
+        os.truncate(tmp_path / "a", 0)
+        (tmp_path / "a").rename(tmp_path / "b")
+        (tmp_path / "b").replace(tmp_path / "c")
+        (tmp_path / "c").read_text()
+        (tmp_path / "c").unlink()
+        (tmp_path / "folder").rmdir()
+    kinds = "mkdir open fsync ftruncate open truncate rename replace unlink rmdir"
+    assert [one.split()[0] for one in done] == kinds.split()
 
 
 FORGETFUL = """

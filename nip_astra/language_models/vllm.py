@@ -489,7 +489,7 @@ class SamplerGap:
         self._largest = max(self._largest, float(gap_S.abs().max()))
 
     def take(self) -> dict[str, float]:
-        """Return the figures, nats a token, and begin anew; nothing where nothing was counted.
+        """Return and reset the figures, nats per token; empty if nothing was counted.
 
         `kl` estimates the divergence of the sampler from the trainer: a mean over sampled tokens.
         """

@@ -145,7 +145,7 @@ class Batch:
 
     @property
     def metadata(self) -> BatchView:
-        """What is no tensor, by name."""
+        """The values that are not tensors, by name."""
         return BatchView(self, "metadata")
 
     def __len__(self) -> int:

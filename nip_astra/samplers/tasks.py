@@ -218,8 +218,8 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
 
 def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
     """Tokens of the policy's last message."""
-    said = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
-    return said[-1] if said else ()
+    sampled = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
+    return sampled[-1] if sampled else ()
 
 
 # ---- who runs the parts

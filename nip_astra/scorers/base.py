@@ -113,7 +113,7 @@ class Ratings(NamedTuple):
     """float32 on the CPU, from 0 to 1; NaN where there is no verdict."""
     is_error_N: Tensor
     """bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
-    means that the scorer gave no verdict."""
+    means that the scorer returned no verdict."""
 
 
 class Scorer:

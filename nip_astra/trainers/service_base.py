@@ -515,7 +515,7 @@ class ServiceTrainer(LanguageModelTrainer):
     # ---- tools of the hooks
 
     def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
-        """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
+        """Write a stage of the iteration for `compare-dumps`, every `settings.dump_period`."""
         if self._dumps.is_due(self.state.iteration):
             plain = values.to_plain() if isinstance(values, Batch) else values
             self._dumps.write(self.state.iteration, stage, plain)

@@ -105,24 +105,24 @@ def _run(
     except (MontyCrashedError, MontyDisconnectError) as error:
         return CallResult(error=f"ended before the call: {str(error)[:150]}"), True
     except MontyError as error:
-        told = _told(error)
-        if lacks := what_is_lacking(told):
-            raise _refusal(lacks) from error
-        is_over = told.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
-        return CallResult(error=told[:200]), is_over
+        message = _message_of(error)
+        if feature := missing_feature(message):
+            raise _refusal(feature) from error
+        is_over = message.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
+        return CallResult(error=message[:200]), is_over
     except (TypeError, ValueError, RecursionError) as error:
         # The result cannot be written as JSON.
         return CallResult(error=f"{type(error).__name__}: {str(error)[:200]}"), False
 
 
-def _refusal(lacks: str) -> SandboxUnavailableError:
+def _refusal(feature: str) -> SandboxUnavailableError:
     return SandboxUnavailableError(
-        f"{PACKAGE} lacks {lacks}, which the code needs. Install bubblewrap (Debian: apt install "
+        f"{PACKAGE} lacks {feature}, which the code needs. Install bubblewrap (Debian: apt install "
         "bubblewrap)."
     )
 
 
-def _told(error: MontyError) -> str:
+def _message_of(error: MontyError) -> str:
     """The error of the code, with its type before it."""
     from pydantic_monty import MontyRuntimeError, MontySyntaxError
 
@@ -131,9 +131,9 @@ def _told(error: MontyError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def what_is_lacking(told: str) -> str:
+def missing_feature(error: str) -> str:
     """The part of Python that Monty lacks according to an error; empty if Python lacks it too."""
-    kind, _, message = told.partition(": ")
+    kind, _, message = error.partition(": ")
     names = re.findall(r"'([^']*)'", message)
     if "not yet support" in message:
         return message.rpartition("not yet support ")[2]
@@ -192,7 +192,7 @@ class SandboxResult:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What one call of a function gave."""
+    """The result of one function call."""
 
     value: Any = None
     """Its result, as JSON has it; None with an error."""

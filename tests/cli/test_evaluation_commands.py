@@ -359,7 +359,9 @@ def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path)
     assert said.code == 0, said.err
     found = figures_of(run, "test-classifier-skip")
     assert found["scorer"] == "classifier"
-    assert 0.0 <= found["scorers"]["skip"]["agreement"] <= 1.0
+    agreement, num_turns = (found["scorers"]["skip"][name] for name in ("agreement", "num_turns"))
+    assert 0.0 <= agreement <= 1.0
+    assert f"{agreement:.1%} of {num_turns} " in said.out
     again = cli("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
     assert again.code == 0, again.err
     assert figures_of(run, "again")["scorers"] == found["scorers"]

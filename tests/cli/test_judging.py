@@ -39,6 +39,7 @@ def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
     corrected = min(max((rate - 0.05) / 0.9, 0.0), 1.0)
     assert found["corrected"]["turn_failure_rate"]["value"] == pytest.approx(corrected)
     assert "classifier on 20 labelled failures: finds" in said.out
+    assert said.out.count("19 of 20 ") == 2
     assert "turns with a failure, corrected for that" in said.out
     message = refused(cli("evaluate", "runs/one", *FEW))
     assert "labelled.number: 40 there, nothing now" in message

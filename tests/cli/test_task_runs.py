@@ -72,6 +72,8 @@ def test_an_evaluation_gives_the_runs_own_figures(
     assert found == figures_of(path)
     said = type_command("evaluate", str(path), "--untrained", "--overwrite")
     assert _without_interval(figures_of(path, "test-untrained")["figures"]) == results["before"]
+    counts = "{num_right:,} of {num_answers:,}".format(**results["before"])
+    assert any("accuracy" in one and counts in one for one in said.out.splitlines())
     (line,) = (one for one in said.out.splitlines() if "pass at 4" in one)
     assert f"% of {found['figures']['num_complete_problems']} " in line
     # The page is made anew.

@@ -248,15 +248,18 @@ def test_a_scorer_that_the_user_names_rates_a_foreign_run(cli: CommandLine, run:
     assert said.code == 0, said.err
 
 
-def test_a_foreign_run_gets_no_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", SECRET)
+@pytest.mark.parametrize("name", ["MY_KEY", "TINKER_API_KEY"])
+def test_a_foreign_run_gets_no_key_from_the_environment(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, SECRET)
     with on_behalf_of(StoredSource("their run", is_trusted=False)):
-        with pytest.raises(UntrustedRunError, match="MY_KEY"):
-            read_variable("MY_KEY")
+        with pytest.raises(UntrustedRunError, match=name):
+            read_variable(name)
         with on_behalf_of(None):
-            read_variable("MY_KEY")
+            read_variable(name)
     with on_behalf_of(StoredSource("my run", is_trusted=True)):
-        read_variable("MY_KEY")
+        read_variable(name)
 
 
 def test_a_judge_of_a_foreign_run_gets_no_key(

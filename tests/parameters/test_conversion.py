@@ -91,7 +91,7 @@ def test_a_version_has_one_conversion() -> None:
     register_conversion("0.0", append("first"))
     with pytest.raises(ConfigurationError, match=r"'0\.0', which has a conversion already"):
         register_conversion("0.0", append("again"))
-    with pytest.raises(ConfigurationError, match="'old', which is no version"):
+    with pytest.raises(ConfigurationError, match="'old', which is not a version"):
         register_conversion("old", append("never"))
 
 

@@ -11,11 +11,19 @@ from nip_astra.report.summary import main_table, verdict
 from nip_astra.report.terminal import print_results
 
 RESULTS = {
-    "before": {"accuracy": 0.3, "accuracy_interval": [0.25, 0.36], "num_problems": 300},
+    "before": {
+        "accuracy": 0.3,
+        "accuracy_interval": [0.25, 0.36],
+        "num_problems": 300,
+        "num_right": 90,
+        "num_answers": 300,
+    },
     "after": {
         "accuracy": 0.8,
         "accuracy_interval": [0.75, 0.84],
         "num_problems": 300,
+        "num_right": 232,
+        "num_answers": 290,
         "mean_reward": 0.8,
     },
 }
@@ -28,7 +36,10 @@ def test_the_page_says_how_many_answers_are_right(tmp_path: Path) -> None:
     assert "of the answers to 300 held-out problems are right; before, it was 30.0" in sentence
     headings, rows = main_table(run)
     assert headings == ["before", "after"]
-    assert rows[0].cells == ["30.0% [25.0%, 36.0%]", "80.0% [75.0%, 84.0%]"]
+    assert rows[0].cells == [
+        "30.0% [25.0%, 36.0%], 90 of 300",
+        "80.0% [75.0%, 84.0%], 232 of 290",
+    ]
 
 
 def test_the_terminal_says_how_many_answers_are_right(tmp_path: Path) -> None:
@@ -36,5 +47,5 @@ def test_the_terminal_says_how_many_answers_are_right(tmp_path: Path) -> None:
     print_results(RESULTS, tmp_path, console)
     said = console.export_text()
     assert "300 held-out problems before and after training" in said
-    assert "80.0% [75.0%, 84.0%]" in said
+    assert "80.0% [75.0%, 84.0%], 232 of 290" in said
     assert "right answers" in said

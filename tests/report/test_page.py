@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report import page, sections
+from nip_astra.report import evaluations, page, sections, summary
 from nip_astra.report.evaluations import turns_to_failure
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
@@ -113,6 +113,26 @@ def test_the_page_says_what_was_found_with_intervals(run: Path) -> None:
     assert "100%, 13 of 13" in words
     assert "Warning. the attacker is as it was" in words
     assert "Warning. evaluation held_out: few openings" in words
+
+
+def test_every_rate_of_the_page_stands_beside_its_counts(tmp_path: Path) -> None:
+    told, counts = results(), {"num_failed": 29, "num_known": 30, "num_episodes": 40}
+    told["after"] |= counts
+    rate = evaluation()["failure_rate"] | counts
+    others = {
+        name: evaluation(target=name, failure_rate=rate, turn_failure_rate=rate) for name in "ab"
+    }
+    run = read_run(write_run(tmp_path / "one", results=told, evaluations=others))
+    places = {
+        "sentence": summary.verdict(run)[0],
+        "tile": summary.tiles(run)[0].note,
+        "table": summary.main_table(run)[1][0].cells[1],
+        "comparison of runs": summary.OVERVIEW[run.kind][1].cell(told["after"]),
+        "evaluation": str(evaluations.main_figures(run)),
+        "all figures": str(evaluations.figures_table(run)),
+        "transfer": str(evaluations.transfer_matrix(run)),
+    }
+    assert [name for name, text in places.items() if "29 of 40, 10 unknown" not in text] == []
 
 
 def test_an_evaluation_is_shown_with_its_clusters_the_likeliest_first(run: Path) -> None:
@@ -370,8 +390,8 @@ def test_a_run_that_cannot_be_written_to_says_how_its_page_is_had(
 
 def test_conversations_are_censored_in_the_share_without_a_failure_so_far(tmp_path: Path) -> None:
     rows = chains(4, depth=2)
-    for place, score in ((0, 0.9), (1, None), (6, 0.9)):
-        # Episode 1 is unknown at its first turn; episode 2 fails at its second.
+    for place, score in ((0, 0.9), (1, None), (5, 0.9), (6, 0.9)):
+        # Episode 1 is unknown before it fails at its second turn; episode 2 fails at its second.
         rows[place]["response_score"] = score
     made = write_run(tmp_path / "one", tables={"evaluation": rows})
     shown, _ = turns_to_failure(read_run(made))

@@ -23,6 +23,7 @@ from nip_astra.errors import (
 )
 from nip_astra.run import run_experiment
 from nip_astra.sweep.plan import (
+    MAX_RUNS,
     RequestedFigures,
     RunStatus,
     SweepPlan,
@@ -75,7 +76,7 @@ def test_values_are_divided_at_commas_outside_brackets_and_quotes() -> None:
 
 def test_seeds_are_ranges_and_numbers() -> None:
     assert seeds_of("0..2,7") == [0, 1, 2, 7]
-    for wrong in ("x", "2..0", "", "1.5"):
+    for wrong in ("x", "2..0", "", "1.5", f"0..{MAX_RUNS}"):
         with pytest.raises(ConfigurationError, match="--seeds"):
             seeds_of(wrong)
 

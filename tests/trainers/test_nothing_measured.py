@@ -158,11 +158,11 @@ CAUSES = pytest.mark.parametrize(
         (stress_test, chat, NO_TEXT, ("2 malformed", PLACE, "no text")),
         (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
         (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
-        (task_run, rewarding, "nothing", ("32 of 32 answers",)),
+        (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
         (text_run, chat, DOWN, ("unavailable", PLACE, "connection refused")),
         (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
     ],
-    ids=["down", "no text", "no verdict", "scorer raises", "no reward", "text down", "text null"],
+    ids=["down", "no-text", "no-verdict", "scorer-raises", "no-reward", "text-down", "text-null"],
 )
 
 
@@ -245,7 +245,7 @@ def test_a_malformed_answer_is_asked_for_in_one_layer(tmp_path: Path) -> None:
         (task_run, rewarding, "nothing"),
         (text_run, chat, DOWN),
     ],
-    ids=["target down", "no verdict", "no reward", "text down"],
+    ids=["target-down", "no-verdict", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     tmp_path: Path,

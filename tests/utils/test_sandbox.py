@@ -162,6 +162,15 @@ def test_an_attack_fails_and_says_why(
     assert not (PROJECT / "x").exists()
 
 
+def test_the_sandbox_starts_where_bubblewrap_does() -> None:
+    """Otherwise all tests that need it would skip, and none of them fail."""
+    inner = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc"]
+    command = ["bwrap", "--ro-bind", "/", "/", "--bind", "/proc", "/proc", *inner, "true"]
+    if shutil.which("bwrap") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("sandbox: bubblewrap does not work here")
+    assert sandbox.why_no_bubblewrap() == ""
+
+
 @pytest.mark.needs_sandbox
 def test_every_refused_system_call_is_refused(user: str) -> None:
     numbers = [number for name, number in CALLS.items() if number and name != "clone"]

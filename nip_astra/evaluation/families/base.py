@@ -541,7 +541,7 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
-    """Settings with which chat models reuse the run's answers and count anew."""
+    """Settings with which chat models reuse the run's answers and start their counts at 0."""
     from nip_astra.language_models.services.retrying import CACHE_FILE
 
     remembered = settings.service_cache or str(run / CACHE_FILE)

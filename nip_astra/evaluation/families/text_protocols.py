@@ -384,7 +384,7 @@ def _datapoint(rollouts: NestedArrayDict, place: int) -> tuple[tuple[str, Any], 
 
 Answer = dict[str, Any]
 """An answer: rollout, round, agent, datapoint_id, text, and `scores` by scorer, each a number, None
-where the scorer gave no verdict, or "error"."""
+where the scorer returned no verdict, or "error"."""
 
 
 def rate_answers(

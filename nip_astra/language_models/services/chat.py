@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -35,17 +36,20 @@ class ChatMessage(TypedDict):
 
 def render_chat(
     tokenizer: Any,
-    messages: Sequence[ChatMessage] | Sequence[Mapping[str, str]],
+    messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
     *,
     opens_answer: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
-    With `opens_answer` the text ends where the assistant's next message begins.
+    With `opens_answer` the text ends where the assistant's next message begins. Messages and
+    `tools` have OpenAI's form; templates expect the arguments of calls as objects.
     """
     try:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            [_for_template(message) for message in messages],
+            tools=[*tools] or None,
             tokenize=False,
             add_generation_prompt=opens_answer,
         )
@@ -58,6 +62,15 @@ def render_chat(
     return text
 
 
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    parts = [{"type": "function", "function": call} for call in calls]
+    return {**message, "tool_calls": parts} if parts else dict(message)
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """A request to a chat model.
@@ -67,9 +80,9 @@ class ChatRequest:
     messages : tuple of ChatMessage
         The conversation so far; the answer is the next message of the assistant.
     max_tokens : int or None
-        Longest answer in tokens; None leaves it to the service.
+        Longest answer in tokens; None uses the service's default.
     temperature : float or None
-        Sampling temperature, at least 0; 0 is greedy, None leaves it to the service (some models
+        Sampling temperature, at least 0; 0 is greedy, None uses the service's default (some models
         require that).
     top_p : float
         Nucleus: tokens are drawn from the smallest set of the most likely ones of this mass.
@@ -211,7 +224,7 @@ class ChatFailure:
     Attributes
     ----------
     message : str
-        Description, from the service if it gave one; never contains the key.
+        Description, from the service if present; never contains the key.
     retry_after : float
         Seconds to wait before another attempt, as the service requests; 0 without a request.
     """

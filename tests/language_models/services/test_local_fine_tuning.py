@@ -151,19 +151,33 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
     assert copy.take_up("ft:gpt:1") == "ft:gpt:1"
 
 
-@pytest.mark.parametrize("name", ["job.json", "examples.jsonl"])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("job.json", '"batch_size": 1', '"batch_size": 2'),
+        ("examples.jsonl", "yes", "no"),
+        ("job.json", "{", ""),
+    ],
+)
 def test_a_job_whose_files_were_changed_is_not_trained(
-    name: str, open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path
+    name: str,
+    old: str,
+    new: str,
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model_dir: Path,
 ) -> None:
     service = open_service()
     job_id = _submit(service, "supervised", str(tiny_model_dir))
-    _flip_a_bit(service.directory / job_id / name)
+    path = service.directory / job_id / name
+    path.write_text(path.read_text().replace(old, new))
     ended = _train(service, job_id)
     assert ended.status is JobStatus.FAILED
     assert job_id in str(ended.error)
 
 
-@pytest.mark.parametrize("owner", ["_write_job", "save_pretrained", "write_manifest"])
+@pytest.mark.parametrize(
+    "owner", ["_write_job", "save_progress", "save_pretrained", "write_manifest"]
+)
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     owner: str,
     open_service: Callable[..., LocalFineTuningService],
@@ -173,7 +187,11 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    places = {"save_pretrained": HuggingFaceLanguageModel, "write_manifest": local_fine_tuning}
+    places = {
+        "save_progress": FineTuning,
+        "save_pretrained": HuggingFaceLanguageModel,
+        "write_manifest": local_fine_tuning,
+    }
     service = open_service()
     with monkeypatch.context() as patch:
         patch.setattr(places.get(owner, LocalFineTuningService), owner, full)

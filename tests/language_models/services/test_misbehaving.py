@@ -9,7 +9,9 @@ import asyncio
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,12 @@ import pytest
 pytest.importorskip("openai")
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
-from nip_astra.language_models.services import http_client
+from nip_astra.language_models.services import (
+    fine_tuning,
+    http_client,
+    http_training,
+    retrying,
+)
 from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import (
@@ -81,7 +88,7 @@ def outcome_of_a_chat(address: str) -> str:
 
 
 def outcome_of_training(address: str) -> str:
-    limits = {"patience_seconds": 0.2, "operation_timeout": 1.0, "max_answer_mib": 4.0}
+    limits = {"patience_seconds": 1.0, "operation_timeout": 1.0, "max_answer_mib": 4.0}
     connection = TrainingConnection(
         TrainServiceParameters(backend="http", base_url=address, **limits)
     )
@@ -156,10 +163,45 @@ def test_what_is_no_address_is_refused(address: str) -> None:
             outcome_of(address)
 
 
-@pytest.mark.parametrize("name", ["endless body", "body: a list", "gzip in gzip"])
+@pytest.mark.parametrize(
+    ("name", "of_training"),
+    [
+        ("endless body", "AnswerTooLargeError"),
+        ("body: a list", "ServiceError"),
+        ("gzip in gzip", "AnswerTooLargeError"),
+    ],
+)
 @pytest.mark.parametrize("outcome_of", [outcome_of_training, outcome_of_a_job])
 def test_a_training_service_and_a_job_end_in_time(
-    outcome_of: Callable[[str], str], name: str
+    outcome_of: Callable[[str], str], name: str, of_training: str
 ) -> None:
+    expected = of_training if outcome_of is outcome_of_training else "ServiceError"
     with misbehaving(MISBEHAVIOURS[name].send) as server:
-        assert in_time(lambda: outcome_of(server.address)) in KINDS
+        assert in_time(lambda: outcome_of(server.address)) == expected
+
+
+@pytest.mark.parametrize(
+    ("outcome_of", "module", "facts"),
+    [
+        (outcome_of_a_chat, retrying, ("503", "no answer for 10 s")),
+        (outcome_of_training, http_training, ("503",)),
+        (outcome_of_a_job, fine_tuning, ("503",)),
+    ],
+)
+def test_the_bar_says_which_service_is_waited_for(
+    outcome_of: Callable[[str], str],
+    module: ModuleType,
+    facts: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[str] = []
+
+    @contextmanager
+    def noted(what: str, **_: float) -> Iterator[None]:
+        waits.append(what)
+        yield
+
+    monkeypatch.setattr(module, "waiting_for", noted)
+    with misbehaving(MISBEHAVIOURS["status 503"].send) as server:
+        outcome_of(server.address)
+    assert [any(fact in wait for wait in waits) for fact in facts] == [True] * len(facts)

@@ -21,6 +21,7 @@ from nip_astra.scenario_base.text.analysers import (
     Verdict,
     build_rollout_analysers,
     judge_rollouts,
+    masked_verdicts,
     question_messages,
     read_verdict,
     subjects_of,
@@ -81,7 +82,7 @@ def test_a_subject_is_what_an_agent_sent_in_a_channel_amid_what_it_read(tmp_path
         "answer 1",
     ]
     assert (verifier.role, verifier.stance) == ("verifier", "")
-    assert prover.datapoint == {"claim": "the sky is blue"}, "the label is no column"
+    assert prover.datapoint == {"claim": "the sky is blue"}, "the label is not a column"
     hiding = Cast(cast.protocol, cast.human_names, ("claim",))
     assert next(subjects_of(rollouts, hiding)).datapoint == {}
     second = verifier.own[1]
@@ -164,6 +165,16 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again_as_another_sample(tmp_
     assert judged.verdicts["verdict"][0, 0, 0] == Verdict.NO
     judged, _ = _judge("direct_quotation", rollouts, cast, third_time, num_retries=1)
     assert judged.verdicts["verdict"][0, 0, 0] == Verdict.UNKNOWN
+
+
+def test_verdicts_are_masked_where_there_is_neither_yes_nor_no(tmp_path: Path) -> None:
+    rollouts, cast = _played(tmp_path)
+    answers = {"yes": [True], "no": [False], "does not apply": [], "?": []}
+    for word, expected in answers.items():
+        judged, _ = _judge("follow_up", rollouts, cast, lambda *_, word=word: f"Answer: {word}")
+        masked = masked_verdicts(judged.verdicts)
+        assert masked.shape == (1, 2, 1)
+        assert masked.compressed().tolist() == expected
 
 
 def test_a_refusal_is_no_verdict_and_a_service_that_is_down_ends_the_analysis(

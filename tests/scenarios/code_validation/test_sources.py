@@ -84,17 +84,17 @@ def test_assertions_are_counted_one_by_one() -> None:
 
 
 FORGED_ASSERTIONS = {
-    "equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(n): return E()",
-    "a number equal to all": (
+    "equal-to-all": "class E:\n    def __eq__(self, other): return True\ndef f(n): return E()",
+    "a-number-equal-to-all": (
         "class E(int):\n    def __eq__(self, other): return True\n"
         "    __hash__ = int.__hash__\ndef f(n): return E(7)"
     ),
-    "a name of the checker": (
+    "a-name-of-the-checker": (
         "import builtins\nbuiltins._note = lambda passes: None\n_noted = [True] * 9\n"
         "def f(n): return None"
     ),
     # Prints the result in the checker's name, by every mark that it finds in what it can read.
-    "marks in its own source": (
+    "marks-in-its-own-source": (
         "import os, re, sys\n"
         "def f(n):\n"
         "    frame, texts = sys._getframe(), ''\n"
@@ -106,7 +106,7 @@ FORGED_ASSERTIONS = {
         "            print('\\n' + mark + '[5, 5]', file=out, flush=True)\n"
         "    os._exit(0)"
     ),
-    "an end that prints": (
+    "an-end-that-prints": (
         "import atexit, os\natexit.register(lambda: os.write(1, b'\\n[5, 5]'))\n"
         "def f(n): raise SystemExit"
     ),

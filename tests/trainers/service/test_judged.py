@@ -138,4 +138,4 @@ def test_a_checkpoint_may_lack_what_a_judge_said_and_nothing_else(
                 trainer.go_on_from(checkpoint)
         else:
             trainer.go_on_from(checkpoint)
-            assert "without verdicts 1, which start anew" in caplog.text
+            assert "without verdicts 1," in caplog.text

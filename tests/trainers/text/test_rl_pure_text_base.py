@@ -550,6 +550,9 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     assert found["verifier/std_episode_reward"] == pytest.approx(verifier.std())
     assert found["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
     assert found["share_undecided"] == 0.0
+    texts = [text for text in rollouts["agents", "message"][:, :, 0].ravel() if text is not None]
+    words = [len(text.split()) for text in texts]
+    assert found[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
     assert len(CLAIMS) == 12
 
 

@@ -1,0 +1,80 @@
+"""Calls of tools in answers, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nip_astra.language_models.sources import load_tokenizer
+from nip_astra.language_models.tool_calls import (
+    ToolCall,
+    ToolCallParser,
+    parse_tool_calls,
+    supports_tools,
+)
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+CALL = ToolCall("add", {"a": 1})
+TAGGED = f"<tool_call>\n{ADD}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("4 < 5 <tool", "4 < 5 <tool", []),
+        ("  a \n", "  a \n", []),
+        (TAGGED, "", [CALL]),
+        (f"One moment.\n{TAGGED} \n{TAGGED}\n", "One moment.", [CALL, CALL]),
+        (f"a {TAGGED} b ", "a b", [CALL]),
+        (f"a <tool_call>{ADD}", "a", [CALL]),
+        (f"<tool_call>[{ADD}, {ADD}]</tool_call>", "", [CALL, CALL]),
+        (f"\n{ADD} ", "", [CALL]),
+        (f"[{ADD}]", "", [CALL]),
+        ('{"name": "add", "parameters": {"a": 1}}', "", [CALL]),
+        (json.dumps([CALL.as_message_part("x")]), "", [CALL]),
+        ('{"name": "Ada"} ', '{"name": "Ada"} ', []),
+        (f"[{ADD}, 1]", f"[{ADD}, 1]", []),
+        (f"[1] {TAGGED}", "[1]", [CALL]),
+        (f"a  <tool_call>{{}}</tool_call> {TAGGED}", "a  <tool_call>{}</tool_call>", [CALL]),
+        ('{"name": "f", "arguments": {"a": NaN}}',) * 2 + ([],),
+        ('{"name": "f", "arguments": "x"}',) * 2 + ([],),
+        ("[" * 100_000,) * 2 + ([],),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "\\ud800 </tool_call>\n"}}</tool_call>',
+            "",
+            [ToolCall("f", {"a": "\ufffd </tool_call>\n"})],
+        ),
+        ('<tool_call>{"name": "f</tool_call>',) * 2 + ([],),
+    ],
+)
+def test_calls_are_separated_from_text_however_they_arrive(
+    text: str, content: str, calls: list[ToolCall]
+) -> None:
+    assert parse_tool_calls(text) == (content, calls)
+    for size in (1, 3, 11) if len(text) < 1000 else ():
+        parser = ToolCallParser()
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        parts += parser.finish()
+        assert "" not in parts
+        assert "".join(part for part in parts if isinstance(part, str)) == content
+        assert [part for part in parts if isinstance(part, ToolCall)] == calls
+
+
+def test_text_is_not_held_back_longer_than_needed() -> None:
+    parser = ToolCallParser()
+    assert list(parser.push("so 4 <")) == ["so 4"]
+    assert list(parser.push(" 5, ")) == [" < 5,"]
+    assert list(parser.push(TAGGED)) == [CALL]
+
+
+def test_a_template_either_shows_tools_or_is_known_not_to(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    assert not supports_tools(tokenizer)
+    tokenizer.chat_template = (
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        "{% for one in messages %}{{ one.content }}{% endfor %}"
+    )
+    assert supports_tools(tokenizer)
