@@ -203,6 +203,8 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import register_environment as register_environment
     from nip_astra.scenario_base.tasks.base import register_task as register_task
     from nip_astra.scenario_base.tasks.rewards import register_reward as register_reward
+    from nip_astra.scenario_base.tasks.tools import Tool as Tool
+    from nip_astra.scenario_base.tasks.tools import register_tool as register_tool
     from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
     )

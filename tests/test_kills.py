@@ -19,9 +19,9 @@ from nip_astra.resume_check import (
     killed_at,
     what_was_found,
 )
-from tests.command_line import CommandLine, Said, plugins_forgotten_after, refused
-from tests.resuming import SHORT_TRAINERS, short_experiment
-from tests.toy_scenario import toy_scenario_in
+from tests.kit.command_line import CommandLine, Said, plugins_forgotten_after, refused
+from tests.kit.resuming import SHORT_TRAINERS, short_experiment
+from tests.kit.toy_scenario import toy_scenario_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 

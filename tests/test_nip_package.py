@@ -28,10 +28,10 @@ from nip_astra.run import prepare_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.text.statistics import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
 from tests.nip_scripts.uses import uses
 from tests.test_names_of_nip import find
-from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
 
 SCRIPTS = Path(__file__).parent / "nip_scripts"
 NAMES: dict[str, list[str]] = json.loads((SCRIPTS / "names.json").read_text(encoding="utf-8"))

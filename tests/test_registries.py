@@ -32,6 +32,7 @@ from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_rewar
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
 from nip_astra.scenario_base.tasks.rewards import REWARDS
+from nip_astra.scenario_base.tasks.tools import TOOLS
 from nip_astra.scenario_base.text.analysers import (
     ROLLOUT_ANALYSERS,
     RolloutAnalyser,
@@ -114,6 +115,7 @@ OF_FUNCTIONS = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "reward": REWARDS,
+    "tool": TOOLS,
     "sweep_sampler": SWEEP_SAMPLERS,
     "pruner": PRUNERS,
     "launcher": LAUNCHERS,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from nip_astra import plugins
 from nip_astra.scorers.base import SCORERS
-from tests.command_line import CommandLine, Said, refused, registered_names
-from tests.messages import says
+from tests.kit.command_line import CommandLine, Said, refused, registered_names
+from tests.kit.messages import says
 
 SCORER = """
     from nip_astra.scorers.base import Scorer

@@ -37,9 +37,9 @@ from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 """Author of a message: "user" is the attacker, "assistant" the target; a system message opens the
-conversation of a task."""
+conversation of a task, and tools answer calls in it."""
 
 Verdict: TypeAlias = float | ScorerError | None
 """Result of a scorer's hook for a text: a number from 0 to 1, None for no verdict, or the error of

@@ -45,6 +45,7 @@ from nip_astra.utils.interpreter import (
     Outcome,
     SandboxResult,
     call_in_interpreter,
+    run_in_interpreter,
     why_no_interpreter,
 )
 from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
@@ -169,9 +170,8 @@ def call_in_sandbox(
 
     Raises `SandboxUnavailableError` if this machine has no sandbox that supports the code.
     """
-    if why := why_no_bubblewrap():
-        if missing := why_no_interpreter():
-            raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
+    if why_no_bubblewrap():
+        check_any_sandbox()
         return call_in_interpreter(code, function, calls, limits or SandboxLimits())
     mark = f"{os.urandom(8).hex()}:"
     program = (
@@ -219,6 +219,24 @@ def run_beside_in_sandbox(
             return _run_here(_first_line(asker, limits), limits, program, ends)
 
     return _in_new_keyring(run)
+
+
+def run_program(code: str, limits: SandboxLimits) -> SandboxResult:
+    """Run a Python program, in the interpreter if there is no sandbox.
+
+    Raises `SandboxUnavailableError` if neither is available, or the interpreter lacks a part of
+    Python that the code needs.
+    """
+    if why_no_bubblewrap():
+        check_any_sandbox()
+        return run_in_interpreter(code, limits)
+    return run_in_sandbox(code, limits=limits)
+
+
+def check_any_sandbox() -> None:
+    """Raise `SandboxUnavailableError` if there is neither a sandbox nor an interpreter."""
+    if (why := why_no_bubblewrap()) and (missing := why_no_interpreter()):
+        raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
 
 
 def check_sandbox() -> None:

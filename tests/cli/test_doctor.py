@@ -14,7 +14,7 @@ import pytest
 from nip_astra import installation as doctor
 from nip_astra.installation import Finding, Status, closed_network, examine
 from nip_astra.scorers.base import SCORERS
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 CALLER = """
 import socket

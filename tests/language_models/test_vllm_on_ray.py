@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 from tests.serve.servers import VLLM
 
 SECONDS = 600

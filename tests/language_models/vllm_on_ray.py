@@ -26,7 +26,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
-from tests.tiny import make_language_model, write_scenario
+from tests.kit.tiny import make_language_model, write_scenario
 
 CPU = torch.device("cpu")
 FAST = (

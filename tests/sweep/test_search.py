@@ -32,7 +32,7 @@ from nip_astra.sweep.runner import (
     run_sweep,
 )
 from nip_astra.sweep.search import StudyQueue, read_trials
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 DEV = "dev/mean_reward"
 

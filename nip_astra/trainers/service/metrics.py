@@ -25,7 +25,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory, advantages_of
 from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.scenario_base.tasks.base import Episode
-from nip_astra.scenario_base.tasks.rewards import reward_figures
+from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
 
 Metrics = MutableMapping[str, Any]
@@ -171,7 +171,7 @@ class Tally:
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
-        figures |= reward_figures(self.episodes)
+        figures |= episode_figures(self.episodes)
         return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
