@@ -328,8 +328,7 @@ class NativeGraphTokens(_Native):
 
     @classmethod
     def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
-        # C can compute the nodes of one chosen graph per frame too.
-        return *tensors[:3], None, tensors[3:]
+        return *tensors[:3], tensors[3:]
 
 
 class NativeNodeTokens(NativeGraphTokens):
