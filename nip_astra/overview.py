@@ -80,7 +80,7 @@ class ExperimentView(Printable):
         return to_yaml(self.experiment.hyper_params.to_dict()).rstrip("\n")
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a parameter."""
+        """One row per parameter."""
         columns = list(Parameter._fields)
         frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
         return frame
@@ -143,7 +143,7 @@ def show(**experiment: Any) -> ExperimentView:
 
 @dataclass(frozen=True)
 class DryRun(Printable):
-    """What a run would take.
+    """Estimated time, memory and cost of a run.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class DryRun(Printable):
     device_price: float | None = None
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a figure."""
+        """One row per figure."""
         rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
         frame: pd.DataFrame = import_pandas().DataFrame(rows)
         return frame
@@ -194,7 +194,7 @@ def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What each parameter of a group means, and where it is read, by its dotted path."""
+    """Meaning of each parameter of a group, and where it is read, by dotted path."""
     for name, field in type(group).model_fields.items():
         path, value = f"{prefix}{name}", getattr(group, name)
         conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
@@ -313,7 +313,7 @@ def first_turn(
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name: where it comes from, and what it is."""
+    """A registered name with its origin and description."""
 
     kind: str
     name: str

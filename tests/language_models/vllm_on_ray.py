@@ -95,7 +95,7 @@ def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
 
 
 def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
-    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats a token, is
+    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats per token, is
     from what transformers computes with the weights in a folder.
     """
     exact = HuggingFaceLanguageModel.load(

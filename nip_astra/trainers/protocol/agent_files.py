@@ -1,4 +1,4 @@
-"""Files with the weights of agents that have networks, and the base of trainers of such agents."""
+"""Files with the weights of agents that have networks, and the base of their trainers."""
 
 from __future__ import annotations
 
