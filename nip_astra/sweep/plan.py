@@ -145,11 +145,8 @@ class Arm:
         if run_id == f"{self.trainer}-s{seed}" or (directory / run_id).exists():
             return directory / run_id
         end = f"-s{seed}-{_digest(run_id)}"
-        parts = [
-            self.trainer,
-            *([Path(self.scenario).name] if self.scenario else []),
-            *self._varied,
-        ]
+        scenario = [Path(self.scenario).name] if self.scenario else []
+        parts = [self.trainer, *scenario, *self._varied]
         name = re.sub(r"[^\w.-]+", "_", "-".join(parts), flags=re.ASCII)[:MAX_NAME].rstrip("-_.")
         new = directory / f"{name}{end}"
         return new if new.exists() else next(iter(directory.glob(f"*{end}")), new)
