@@ -22,6 +22,7 @@ from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_files
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.plugins import load_plugin
+from nip_astra.progress import showing
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import to_yaml
@@ -79,7 +80,7 @@ class ExperimentView(Printable):
         return to_yaml(self.experiment.hyper_params.to_dict()).rstrip("\n")
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a parameter."""
+        """One row per parameter."""
         columns = list(Parameter._fields)
         frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
         return frame
@@ -142,7 +143,7 @@ def show(**experiment: Any) -> ExperimentView:
 
 @dataclass(frozen=True)
 class DryRun(Printable):
-    """What a run would take.
+    """Estimated time, memory and cost of a run.
 
     Attributes
     ----------
@@ -156,7 +157,7 @@ class DryRun(Printable):
     device_price: float | None = None
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a figure."""
+        """One row per figure."""
         rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
         frame: pd.DataFrame = import_pandas().DataFrame(rows)
         return frame
@@ -181,7 +182,8 @@ def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> Dr
     from nip_astra.run import prepare_experiment
 
     trainer = prepare_experiment(experiment, settings, **settings_fields).trainer
-    return DryRun(trainer.dry_run(), trainer.settings.device_price)
+    with showing("Smallest step", enabled=trainer.settings.progress):
+        return DryRun(trainer.dry_run(), trainer.settings.device_price)
 
 
 def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
@@ -192,7 +194,7 @@ def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What each parameter of a group means, and where it is read, by its dotted path."""
+    """Meaning of each parameter of a group, and where it is read, by dotted path."""
     for name, field in type(group).model_fields.items():
         path, value = f"{prefix}{name}", getattr(group, name)
         conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
@@ -256,7 +258,7 @@ def prompts_of(**experiment: Any) -> str:
     Raises
     ------
     ConfigurationError
-        When the agents of the scenario are no chat models.
+        When the agents of the scenario are not chat models.
     """
     from nip_astra.protocols.registry import build_protocol_handler
     from nip_astra.resolving.resolution import resolve_experiment
@@ -311,7 +313,7 @@ def first_turn(
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name: where it comes from, and what it is."""
+    """A registered name with its origin and description."""
 
     kind: str
     name: str

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.util
 import inspect
+import logging
 import math
 import os
 import sys
@@ -22,10 +24,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
-from tqdm import tqdm
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar as DrawnBar
+from rich.table import Table
+from rich.text import Text
 
 from nip_astra.safe_text import safe_line
 
@@ -63,7 +71,12 @@ SECONDS_BETWEEN_WRITES = 0.5
 SECONDS_BETWEEN_WAITS = 60.0
 """Least time between two lines about a wait."""
 NUM_PLAIN_LINES = 10
-"""Most lines of a whole run if standard error is no terminal."""
+"""Maximum number of lines of a run if standard error is not a terminal."""
+LEAST_BAR, MOST_BAR = 10, 30
+"""Columns of a bar on a terminal; figures that would make it shorter are not shown."""
+REFRESHES_PER_SECOND = 4
+LIBRARIES_WITH_BARS = ("transformers.utils.logging", "datasets.utils")
+"""Modules that draw bars; while ours is shown, theirs are off."""
 
 
 @contextmanager
@@ -79,125 +92,46 @@ def loops_cut_to(num_iterations: int | None) -> Iterator[None]:
         _cuts.pop()
 
 
-class ProgressDisplay:
-    """Shows the progress of a `ProgressBar`; this one shows nothing."""
-
-    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
-        """Advance; `is_resumed` iterations were done by an earlier process."""
-
-    def lengthen(self, num_iterations: int) -> None:
-        """Add iterations to the total."""
-
-    def describe(self, description: str, position: str = "") -> None:
-        """Show the current task, and its own progress if it is not the whole run."""
-
-    def postfix(self, values: Mapping[str, str]) -> None:
-        """Show the latest values."""
-
-    def show_wait(self, what: str) -> None:
-        """Show what the run waits for; nothing if `what` is empty."""
-
-    def close(self) -> None:
-        """Release the terminal."""
-
-
-class TqdmDisplay(ProgressDisplay):
-    """A tqdm bar, or a caller's replacement."""
-
-    def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
-        self._bar = make_bar(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
-        self._values: dict[str, str] = {}
-
-    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
-        if is_resumed and hasattr(self._bar, "initial"):
-            # tqdm leaves the initial iterations out of its rate and of the remaining time.
-            self._bar.initial += num_iterations
-        self._bar.update(num_iterations)
-
-    def lengthen(self, num_iterations: int) -> None:
-        if getattr(self._bar, "total", None) is not None:
-            self._bar.total += num_iterations
-
-    def describe(self, description: str, position: str = "") -> None:
-        self._bar.set_description(f"{description} {position}, in all" if position else description)
-
-    def postfix(self, values: Mapping[str, str]) -> None:
-        self._values = dict(values)
-        self._bar.set_postfix(values, refresh=False)
-
-    def show_wait(self, what: str) -> None:
-        self._bar.set_postfix({"waiting for": what} if what else self._values, refresh=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class LineDisplay(ProgressDisplay):
-    """Whole lines, for logs and pipes; at most `NUM_PLAIN_LINES` a run."""
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self._total = max(total, 1)
-        self._stream = stream
-        self._num_done = self._num_resumed = self._num_lines = 0
-        self._description = self._position = self._postfix = ""
-        self._started = time.monotonic()
-        self._wait_shown = -math.inf
-
-    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
-        self._num_done += num_iterations
-        lines_due = NUM_PLAIN_LINES * self._num_done // self._total
-        if is_resumed:
-            self._num_resumed += num_iterations
-        elif lines_due > self._num_lines:
-            self._print()
-        self._num_lines = lines_due
-
-    def lengthen(self, num_iterations: int) -> None:
-        self._total += num_iterations
-
-    def describe(self, description: str, position: str = "") -> None:
-        self._description, self._position = description, position
-
-    def postfix(self, values: Mapping[str, str]) -> None:
-        self._postfix = ", ".join(f"{name}={value}" for name, value in values.items())
-
-    def show_wait(self, what: str) -> None:
-        now = time.monotonic()
-        if what and now - self._wait_shown > SECONDS_BETWEEN_WAITS:
-            self._wait_shown = now
-            print(f"waiting for {what}", file=self._stream, flush=True)
-
-    def _print(self) -> None:
-        elapsed = time.monotonic() - self._started
-        per_iteration = elapsed / max(self._num_done - self._num_resumed, 1)
-        remaining = per_iteration * max(self._total - self._num_done, 0)
-        in_all = f"{self._num_done}/{self._total}"
-        if self._position:
-            in_all = f"{self._position}, in all {in_all}"
-        head = f"{self._description} {in_all}".strip()
-        times = f"[{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}]"
-        print(" ".join(filter(None, [head, times, self._postfix])), file=self._stream, flush=True)
-
-
 class ProgressBar:
-    """The progress of a run. Made by `open_progress`; several loops may share one.
+    """The progress of a run, in one line. Made by `open_progress`; several loops may share one.
+
+    Parameters
+    ----------
+    total : int, optional
+        Iterations of the whole run; None if nobody knows, for instance while models are loaded.
+    console : Console, optional
+        Where it is shown: one live line on a terminal, else at most `NUM_PLAIN_LINES` lines.
+    bar : optional
+        A caller's bar with the methods of tqdm, shown instead.
 
     Attributes
     ----------
-    total : int
-        Iterations of the whole run.
     num_done : int
         Iterations done, including those of an earlier process.
+    counts_requests : bool
+        Whether `count_request` counts here.
     """
 
-    def __init__(self, total: int, display: ProgressDisplay, path: Path | None = None) -> None:
-        self.total = total
+    def __init__(
+        self,
+        total: int | None,
+        console: Console | None = None,
+        bar: Any = None,
+        path: Path | None = None,
+    ) -> None:
+        self.total = 0 if total is None else total
         self.num_done = 0
-        self._display = display
-        self._path = path
-        self._description = ""
-        self._written = -math.inf
+        self.is_live = console is not None and _is_live(console)
+        self._is_endless = self.counts_requests = total is None
+        self.console, self._bar, self._path = console, bar, path
+        self._num_resumed = self._num_lines = 0
+        self._description = self._position = self._wait = ""
+        self._values: dict[str, str] = {}
+        self._started = time.monotonic()
+        self._written = self._wait_shown = -math.inf
         self._write()
+        _BARS.append(self)
+        _SCREEN.update()
 
     def step(self, num_iterations: int = 1) -> None:
         """Count iterations that were just done."""
@@ -210,41 +144,115 @@ class ProgressBar:
     def _update(self, num_iterations: int, *, is_resumed: bool) -> None:
         self.num_done += num_iterations
         self._write()
-        self._display.update(num_iterations, is_resumed=is_resumed)
+        if is_resumed:
+            self._num_resumed += num_iterations
+        if self._bar is not None:
+            if is_resumed and hasattr(self._bar, "initial"):
+                # tqdm leaves the initial iterations out of its rate and of the remaining time.
+                self._bar.initial += num_iterations
+            self._bar.update(num_iterations)
+        lines_due = NUM_PLAIN_LINES * self.num_done // max(self.total, 1)
+        if lines_due > self._num_lines and not is_resumed:
+            self._print_line()
+        self._num_lines = lines_due
 
     def lengthen(self, num_iterations: int) -> None:
         """Add iterations that were unknown when the bar was opened."""
         self.total += num_iterations
-        self._display.lengthen(num_iterations)
+        if getattr(self._bar, "total", None) is not None:
+            self._bar.total += num_iterations
 
     def set_description(self, description: str) -> None:
         """Show the current task, for instance "train", and drop another task's values."""
-        if description != self._description:
-            self._description = description
-            self._display.postfix({})
-        self._display.describe(safe_line(description))
+        if safe_line(description) != self._description:
+            self.set_postfix({})
+        self._describe(safe_line(description), "")
 
     def set_position(self, num_done: int, num_iterations: int) -> None:
         """Show the progress of the current task, if it is a part of the whole run."""
         if self._description and num_iterations != self.total:
-            self._display.describe(self._description, f"{num_done}/{num_iterations}")
+            self._describe(self._description, f"{num_done}/{num_iterations}")
+
+    def _describe(self, description: str, position: str) -> None:
+        self._description, self._position = description, position
+        if self._bar is not None:
+            self._bar.set_description(self._head + (", in all" if position else ""))
 
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
-        """Show the latest values; numbers with three significant digits, and no NaN."""
+        """Show the latest values, the most important first; numbers with three digits, no NaN."""
         known = {name: value for name, value in values.items() if value == value}
-        self._display.postfix({safe_line(name): _short(value) for name, value in known.items()})
+        self._values = {safe_line(name): _short(value) for name, value in known.items()}
+        if self._bar is not None:
+            self._bar.set_postfix(dict(self._values), refresh=False)
 
     def show_wait(self, what: str) -> None:
         """Show what the run waits for; nothing if `what` is empty."""
-        self._display.show_wait(safe_line(what))
+        self._wait = safe_line(what)
+        if self._bar is not None:
+            shown = {"waiting for": self._wait} if what else dict(self._values)
+            self._bar.set_postfix(shown, refresh=True)
+        now = time.monotonic()
+        if self.is_live:
+            _SCREEN.refresh()
+        elif self.console is not None and what and now - self._wait_shown > SECONDS_BETWEEN_WAITS:
+            self._wait_shown = now
+            _print_whole(self.console, f"waiting for {self._wait}")
 
     def close(self) -> None:
-        """Release the terminal."""
-        if self in _BARS:
-            _BARS.remove(self)
+        """Leave the terminal to others; what was counted stays on it."""
+        if self not in _BARS:
+            return
+        self._wait = ""
         self._written = -math.inf
         self._write()
-        self._display.close()
+        if self._bar is not None:
+            self._bar.close()
+        _BARS.remove(self)
+        if self.is_live and self.console is not None and not self._is_endless:
+            self.console.print(self)
+        _SCREEN.update()
+
+    @property
+    def _head(self) -> str:
+        return f"{self._description} {self._position}".strip()
+
+    def _parts(self) -> list[str]:
+        """What follows the bar, the most important first; its end is cut where room is short."""
+        elapsed = time.monotonic() - self._started
+        if self._is_endless:
+            count = [f"{self.num_done} requests"] if self.num_done else []
+            return [*count, _clock(elapsed)]
+        pace = elapsed / max(self.num_done - self._num_resumed, 1)
+        remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
+        first, *others = [f"{name}={value}" for name, value in self._values.items()] or [""]
+        times = f"[{_clock(elapsed)}<{remaining}]"
+        return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
+
+    def _print_line(self) -> None:
+        if self.console is not None and not self.is_live and not self._is_endless:
+            head = f"{self._head}, in all" if self._position else self._head
+            _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head = Text(self._head, no_wrap=True)
+        head.truncate(options.max_width // 3, overflow="ellipsis")
+        room = options.max_width - LEAST_BAR - (head.cell_len + 1 if head else 0)
+        shown = []
+        for part in self._parts():
+            room -= cell_len(part) + 1
+            if room < 0:
+                break
+            shown.append(Text(part, no_wrap=True))
+        line = Table.grid(padding=(0, 1, 0, 0))
+        bar = DrawnBar(
+            None if self._is_endless else max(self.total, 1),
+            self.num_done,
+            min(LEAST_BAR + max(room, 0), MOST_BAR),
+        )
+        line.add_row(*([head] if head else []), bar, *shown)
+        yield line
+        if self._wait:
+            yield Text(f"  waiting for {self._wait}", no_wrap=True, overflow="ellipsis")
 
     def _write(self) -> None:
         """Write the progress file, at most every `SECONDS_BETWEEN_WRITES`."""
@@ -274,8 +282,110 @@ _BARS: list[ProgressBar] = []
 """The bars of this process that are open."""
 _WAITS: dict[object, str] = {}
 """Present waits, the earliest first."""
-os.register_at_fork(after_in_child=_BARS.clear)
-os.register_at_fork(after_in_child=_WAITS.clear)
+
+
+_DRAWING = threading.RLock()
+"""Held while the display writes: a process forked meanwhile could never write to its streams."""
+
+
+class _Display(Live):
+    def refresh(self) -> None:
+        with _DRAWING:
+            super().refresh()
+
+
+class _Screen:
+    """The one live display of this process: a line for each open bar, below all other output.
+
+    Meanwhile other libraries draw no bars, and what they print or log stands above ours.
+    """
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    def update(self) -> None:
+        """Open or close the display, as there are bars."""
+        if not _BARS:
+            self.close()
+            return
+        for name in LIBRARIES_WITH_BARS:
+            library = sys.modules.get(name)
+            if library is not None and library.is_progress_bar_enabled():
+                library.disable_progress_bar()
+                self._undo.append(library.enable_progress_bar)
+        console = next((bar.console for bar in _BARS if bar.is_live), None)
+        if console is not None and self._live is None:
+            self._start(console)
+
+    def _start(self, console: Console) -> None:
+        self._live = _Display(
+            get_renderable=self._bars,
+            console=console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+            # Redirected text goes where the bars are, which is not where a pipe leads.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        self._live.start()
+        for name, old in streams.items():
+            new = getattr(sys, name)
+            if new is not old:
+                _move_log_handlers(old, new)
+                self._undo.append(functools.partial(_restore_stream, name, old, new))
+
+    def _bars(self) -> Group:
+        """The bars that know how far they are; without one, the newest."""
+        live = [bar for bar in _BARS if bar.is_live]
+        return Group(*([bar for bar in live if bar.total] or live[-1:]))
+
+    def refresh(self) -> None:
+        """Show the present state at once."""
+        if self._live is not None:
+            self._live.refresh()
+
+    def close(self) -> None:
+        """Remove the display, and restore what other libraries do."""
+        if self._live is not None:
+            self._live.stop()
+        self.forget()
+
+    def forget(self) -> None:
+        """Restore what other libraries do; a forked process leaves its parent's display alone."""
+        for undo in reversed(self._undo):
+            undo()
+        self._live, self._undo = None, []
+
+
+def _move_log_handlers(old: TextIO, new: TextIO) -> None:
+    """Have log handlers that write to one stream write to another, for instance transformers'."""
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", []):
+            # Python's last resort has no stream of its own.
+            if vars(handler).get("stream") is old:
+                handler.stream = new
+
+
+def _restore_stream(name: str, old: TextIO, new: TextIO) -> None:
+    _move_log_handlers(new, old)
+    if getattr(sys, name) is new:
+        setattr(sys, name, old)
+
+
+_SCREEN = _Screen()
+
+
+def _after_fork() -> None:
+    _DRAWING.release()
+    _BARS.clear()
+    _WAITS.clear()
+    _SCREEN.forget()
+
+
+os.register_at_fork(
+    before=_DRAWING.acquire, after_in_parent=_DRAWING.release, after_in_child=_after_fork
+)
 
 
 @contextmanager
@@ -308,6 +418,13 @@ def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
             _show_waits()
 
 
+def count_request() -> None:
+    """Count an answered request on the newest bar that counts requests, if there is one."""
+    bar = next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
+    if bar is not None:
+        bar.step()
+
+
 def _show_waits() -> None:
     waits = list(_WAITS.values())
     others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
@@ -316,7 +433,7 @@ def _show_waits() -> None:
 
 
 def open_progress(
-    total: int,
+    total: int | None,
     enabled: bool = True,
     tqdm_func: Callable[..., Any] | None = None,
     *,
@@ -326,24 +443,39 @@ def open_progress(
 
     Parameters
     ----------
-    total : int
-        Iterations of the whole run; see `total_num_iterations`.
+    total : int, optional
+        Iterations of the whole run; see `total_num_iterations`. None if nobody knows.
     enabled : bool
         False shows nothing.
     tqdm_func : Callable, optional
-        Makes the bar in place of tqdm, with tqdm's arguments. Without it, a standard error that is
-        no terminal gets at most ten plain lines instead of a bar.
+        Makes a bar that is shown instead, with tqdm's arguments.
     path : str, optional
         Progress file; see `read_progress`.
     """
-    display = ProgressDisplay()
-    if enabled and tqdm_func is None and not sys.stderr.isatty():
-        display = LineDisplay(total, sys.stderr)
+    console = bar = None
+    if enabled and tqdm_func is not None:
+        bar = tqdm_func(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
     elif enabled:
-        display = TqdmDisplay(total, tqdm_func or tqdm)
-    bar = ProgressBar(total, display, None if path is None else Path(path))
-    _BARS.append(bar)
-    return bar
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    return ProgressBar(total, console, bar, None if path is None else Path(path))
+
+
+@contextmanager
+def showing(
+    what: str,
+    total: int | None = None,
+    *,
+    counts_requests: bool = False,
+    enabled: bool = True,
+) -> Iterator[ProgressBar]:
+    """Show a bar within the block; without a total, time and answered requests alone."""
+    bar = open_progress(total, enabled)
+    bar.counts_requests |= counts_requests
+    bar.set_description(what)
+    try:
+        yield bar
+    finally:
+        bar.close()
 
 
 class _LoopIsCut(BaseException):
@@ -504,3 +636,20 @@ def _short(value: float | str) -> str:
     if isinstance(value, str):
         return safe_line(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    """A duration, for instance 03:34 or 1:00:05."""
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")
+
+
+def _print_whole(console: Console, text: str) -> None:
+    """Print a line as it is, however narrow the console."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def _is_live(console: Console) -> bool:
+    """Whether a line can be drawn again: on a terminal, or in a notebook with ipywidgets."""
+    if console.is_jupyter:
+        return importlib.util.find_spec("ipywidgets") is not None
+    return console.is_terminal and not console.is_dumb_terminal

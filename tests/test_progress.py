@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
+import os
+import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from nip_astra import progress
 from nip_astra.progress import (
+    LEAST_BAR,
     IterationContext,
     ProgressBar,
     attach_progress_bar,
+    count_request,
     loops_cut_to,
     open_progress,
     read_progress,
+    showing,
     total_num_iterations,
     waiting_for,
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_bar_is_open() -> None:
+    """Close bars that other tests left open."""
+    for bar in list(progress._BARS):
+        bar.close()
 
 
 @dataclass
@@ -205,7 +221,7 @@ def test_a_part_of_a_run_says_how_far_it_is_beside_the_whole(
     loops.progress = open_progress(total_num_iterations(loops))
     loops.train()
     loops.test()
-    heads = [line.split(" [")[0] for line in stream.getvalue().splitlines()]
+    heads = [line.split(" loss")[0] for line in stream.getvalue().splitlines()]
     # The second loop does not say what it is.
     assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
     assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
@@ -279,8 +295,7 @@ def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.Mon
     text = stream.getvalue()
     assert text.count("\n") == 10
     assert "\r" not in text
-    assert text.splitlines()[0].startswith("train 30/300 [")
-    assert text.splitlines()[-1].endswith("loss=0.5")
+    assert text.splitlines()[0].startswith("train 30/300 loss=0.5 [")
 
 
 def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
@@ -293,13 +308,97 @@ def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
     assert [line.split(" [")[0] for line in stream.getvalue().splitlines()] == ["7/10"]
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (40, ["1/3"]),
+        (80, ["1/3", "failures=0.25", "[", "reward=1.5"]),
+        (200, ["1/3", "failures=0.25", "[", "reward=1.5", "loss=0.5", "tokens_per_second=12,346"]),
+    ],
+)
+def test_the_bar_stays_visible_and_figures_are_dropped_from_the_last(
+    width: int, shown: list[str]
+) -> None:
+    bar = ProgressBar(3)
+    bar.set_description("Training the attacker")
+    bar.set_position(1, 2)
+    bar.step()
+    bar.set_postfix({"failures": 0.25, "reward": 1.5, "loss": 0.5, "tokens_per_second": 12345.6})
+    stream = io.StringIO()
+    Console(file=stream, width=width, force_terminal=True).print(bar)
+    bar.close()
+    (line,) = without_colours(stream.getvalue()).splitlines()
+    assert len(line) <= width
+    assert len(re.findall("[━╸╺]", line)) >= LEAST_BAR
+    figures = re.sub(r"\[.*?\]", "[", line.rpartition("━ ")[2]).split()
+    assert figures == shown
+
+
+def without_colours(text: str) -> str:
+    return re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", text)
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
-    bar = open_on(stream, monkeypatch, 2)
-    bar.step(2)
-    bar.close()
-    assert "2/2" in stream.getvalue()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    return stream
+
+
+def test_output_of_others_stands_in_lines_of_its_own_above_the_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = on_a_terminal(monkeypatch)
+    logger = logging.Logger("of another library")
+    monkeypatch.setitem(logging.root.manager.loggerDict, logger.name, logger)
+    logger.addHandler(logging.StreamHandler())
+    with showing("Loading"):
+        inner = open_progress(2)
+        inner.step()
+        logger.warning("a weight is missing")
+        print("deprecated", file=sys.stderr)
+        inner.close()
+    assert sys.stderr is stream
+    assert logger.handlers[0].stream is stream  # type: ignore[attr-defined]  # a StreamHandler
+    lines = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
+    shown = [without_colours(line).strip() for line in lines]
+    assert "a weight is missing" in shown
+    assert "deprecated" in shown
+    assert any(re.search("━ 1/2 ", line) for line in shown), "what was counted stays"
+
+
+def test_bars_of_other_libraries_are_off_while_one_is_shown() -> None:
+    from transformers.utils import logging as other
+
+    was_on = other.is_progress_bar_enabled()
+    other.enable_progress_bar()
+    try:
+        with showing("Loading", enabled=False):
+            assert not other.is_progress_bar_enabled()
+        assert other.is_progress_bar_enabled()
+    finally:
+        if not was_on:
+            other.disable_progress_bar()
+
+
+def test_a_forked_process_does_not_write_to_the_display_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = on_a_terminal(monkeypatch)
+    with showing("Loading"):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.stderr is stream else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sys.stderr is not stream
+
+
+def test_answered_requests_are_counted_by_the_bar_that_is_open_for_them() -> None:
+    count_request()
+    with showing("Judging", 5, counts_requests=True) as bar, showing("Other", 3):
+        count_request()
+        assert bar.num_done == 1
 
 
 def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from nip_astra.overview import every_section
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.trainers.registry import TRAINERS
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 
 @pytest.fixture(scope="module")

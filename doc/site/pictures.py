@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -55,7 +56,9 @@ def run_in_a_terminal(command: list[str]) -> str:
 def last_screen(printed: str) -> str:
     """The final lines on the screen."""
     lines = []
-    for line in printed.replace("\r\n", "\n").replace("\x1b[A", "").split("\n"):
+    # Moves of the cursor, and what hides it.
+    printed = re.sub(r"\x1b\[(\d*[AK]|\?25[lh])", "", printed)
+    for line in printed.replace("\r\n", "\n").split("\n"):
         versions = [part for part in line.split("\r") if part.strip()]
         lines.append(versions[-1] if versions else "")
     return "\n".join(lines)

@@ -40,7 +40,6 @@ from nip_astra.cli.options import (
     Wandb,
     open_console,
     print_outcome,
-    quieten_libraries,
     say,
     settings_of,
     train_or_estimate,
@@ -58,6 +57,7 @@ from nip_astra.errors import (
     WorkerProcessError,
     nearest_names,
 )
+from nip_astra.progress import showing
 from nip_astra.safe_text import safe_text, to_json
 
 RUNS_DIFFER = 1
@@ -188,8 +188,6 @@ def run(
 ) -> None:
     """Train; `run` is what options without a command mean."""
     experiment = _experiment_arguments(locals())
-    from nip_astra.resolving.resolution import resolve_experiment
-
     given = settings_of(
         settings,
         device=device,
@@ -200,8 +198,11 @@ def run(
         num_threads=num_threads,
         test_run=test_run or None,
     )
-    quieten_libraries()
-    train_or_estimate(resolve_experiment(**experiment), given, is_dry=dry_run)
+    with showing("Loading", enabled=given.get("progress") is not False):
+        from nip_astra.resolving.resolution import resolve_experiment
+
+        resolved = resolve_experiment(**experiment)
+    train_or_estimate(resolved, given, is_dry=dry_run)
 
 
 @app.command()
@@ -218,7 +219,8 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
-    from nip_astra.run import resume_experiment
+    with showing("Loading"):
+        from nip_astra.run import resume_experiment
 
     given = settings_of(
         settings,
@@ -228,7 +230,6 @@ def resume(
         runs_dir=runs_dir,
         num_threads=num_threads,
     )
-    quieten_libraries()
     print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
 
 
@@ -257,7 +258,6 @@ def check_resume(
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
 
-    quieten_libraries()
     resolved = resolve_experiment(**experiment)
     kept = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
 
@@ -380,7 +380,6 @@ def time_parts(
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.timing import time_components
 
-    quieten_libraries()
     given = settings_of(device=device, num_threads=num_threads)
     prepared = prepare_experiment(resolve_experiment(**experiment), **given)
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
@@ -483,14 +482,7 @@ class NoteHandler(logging.Handler):
 
 
 def _write_note(line: str) -> None:
-    if sys.stderr is None:  # as Python sets it where the process began without one
-        return
-    if "tqdm" not in sys.modules:
-        sys.stderr.write(line)
-        return
-    from tqdm import tqdm
-
-    with tqdm.external_write_mode(file=sys.stderr):
+    if sys.stderr is not None:  # as Python sets it where the process began without one
         sys.stderr.write(line)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from nip_astra.cli.options import Debug
 from nip_astra.errors import ConfigurationError
+from nip_astra.progress import showing
 
 if TYPE_CHECKING:
     from nip_astra.scenarios.graphs.generation import GraphPairs
@@ -60,8 +61,12 @@ def create(
         raise ConfigurationError(
             "pairs of graphs were to be made, but `file` names some that are there. Leave it out."
         )
-    train, test = (generate_pairs(parameters, split) for split in SPLITS)
-    _save(path, train, test)
+    with showing("Generating", len(SPLITS)) as bar:
+        made = []
+        for split in SPLITS:
+            made.append(generate_pairs(parameters, split))
+            bar.step()
+    _save(path, *made)
 
 
 @app.command()
@@ -81,7 +86,8 @@ def download(
 
     for name in names:
         folder = None if output is None else _new_file(str(Path(output) / name))
-        sizes = download_images(name, folder)
+        with showing(f"Downloading {name}"):
+            sizes = download_images(name, folder)
         told = ", ".join(f"{size} {split}" for split, size in sizes.items())
         sys.stdout.write(f"{name:<10} {told}\n")
         if folder is not None:
@@ -103,7 +109,8 @@ def convert(
     from nip_astra.scenarios.graphs.pair_files import padded_to, read_published_pairs
 
     path = _new_file(output)
-    read = [read_published_pairs(file) for file in (train, test)]
+    with showing("Converting"):
+        read = [read_published_pairs(file) for file in (train, test)]
     n = max(one.pairs.adjacency.shape[-1] for one in read)
     for file, one in zip((train, test), read, strict=True):
         if one.num_rescored:

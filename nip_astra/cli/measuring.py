@@ -39,7 +39,6 @@ from nip_astra.cli.options import (
     Untrained,
     Wandb,
     complain,
-    quieten_libraries,
     say,
     settings_of,
     show,
@@ -96,7 +95,6 @@ def evaluate(
 
     for one in runs:
         locate(one)
-    quieten_libraries()
     given = settings_of(settings, device=device, num_threads=num_threads)
     found = evaluate_runs(
         runs,
@@ -166,7 +164,6 @@ def score(
     from nip_astra.evaluation.api import score as score_run
 
     locate(run)
-    quieten_libraries()
     evaluation = score_run(run, settings=settings_of(device=device), **options)
     _show(evaluation, as_json=as_json)
     _gate(fail_if, evaluation.values)
@@ -308,7 +305,6 @@ def analyse(
     from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
     from nip_astra.utils.formatting import interval, percent
 
-    quieten_libraries()
     request: dict[str, Any] = {
         "split": split,
         "iteration": iteration,

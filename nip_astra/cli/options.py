@@ -200,14 +200,6 @@ def show(
         console.print(part)
 
 
-def quieten_libraries() -> None:
-    """Keep progress bars and advice of transformers off the screen."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def train_or_estimate(
     resolved: ResolvedExperiment, settings: Mapping[str, Any], *, is_dry: bool
 ) -> None:

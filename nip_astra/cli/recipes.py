@@ -105,12 +105,11 @@ def task(
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
     given = locals()
-    from nip_astra.cli.options import quieten_libraries, say, train_or_estimate
+    from nip_astra.cli.options import say, train_or_estimate
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
     from nip_astra.recipes import numbers_of, task_parameters
     from nip_astra.resolving.resolution import resolve_experiment
 
-    quieten_libraries()
     options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
     if mask_truncated_completions is not None:
         options["mask_truncated_completions"] = mask_truncated_completions == "true"
@@ -192,11 +191,10 @@ def stress(
     debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, by a scorer; prints the cost first."""
-    from nip_astra.cli.options import quieten_libraries, train_or_estimate
+    from nip_astra.cli.options import train_or_estimate
     from nip_astra.recipes import stress_parameters
     from nip_astra.resolving.resolution import resolve_experiment
 
-    quieten_libraries()
     values = stress_parameters(
         target=target,
         scorer=scorer,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nip_astra.cli.options import Debug, Device, Threads, quieten_libraries, say, settings_of
+from nip_astra.cli.options import Debug, Device, Threads, say, settings_of
 from nip_astra.errors import ConfigurationError
 
 
@@ -70,7 +70,6 @@ def serve(
     )
     asked: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
     protocols = [name for name, is_asked in asked.items() if is_asked]
-    quieten_libraries()
     if num_threads is not None:
         import torch
 

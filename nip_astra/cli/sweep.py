@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -198,14 +197,10 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
 
 
 def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
-    from tqdm import tqdm
-
     text = f"[{place}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
     text += f" after {one.seconds:.0f} s" if one.seconds else ""
     text += f": {one.message}" if one.message else ""
-    # A bar makes room for the line.
-    with tqdm.external_write_mode(file=sys.stderr):
-        (complain if as_json or one.status == "failed" else say)(text)
+    (complain if as_json or one.status == "failed" else say)(text)
 
 
 def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:

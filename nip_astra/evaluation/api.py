@@ -30,7 +30,7 @@ from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
-from nip_astra.progress import open_progress
+from nip_astra.progress import showing
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Matrix(Printable):
         return self.evaluations[place]
 
     def to_frame(self) -> pd.DataFrame:
-        """A row an evaluation: its `label`, and figures as columns `a.b`."""
+        """One row per evaluation: its `label`, and figures as columns `a.b`."""
         rows = [{"label": one.label, **one.values} for one in self.evaluations]
         frame: pd.DataFrame = import_pandas().json_normalize(rows)
         return frame
@@ -109,7 +109,7 @@ class Comparison(Printable):
         return self.evaluations[label].values | compared
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a metric of each evaluation."""
+        """One row per metric of each evaluation."""
         rows = [
             {"label": label, "metric": name, **metric}
             for label, metrics in self.comparisons.items()
@@ -120,7 +120,7 @@ class Comparison(Printable):
         return frame
 
     def tables(self) -> list[Any]:
-        """A line a metric of each evaluation, and the warnings, for a terminal."""
+        """One line per metric of each evaluation, and the warnings, for a terminal."""
         return comparison_tables(vars(self))
 
 
@@ -173,17 +173,14 @@ def evaluate(
 
     @contextmanager
     def bar(label: str, total: int) -> Iterator[OnPart]:
-        display = open_progress(total, enabled=progress and total > 0)
-        display.set_description(label)
-        try:
+        with showing(label, total or None, enabled=progress) as display:
             yield display.step
-        finally:
-            display.close()
 
     from nip_astra.report.page import write_report
 
     for path in paths:
-        for evaluation in family.evaluate(Path(path), request, settings, bar):
+        evaluations = family.evaluate(Path(path), request, settings, bar)
+        for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
             found.append(evaluation)
@@ -192,6 +189,18 @@ def evaluate(
         return found[0]
     file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
     return Matrix(found, file)
+
+
+def _with_bar(
+    evaluations: Iterator[Evaluation], what: str, *, enabled: bool
+) -> Iterator[Evaluation]:
+    """Show a bar whenever the next evaluation is awaited, for instance while models are loaded."""
+    while True:
+        with showing(what, enabled=enabled):
+            found = next(evaluations, None)
+        if found is None:
+            return
+        yield found
 
 
 def score(
@@ -221,7 +230,8 @@ def score(
     request = _request({**options, "scorers": scorers})
     path = locate(run, settings)
     family = _stored_family(path, request)
-    evaluation = family.score(path, request, settings)
+    with showing("Rating", enabled=settings.progress):
+        evaluation = family.score(path, request, settings)
     from nip_astra.report.page import write_report
 
     write_report([evaluation.run])
@@ -365,7 +375,7 @@ def _settings(settings: ExperimentSettings | Mapping[str, Any] | None) -> Experi
 
 
 def _family_of(path: str, request: EvaluationRequest) -> EvaluationFamily:
-    """The family of what is to be evaluated."""
+    """The family of the evaluated run or model."""
     run, _ = run_of(path)
     if (run / HYPER_PARAMETERS).is_file():
         return family_of_run(run, request)

@@ -9,9 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nip_astra.parameters.files import flatten
-from nip_astra.report.records import REGRESSION, TEST_PREFIX, RunRecord, mapping, number, words
+from nip_astra.report.records import (
+    REGRESSION,
+    TASK,
+    TEST_PREFIX,
+    RunRecord,
+    mapping,
+    number,
+    words,
+)
 from nip_astra.tracking.local import TIMING_PREFIXES
-from nip_astra.utils.formatting import count, decimal, percent, value_text
+from nip_astra.utils.formatting import count, decimal, interval_of, percent, value_text
 
 NUM_COLORS = 8
 """Colours of the style sheet; 0 is for what is compared with, such as before training."""
@@ -318,7 +326,7 @@ def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x
 class Curve(NamedTuple):
     """A metric with a chart: the first of its names that a run has; `{}` stands for an agent.
 
-    The metric `beside` is drawn thin and dashed.
+    The metric `beside` is drawn thin and dashed. A curve with `kinds` is of such runs alone.
     """
 
     names: tuple[str, ...]
@@ -328,19 +336,35 @@ class Curve(NamedTuple):
     beside: str = ""
     beside_label: str = ""
     x_label: str = "iteration"
+    kinds: tuple[str, ...] = ()
 
 
+HELD_OUT = "held_out/"
+"""Begins the name of a figure on test data before and after training."""
+ENDS = ("_low", "_high")
+"""Ends of the names of a metric's interval."""
 CURVES = (
+    Curve(
+        *(("dev/accuracy", f"{HELD_OUT}accuracy"), "Right answers, held out"),
+        *("share, dev problems, or test problems before and after", "percent"),
+        kinds=(TASK,),
+    ),
     Curve(("failure_rate",), "Failing responses", "share, training prompts", "percent"),
     Curve(
         ("episode_failure_rate",), "Episodes with a failure", "share, training prompts", "percent"
     ),
-    Curve(("dev/failure_rate",), "Episodes with a failure, dev", "share, dev prompts", "percent"),
+    Curve(
+        *(("dev/failure_rate", f"{HELD_OUT}failure_rate"), "Episodes with a failure, held out"),
+        *("share, dev prompts, or test prompts before and after", "percent"),
+    ),
     Curve(
         *(("mean_accuracy", "accuracy"), "Right decisions", "share of training episodes"),
         "percent",
     ),
-    Curve(("test_mean_accuracy", "test_accuracy"), "Right decisions, test", "share", "percent"),
+    Curve(
+        ("test_mean_accuracy", "test_accuracy", f"{HELD_OUT}mean_accuracy"),
+        *("Right decisions, test", "share", "percent"),
+    ),
     Curve(
         *(("worst_datapoint_accuracy",), "Worst datapoint", "its share of right decisions"),
         "percent",
@@ -349,7 +373,24 @@ CURVES = (
     Curve(("mean_episode_length",), "Episode length", "rounds, mean"),
     Curve(("mean_reward",), "Reward", "mean of a turn"),
     Curve(("rollout/reward_mean",), "Reward of trajectories", "mean, training problems"),
-    Curve(("dev/accuracy",), "Right answers, dev", "share, dev problems", "percent"),
+    Curve(("rollout/response_tokens_mean",), "Length of answers", "tokens, mean"),
+    Curve(("probe_length",), "Length of probes", "tokens, mean"),
+    Curve(("{}/mean_message_words",), "Length of messages", "words, mean"),
+    Curve(("rollout/entropy", "entropy"), "Entropy", "nats per token, of samples"),
+    Curve(
+        *(("kl/reference", "rollout/kl", "opd/reverse_kl"), "KL from the reference"),
+        "or teacher; nats per token",
+    ),
+    Curve(("kl",), "KL", "of the loss, nats"),
+    Curve(("approx_kl",), "KL of the updates", "from the policy that sampled, nats per token"),
+    Curve(("clip_fraction",), "Clip fraction", "share of tokens or moves", "percent"),
+    Curve(("grad_norm",), "Gradient norm", "before clipping"),
+    Curve(
+        ("grpo/zero_variance_share",), "Groups of equal rewards", "share of the groups", "percent"
+    ),
+    Curve(("rollout/cut_share",), "Answers cut off", "share", "percent"),
+    Curve(("preference_margin",), "Preference margin", "chosen less rejected, mean"),
+    Curve(("preference_accuracy",), "Preferences met", "share of pairs", "percent"),
     Curve(("mean_score",), "Score of responses", "mean of a turn"),
     Curve(("probe_nll",), "Unlikeliness of probes", "NLL, nats per token"),
     Curve(("distinct_share",), "Distinct successful probes", "share of successful ones", "percent"),
@@ -472,13 +513,29 @@ def _chart(
     curve: Curve, name: str, title: str, groups: Sequence[RunGroup], means_only: bool
 ) -> Chart | None:
     lines = [list(lines_of(group, name)) for group in groups]
+    if curve.kinds and not any(run.kind in curve.kinds for group in groups for run in group.runs):
+        return None
     # The test at the end is one point, which the summary shows.
-    if name.startswith(TEST_PREFIX) and all(len(one.points) < 2 for own in lines for one in own):
+    is_test = name.startswith((TEST_PREFIX, HELD_OUT))
+    if is_test and all(len(one.points) < 2 for own in lines for one in own):
         return None
     bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
+    interval = _interval_of(groups, name)
     note = f"{curve.note}; area: lowest to highest seed" if means_only and bands else curve.note
+    if interval:
+        bands, note = [Band(interval, groups[0].color)], f"{note}; area: 95 % interval"
     shown = [line for own in lines for line in (own[-1:] if means_only else own)]
     return line_chart(title, shown, note=note, kind=curve.kind, bands=bands, x_label=curve.x_label)
+
+
+def _interval_of(groups: Sequence[RunGroup], name: str) -> list[tuple[float, float, float]]:
+    """The 95 % interval of a metric of a single run; empty if it has none."""
+    runs = [run for group in groups for run in group.runs]
+    if len(runs) > 1:
+        return []
+    lows, highs = (dict(points_of(runs[0], f"{name}{end}")) for end in ENDS)
+    ends = ((x, lows[x], highs.get(x)) for x in lows)
+    return [(x, low, high) for x, low, high in ends if low is not None and high is not None]
 
 
 def _chart_of_agents(curve: Curve, run: RunRecord) -> Chart | None:
@@ -497,9 +554,9 @@ def _chart_of_agents(curve: Curve, run: RunRecord) -> Chart | None:
 def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
     """Every metric and timing by name, also those of the charts."""
     runs = [run for group in groups for run in group.runs]
-    names = {name for run in runs for row in (*run.metrics, *run.timings) for name in row}
+    names = {name for run in runs for name in (*run.metrics, *run.timings)}
     rows = []
-    for name in sorted(names - {"step"}):
+    for name in sorted(names):
         values = [y for _, y in points_of(runs[0], name) if y is not None]
         lines = [
             Line("", points_of(run, name), group.color) for group in groups for run in group.runs
@@ -512,10 +569,19 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
 
 
 def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
-    """A metric or timing of a run by step."""
-    rows = run.timings if name.startswith(TIMING_PREFIXES) else run.metrics
-    points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
-    return [(step, value) for step, value in points if step is not None]
+    """A metric or timing of a run by step; `HELD_OUT` ones have two, of `results.json`."""
+    if not name.startswith(HELD_OUT):
+        return (run.timings if name.startswith(TIMING_PREFIXES) else run.metrics).points(name)
+    name = name.removeprefix(HELD_OUT)
+    last = number(mapping(run.results.get("training")).get("num_iterations"))
+    points: list[Point] = []
+    for step, part in ((0.0, "before"), (last or 1.0, "after")):
+        report = mapping(run.results.get(part))
+        stem = name.removesuffix("_low").removesuffix("_high")
+        ends = dict(zip(ENDS, interval_of(report, stem), strict=True))
+        value = number(report.get(name)) if stem == name else ends[name.removeprefix(stem)]
+        points += [] if value is None else [(step, value)]
+    return points
 
 
 def lines_of(group: RunGroup, name: str) -> Iterator[Line]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -86,6 +88,34 @@ class Node:
         return threshold is not None and score is not None and score >= threshold
 
 
+class Columns:
+    """Numbers by name and step. Their memory is 16 bytes a number, however long a run is."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.num_rows = 0
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        for row in rows:
+            self.num_rows += 1
+            for name, value in row.items():
+                if name != "step":
+                    steps, values = self._columns.setdefault(name, (array("d"), array("d")))
+                    known = number(value)
+                    steps.append(number(row["step"]) or 0.0)
+                    values.append(math.nan if known is None else known)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def points(self, name: str) -> list[tuple[float, float | None]]:
+        """Steps and values of a name, None for what is no number; empty for an unknown name."""
+        steps, values = self._columns.get(name, ((), ()))
+        return [(x, None if y != y else y) for x, y in zip(steps, values, strict=True)]
+
+    def known(self, name: str) -> list[float]:
+        """The values of a name that are numbers."""
+        return [value for value in self._columns.get(name, ((), ()))[1] if value == value]
+
+
 @dataclass
 class RunRecord:
     """The content of a run directory; a part that could not be read is empty and has a note.
@@ -100,8 +130,8 @@ class RunRecord:
     sources: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    timings: list[dict[str, Any]] = field(default_factory=list)
+    metrics: Columns = field(default_factory=Columns)
+    timings: Columns = field(default_factory=Columns)
     tables: dict[str, list[Node]] = field(default_factory=dict)
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -136,8 +166,7 @@ class RunRecord:
             return named
         rows = [row for rows in self.episodes.values() for row in rows[:1]]
         found = dict.fromkeys(agent for row in rows for agent in mapping(row.get("rewards")))
-        for row in self.metrics[:1]:
-            found |= dict.fromkeys(agent for name in row if (agent := split_name(name)[0]))
+        found |= dict.fromkeys(agent for name in self.metrics if (agent := split_name(name)[0]))
         return list(found)
 
     @cached_property
@@ -178,7 +207,7 @@ def read_run(path: str | Path) -> RunRecord:
     known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
     if not any((directory.path / name).is_file() for name in known):
         raise RunDirectoryError(
-            f"{path} is no run directory: it holds none of {', '.join(known)}. Give the path of a "
+            f"{path} is not a run directory: it has no {' or '.join(known)}. Give the path of a "
             "run, for instance runs/<run id>."
         )
     directory.check_links()
@@ -201,12 +230,16 @@ def read_run(path: str | Path) -> RunRecord:
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
         run.sources = {current_name(n) or n: str(source) for n, source in sources.items()}
-    run.metrics = [
+    run.metrics = Columns(
         {present_name(name): value for name, value in row.items()}
         for row in reader.lines(METRICS_FILE)
         if _integer(row.get("step")) is not None
-    ]
-    run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
+    )
+    run.timings = Columns(
+        row
+        for row in reader.lines(TIMINGS_FILE, is_needed=False)
+        if _integer(row.get("step")) is not None
+    )
     for file in sorted(directory.path.glob(ANALYSES)):
         if not file.name.endswith(".verdicts.json"):
             name = file.relative_to(directory.path).as_posix()

@@ -202,7 +202,7 @@ def verdict(run: RunRecord) -> list[str]:
 
 
 def _end(run: RunRecord, missing: str) -> str:
-    done = f"{count(len(run.metrics))} iterations are recorded"
+    done = f"{count(run.metrics.num_rows)} iterations are recorded"
     if run.results.get("status") == FAILED:
         return f"failed; {done}"
     return f"has results without {missing}; {done}" if run.results else f"has not ended; {done}"
@@ -250,8 +250,9 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
         shares = _joined([f"the {name} in {share}" for name, share in alone])
         return [f"Without a conversation, the right label is given by {shares} of the test data."]
     if after.accuracy is None:
-        known = [one for row in run.metrics if (one := agent_figures(row).accuracy) is not None]
-        last = f", the last with an accuracy of {percent(known[-1])} in training" if known else ""
+        last = ""
+        for known in filter(None, map(run.metrics.known, reversed(ACCURACY))):
+            last = f", the last with an accuracy of {percent(known[-1])} in training"
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
     among = f"{count(after.num_episodes)} test episodes" if after.num_episodes else "test episodes"
     sentence = f"The decision is right in {after.accuracy_text} of {among}"
@@ -352,12 +353,9 @@ def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
 def times(run: RunRecord) -> list[tuple[str, float]]:
     """The seconds that each part of training took, the longest first."""
     sums: dict[str, float] = {}
-    for row in run.timings:
-        for name, value in row.items():
-            seconds = number(value)
-            if name.startswith("time/") and name.endswith("_seconds") and seconds is not None:
-                part = name.removeprefix("time/").removesuffix("_seconds")
-                sums[part] = sums.get(part, 0.0) + seconds
+    for name in run.timings:
+        if name.startswith("time/") and name.endswith("_seconds"):
+            sums[name.removeprefix("time/").removesuffix("_seconds")] = sum(run.timings.known(name))
     return sorted(sums.items(), key=lambda item: -item[1])
 
 

@@ -255,10 +255,9 @@ def _of_all(
     if name.startswith("evaluations/"):
         known = [node.reward for node in nodes if node.reward is not None]
         return len(nodes), sum(known) / len(known) if known else None
-    metrics: Mapping[str, Any] = next((row for row in run.metrics if row.get("step") == step), {})
-    return number(metrics.get("rollout/num_trajectories")), number(
-        metrics.get("rollout/reward_mean")
-    )
+    names = ("rollout/num_trajectories", "rollout/reward_mean")
+    num_all, mean = (dict(run.metrics.points(one)).get(float(step)) for one in names)
+    return num_all, mean
 
 
 def _episodes(

@@ -14,6 +14,7 @@ from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType
+from nip_astra.progress import showing
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenario_base.text.analysers import (
@@ -84,18 +85,22 @@ def analyse_run(
         opened.settings.to_dict(), opened.directory, opened.config, writes_files=False
     )
     is_done = False
+    total = sum(sum(counts.values()) for counts in opened.num_requests().values())
+    bar = showing("Judging", total, counts_requests=True, enabled=opened.settings.progress)
     try:
-        for sampling in opened.samplings:
-            new = opened.analyses.analyse(
-                NestedArrayDict.load(sampling.path),
-                sampling.split,
-                sampling.iteration,
-                is_overwritten=is_overwritten,
-            )
-            log_analyses(new, tracker, step=sampling.iteration + 1)
-            figures = [item for one in new for item in one.figures.items()]
-            tracker.log_summary({f"{sampling.split}_{name}": value for name, value in figures})
-            results += new
+        with bar:
+            for sampling in opened.samplings:
+                new = opened.analyses.analyse(
+                    NestedArrayDict.load(sampling.path),
+                    sampling.split,
+                    sampling.iteration,
+                    is_overwritten=is_overwritten,
+                )
+                log_analyses(new, tracker, step=sampling.iteration + 1)
+                figures = [item for one in new for item in one.figures.items()]
+                prefixed = {f"{sampling.split}_{name}": value for name, value in figures}
+                tracker.log_summary(prefixed)
+                results += new
         log_analyses_artifact(tracker, opened.directory)
         is_done = True
     finally:
@@ -113,11 +118,7 @@ def count_analysis(
     **request: Any,
 ) -> dict[str, dict[str, int]]:
     """The number of requests of each analyser, by sampling; sends and writes nothing."""
-    opened = _open_run(Path(run), analysers, model, settings, **request)
-    return {
-        one.name: opened.analyses.count_requests(NestedArrayDict.load(one.path))
-        for one in opened.samplings
-    }
+    return _open_run(Path(run), analysers, model, settings, **request).num_requests()
 
 
 class JudgeFile(SubParameters):
@@ -141,6 +142,13 @@ class _OpenedRun:
     analyses: RolloutAnalyses
     samplings: list[Sampling]
 
+    def num_requests(self) -> dict[str, dict[str, int]]:
+        """Requests of each analyser, by sampling."""
+        return {
+            one.name: self.analyses.count_requests(NestedArrayDict.load(one.path))
+            for one in self.samplings
+        }
+
 
 def _open_run(
     path: Path,
@@ -160,7 +168,7 @@ def _open_run(
     scenario = SCENARIOS.get(resolved.kind)
     if not issubclass(scenario, PureTextScenario):
         raise ConfigurationError(
-            f"the scenario of {path} is of the kind {resolved.kind!r}, whose rollouts are no text "
+            f"the scenario of {path} is of the kind {resolved.kind!r}, whose rollouts are not text "
             "to analyse. Give a run of a trainer of chat models."
         )
     section = getattr(resolved.hyper_params, resolved.kind)

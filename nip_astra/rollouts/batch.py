@@ -145,7 +145,7 @@ class Batch:
 
     @property
     def metadata(self) -> BatchView:
-        """What is no tensor, by name."""
+        """The values that are not tensors, by name."""
         return BatchView(self, "metadata")
 
     def __len__(self) -> int:
@@ -443,7 +443,7 @@ def _ids(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
 
 
 def _advantages(trajectories: Sequence[Trajectory], mask_BT: Tensor) -> Tensor:
-    """`[B]`, or `[B, T]` where any trajectory has one a token."""
+    """`[B]`, or `[B, T]` where any trajectory has one per token."""
     values = [one.advantage for one in trajectories]
     tensors = [torch.as_tensor(value, dtype=torch.float32) for value in values]
     if all(one.ndim == 0 for one in tensors):

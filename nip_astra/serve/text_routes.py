@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
@@ -16,10 +18,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.sequences import GenerationRequest, Progress
+from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.serve.completions import CompletionStore
-from nip_astra.serve.requests import Body, check_body, failed, overloaded, read_body, wrong
+from nip_astra.serve.requests import (
+    Body,
+    Metadata,
+    check_body,
+    failed,
+    overloaded,
+    read_body,
+    wrong,
+)
 from nip_astra.serve.served_models import Engine, ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
@@ -32,6 +42,7 @@ _CLIENT_LEFT = 499
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+Label = Annotated[str, Field(max_length=512)]
 Part = TypeVar("Part")
 AtLeastOne = Annotated[list[Part], Field(min_length=1)]
 Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
@@ -42,6 +53,7 @@ class DrawBody(Body):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -51,15 +63,32 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(DrawBody):
+class InertBody(Body):
+    """Options of OpenAI that do not affect an answer: billing, abuse, storage, caches, latency."""
+
+    metadata: Metadata = {}
+    parallel_tool_calls: bool = True
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    safety_identifier: Label | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool = False
+    user: Label | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class SamplingBody(DrawBody, InertBody):
     """Options of both routes for text."""
 
     model: Name
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingBody:
@@ -112,7 +141,17 @@ class CompletionBody(SamplingBody):
     """A request of /v1/completions."""
 
     prompt: str | AtLeastOne[str] | Ids | AtLeastOne[Ids]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo: true")
+        if self.echo and self.return_token_ids:
+            raise ValueError("echo and return_token_ids exclude each other; give one")
+        return self
 
 
 class TokenSamplingBody(DrawBody):
@@ -140,9 +179,18 @@ Reply = dict[str, Any]
 class TextReply:
     """The response to a request for chat completions (`kind` chatcmpl) or completions (cmpl)."""
 
-    def __init__(self, kind: str, model: str, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        returns_token_ids: bool,
+    ) -> None:
         self.is_chat = kind == "chatcmpl"
         self.tokenizer = tokenizer
+        self._prompts = [list(prompt) for prompt in prompts] if returns_token_ids else None
         self._head = {
             "id": f"{kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -152,7 +200,10 @@ class TextReply:
 
     def whole(self, answers: Sequence[Progress], usage: Reply) -> Reply:
         if not self.is_chat:
-            choices = [self._completion(place, one, 0) for place, one in enumerate(answers)]
+            choices = [
+                {**self._completion(place, one, 0), **self.prompt_ids(place, len(answers))}
+                for place, one in enumerate(answers)
+            ]
             return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
         choices = [
             {
@@ -160,17 +211,34 @@ class TextReply:
                 "message": {"role": "assistant", "content": one.text, "refusal": None},
                 "logprobs": self._chat_logprobs(one),
                 "finish_reason": one.finish_reason,
+                **self._token_ids(one),
             }
             for place, one in enumerate(answers)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage,
+            **self.prompt_ids(0, 1),
+        }
 
     def chunk(self, *choices: Reply, **fields: Any) -> Reply:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": list(choices), **fields}
 
+    def prompt_ids(self, place: int, num_answers: int) -> Reply:
+        if self._prompts is None:
+            return {}
+        return {"prompt_token_ids": self._prompts[place * len(self._prompts) // num_answers]}
+
+    def _token_ids(self, progress: Progress) -> Reply:
+        if self._prompts is None:
+            return {}
+        return {"token_ids": [record.token for record in progress.tokens]}
+
     def choice(self, place: int, progress: Progress, offset: int) -> Reply:
-        """What one step of a stream added to an answer of `offset` characters."""
+        """The part that one step of a stream adds to an answer of `offset` characters."""
         if not self.is_chat:
             return self._completion(place, progress, offset)
         return {
@@ -178,58 +246,72 @@ class TextReply:
             "delta": {"content": progress.text} if progress.text or progress.tokens else {},
             "logprobs": self._chat_logprobs(progress),
             "finish_reason": progress.finish_reason,
+            **self._token_ids(progress),
         }
 
     def _chat_logprobs(self, progress: Progress) -> Reply | None:
         if progress.request.num_top is None:
             return None
-        return {"content": _logprobs_of(progress, self._token), "refusal": None}
+        content = [
+            {
+                **_shown(record.text, record.logprob),
+                "top_logprobs": [_shown(text, logprob) for text, logprob in top],
+            }
+            for record, top in zip(progress.tokens, self._tops(progress), strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Reply:
-        text = self._text_of(token)
-        is_whole = "\ufffd" not in text
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": list(text.encode()) if is_whole else None,
-        }
-
-    def _text_of(self, token: int) -> str:
-        text: str = self.tokenizer.decode([token])
-        return text
+    def _tops(self, progress: Progress) -> list[list[tuple[str, float]]]:
+        """The most likely tokens in place of each token, as texts with log-probabilities."""
+        rows = [(record.before, token) for record in progress.tokens for token, _ in record.top]
+        decode = self.tokenizer.batch_decode
+        befores = decode([list(before) for before, _ in rows])
+        afters = decode([[*before, token] for before, token in rows])
+        texts = iter(
+            # A character may be complete only with the token.
+            after[len(before.rstrip("\ufffd")) :]
+            for before, after in zip(befores, afters, strict=True)
+        )
+        return [[(next(texts), logprob) for _, logprob in record.top] for record in progress.tokens]
 
     def _completion(self, place: int, progress: Progress, offset: int) -> Reply:
         logprobs = None
         if progress.request.num_top is not None:
             records = progress.tokens
-            texts = [self._text_of(record.token) for record in records]
+            lengths = [len(record.text) for record in records]
             logprobs = {
-                "tokens": texts,
-                "token_logprobs": [record.logprob for record in records],
+                "tokens": [record.text for record in records],
+                # The first token of a prompt has none.
+                "token_logprobs": [
+                    None if math.isnan(record.logprob) else record.logprob for record in records
+                ],
                 "top_logprobs": [
-                    {self._text_of(token): logprob for token, logprob in record.top}
-                    for record in records
+                    None if math.isnan(record.logprob) else _by_text(record, top)
+                    for record, top in zip(records, self._tops(progress), strict=True)
                 ],
-                "text_offset": [
-                    offset + sum(map(len, texts[:place])) for place in range(len(texts))
-                ],
+                "text_offset": list(accumulate(lengths[:-1], initial=offset))[: len(records)],
             }
         return {
             "index": place,
             "text": progress.text,
             "logprobs": logprobs,
             "finish_reason": progress.finish_reason,
+            **self._token_ids(progress),
         }
 
 
-def _logprobs_of(progress: Progress, shown: Callable[[int, float], Reply]) -> list[Reply]:
-    return [
-        {
-            **shown(record.token, record.logprob),
-            "top_logprobs": [shown(token, logprob) for token, logprob in record.top],
-        }
-        for record in progress.tokens
-    ]
+def _shown(text: str, logprob: float) -> Reply:
+    # Text of an incomplete character has no bytes of its own.
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": data}
+
+
+def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of tokens with one text the most likely; the token itself too, as in OpenAI's protocol."""
+    found: dict[str, float] = {}
+    for text, logprob in (*top, (record.text, record.logprob)):
+        found.setdefault(text, logprob)
+    return found
 
 
 def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
@@ -239,13 +321,17 @@ def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
         # A token is named by its number: not every token is a text.
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
 
+    def logprobs_of(record: TokenRecord) -> Reply:
+        tops = [shown(token, logprob) for token, logprob in record.top]
+        return {**shown(record.token, record.logprob), "top_logprobs": tops}
+
     choices = [
         {
             "index": place,
             "token_ids": [record.token for record in one.tokens],
             "logprobs": None
             if one.request.num_top is None
-            else {"content": _logprobs_of(one, shown)},
+            else {"content": [logprobs_of(record) for record in one.tokens]},
             "finish_reason": one.finish_reason,
         }
         for place, one in enumerate(answers)
@@ -311,6 +397,7 @@ class EngineClient:
             GenerationRequest(
                 prompt=tuple(prompt),
                 max_tokens=self._room(served.engine, len(prompt), max_tokens),
+                top_k=body.top_k,
                 # Prompts of one request have independent draws.
                 seed=seed + place,
                 listener=self._listen,
@@ -336,7 +423,7 @@ class EngineClient:
             )
         if num_tokens == 0:
             raise wrong("the prompt has no tokens.", "prompt", "invalid_value")
-        if num_tokens >= window:
+        if num_tokens + (max_tokens != 0) > window:
             raise wrong(
                 f"the prompt has {num_tokens} tokens, but prompt and answer share a window of "
                 f"{window}. Shorten the prompt.",
@@ -344,7 +431,7 @@ class EngineClient:
                 "context_length_exceeded",
             )
         # An answer that fills the window ends there, with finish reason "length".
-        return min(max_tokens or most, window - num_tokens)
+        return min(most if max_tokens is None else max_tokens, window - num_tokens)
 
     @contextmanager
     def _submitted(
@@ -452,7 +539,10 @@ class _TextRoutes:
         prompt = await _maybe_in_thread(size, lambda: chat_prompt(engine.tokenizer, messages))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return await self._answer_text("chatcmpl", request, body, [prompt], num_top, max_tokens)
+        return await self._answer_text(
+            *("chatcmpl", request, body, [prompt], num_top, max_tokens),
+            keeps_tokens=body.return_token_ids,
+        )
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
@@ -461,7 +551,10 @@ class _TextRoutes:
             len(str(body.prompt)), lambda: completion_prompts(engine, body.prompt)
         )
         return await self._answer_text(
-            "cmpl", request, body, prompts, body.logprobs, body.max_tokens
+            *("cmpl", request, body, prompts, body.logprobs, body.max_tokens),
+            echo=body.echo,
+            # Clients count on one log-probability per token, including the end.
+            keeps_tokens=body.return_token_ids or body.logprobs is not None,
         )
 
     async def _answer_text(
@@ -472,6 +565,7 @@ class _TextRoutes:
         prompts: Sequence[Sequence[int]],
         num_top: int | None,
         max_tokens: int | None,
+        **options: Any,
     ) -> Response:
         served = self._models.get(body.model)
         requests = self._client.plan(
@@ -482,8 +576,12 @@ class _TextRoutes:
             max_tokens=max_tokens,
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
             is_streamed=body.stream,
+            **options,
         )
-        reply = TextReply(kind, body.model, served.engine.tokenizer)
+        reply = TextReply(
+            *(kind, body.model, served.engine.tokenizer, prompts),
+            returns_token_ids=body.return_token_ids,
+        )
         if body.stream:
             return await self._stream(served.engine, requests, body, reply)
         return await self._store.once(
@@ -548,17 +646,21 @@ class _TextRoutes:
                 for place in range(body.n if reply.is_chat else 0):
                     delta = {"role": "assistant", "content": "", "refusal": None}
                     first = {"index": place, "delta": delta, "logprobs": None}
-                    yield _event(reply.chunk({**first, "finish_reason": None}, **fields))
+                    first["finish_reason"] = None
+                    yield _event(reply.chunk(first, **fields, **reply.prompt_ids(0, 1)))
                 one: tuple[int, Progress] | None = begin
                 while one is not None:
                     place, step = one
                     if step.finish_reason == "error":
                         yield _event(failed(f"the answer failed: {step.error}").body)
                         return
-                    num_tokens[place] = step.num_tokens
                     offset = lengths.get(place, 0)
-                    lengths[place] = offset + len(step.text)
-                    yield _event(reply.chunk(reply.choice(place, step, offset), **fields))
+                    lengths[place] = offset + sum(len(record.text) for record in step.tokens)
+                    choice = reply.choice(place, step, offset)
+                    if place not in num_tokens and not reply.is_chat:
+                        choice |= reply.prompt_ids(place, body.n * len(requests))
+                    num_tokens[place] = step.num_tokens
+                    yield _event(reply.chunk(choice, **fields))
                     one = await anext(progress, None)
                 if body.includes_usage:
                     usage = _usage_of(requests, sum(num_tokens.values()))

@@ -36,7 +36,7 @@ from nip_astra.trust import is_signed
 
 PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
 SIGNATURE_FILE = "sweep.signature"
-"""Says whose sweep it is; see `nip_astra.trust`."""
+"""File that identifies the sweep's owner; see `nip_astra.trust`."""
 MAX_RUNS = 10_000
 """More combinations are taken for a mistake."""
 DEV = "dev/"
@@ -219,7 +219,7 @@ class SweepPlan(SubParameters):
     def _are_names(cls, trainers: list[str]) -> list[str]:
         for name in trainers:
             if not name.isidentifier():
-                raise ValueError(f"gives {name!r}, which is no name of a trainer")
+                raise ValueError(f"gives {name!r}, which is not a name of a trainer")
         return trainers
 
     @field_validator("trainers", "scenarios", "seeds")
@@ -544,7 +544,7 @@ def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
         if not path or match is None or path in space:
             raise ConfigurationError(
                 f"--search {assignment!r} "
-                f"{'names a parameter again' if path in space else 'is no range'}. Write --search "
+                f"{'repeats a parameter' if path in space else 'is not a range'}. Write --search "
                 "'training.lr=log 1e-5..1e-3' or --search training.num_epochs=1..4; a list of "
                 "values is --set a.b=x,y."
             )
@@ -572,7 +572,7 @@ def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
         if not equals or not path or path in grid:
             raise ConfigurationError(
                 f"--set {assignment!r} "
-                f"{'names a parameter again' if path in grid else 'is no assignment'}. Write --set "
+                f"{'repeats a parameter' if path in grid else 'is not an assignment'}. Write --set "
                 "training.lr=1e-5,1e-4."
             )
         grid[path] = with_absolute_paths(list(_divided(values)))

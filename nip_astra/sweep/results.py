@@ -82,7 +82,7 @@ class SeedMean(NamedTuple):
         Over the seeds that have ended.
     low, high : float or None
         Ends of Student's interval of the mean, within the values that the figure can have; None for
-        one seed, and if all seeds gave the same value.
+        one seed, and if all seeds have the same value.
     """
 
     values: dict[int, float]

@@ -57,7 +57,7 @@ FIRST_GUESS = 10
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is executed; none of it changes the results.
+    """How a sweep is executed; these options do not change the results.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class Job(ABC):
         """Ask it to save its work and end."""
 
     def fault(self) -> str:
-        """Why it could not be executed at all; empty if its own log says so."""
+        """Why it could not be executed at all; empty if its own log has the reason."""
         return ""
 
 

@@ -308,7 +308,7 @@ class AstTrainer(LanguageModelTrainer):
         return wait
 
     def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
-        # Columns of a prompt are no plain values.
+        # Columns of a prompt are not plain values.
         tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
@@ -348,7 +348,7 @@ class AstTrainer(LanguageModelTrainer):
             dict(self.state.first_query),
         )
 
-    # ---- what is measured
+    # ---- measurements
 
     def num_measure_parts(self) -> int:
         return self.evaluation.num_parts("test")
@@ -399,7 +399,7 @@ class AstTrainer(LanguageModelTrainer):
         return {name: report[name] for name in DEV_FIGURES}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {"reward": metrics["mean_reward"], "failures": metrics["failure_rate"]}
+        return {"failures": metrics["failure_rate"], "reward": metrics["mean_reward"]}
 
     # ---- saving
 

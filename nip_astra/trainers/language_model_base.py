@@ -278,10 +278,10 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
         """Why an experience teaches nothing, or "" where it does; hook of a family."""
-        return "" if found.samples else "it gave no sample to learn from."
+        return "" if found.samples else "no sample to learn from."
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What the bar shows of an iteration beside loss and speed; hook."""
+        """What the bar shows of an iteration before loss and speed, the headline first; hook."""
         return {}
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
@@ -580,14 +580,14 @@ class LanguageModelTrainer(TensorDictTrainer):
             metric = self.training.dev_metric
             if metric not in dev:
                 raise ConfigurationError(
-                    f"evaluate_dev of the trainer {type(self).__name__} gave no {metric!r}, the "
-                    f"training.dev_metric. It gave: {', '.join(map(str, dev)) or 'nothing'}."
+                    f"evaluate_dev of {type(self).__name__} returned no {metric!r}, the "
+                    f"training.dev_metric, but: {', '.join(map(str, dev)) or 'nothing'}."
                 )
             is_best = self.state.count_evaluation(dev[metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
-            loss=metrics.get("loss", "nothing to learn from"),
             **self.progress_figures(metrics),
+            loss=metrics.get("loss", "nothing to learn from"),
             tokens_per_second=speed,
         )
         is_last = self.state.iteration == context.num_iterations

@@ -61,7 +61,7 @@ class RemoteApiTrainer(ServiceTrainer):
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
-        """Set `advantage` of each trajectory, a number or one a token; hook.
+        """Set `advantage` of each trajectory, a number or one per token; hook.
 
         Parameters
         ----------

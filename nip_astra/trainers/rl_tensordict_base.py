@@ -84,8 +84,8 @@ Gae = nn.Module
 class RlState(RunState):
     """Counters and figures of a run; an optimizer step is a minibatch that agents learned from.
 
-    `is_prepared` once observations were measured and bodies pretrained, where the parameters ask
-    for it; `last` are the statistics of the last iteration.
+    `is_prepared` once observations were measured and bodies pretrained, if so
+    configured; `last` are the statistics of the last iteration.
     """
 
     is_prepared: bool = False
@@ -242,7 +242,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """If another process ends within the block, restore the state before it and save.
 
         An iteration counts as a whole or not at all, so that the run can be resumed exactly. If
-        weights were sharded, a part is lost and the last checkpoint stands.
+        weights were sharded, a part is lost and the last checkpoint remains valid.
         """
         if self.team.size == 1 or not self.team.is_leader or self.learner.sharded is not None:
             yield
@@ -483,7 +483,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def kept_parts(self) -> dict[str, Part]:
         """Optimizers, loss, minibatches, sampler, unfinished episodes and message regression.
 
-        A custom buffer is filled anew in every iteration, and draws from the global generators.
+        A custom buffer is refilled in every iteration, and draws from the global generators.
         """
         loss = self.loss_module
         device = torch.device(self.sampler.environment.device)

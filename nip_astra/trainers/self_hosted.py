@@ -266,8 +266,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         rows, width = mask_BT.shape
         if list(getattr(of_tokens, "shape", ())) not in ([rows, width], [rows, width - 1]):
             raise ConfigurationError(
-                f"values[{name!r}] of {type(self).__name__} is no tensor [{rows}, {width}]. Give "
-                "one number a token."
+                f"values[{name!r}] of {type(self).__name__} is not a tensor [{rows}, {width}]. "
+                "Give one number per token."
             )
         mask_BT = mask_BT[:, -of_tokens.shape[1] :]
         if not of_tokens[mask_BT].isfinite().all():

@@ -46,7 +46,7 @@ from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
 from nip_astra.scenario_base.tasks.base import Episode, Split, TrainingProgress
-from nip_astra.scenario_base.tasks.rewards import reward_figures
+from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
@@ -97,7 +97,7 @@ class ServiceTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     figures: ClassVar[tuple[str, ...] | None] = (
-        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
+        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*", "tools/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
     samples_in_training: ClassVar[bool] = True
@@ -297,7 +297,7 @@ class ServiceTrainer(LanguageModelTrainer):
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
             "tokens/generated": float(generated),
-            **reward_figures(episodes),
+            **episode_figures(episodes),
         }
         # Without resampling every problem stays.
         return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
@@ -513,7 +513,7 @@ class ServiceTrainer(LanguageModelTrainer):
     # ---- tools of the hooks
 
     def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
-        """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
+        """Write a stage of the iteration for `compare-dumps`, every `settings.dump_period`."""
         if self._dumps.is_due(self.state.iteration):
             plain = values.to_plain() if isinstance(values, Batch) else values
             self._dumps.write(self.state.iteration, stage, plain)

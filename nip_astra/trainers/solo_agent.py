@@ -68,7 +68,7 @@ class SoloAgentTrainer(TensorDictTrainer):
         """Supervised training of agents alone."""
 
         body_lr_factor_override: Annotated[bool, where("trainer", "solo_agent")] = False
-        """Whether bodies learn as fast as the rest of their agent, whatever `body_lr_factor` says.
+        """Whether bodies learn as fast as the rest of their agent, regardless of `body_lr_factor`.
         Pretraining has no such factors anyway."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

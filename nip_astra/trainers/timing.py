@@ -52,7 +52,7 @@ def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
         started = time.perf_counter()
         component()
         if torch.cuda.is_available():
-            # What was started on a device may not have ended yet.
+            # Kernels that were started on a device may still be running.
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return seconds[1:]

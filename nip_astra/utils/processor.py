@@ -68,7 +68,7 @@ def peak_memory_bytes() -> int:
 def keep_freed_memory(is_kept: bool = True) -> bool:
     """Reuse freed memory instead of returning it to the system; whether the C library can.
 
-    By default glibc maps every large tensor anew, and first touching its pages takes several times
+    By default glibc maps every large tensor again, and first touching its pages takes several times
     as long as an elementwise operation on it.
     """
     if not sys.platform.startswith("linux"):

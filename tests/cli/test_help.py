@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
 COMMANDS = (

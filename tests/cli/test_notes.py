@@ -7,10 +7,9 @@ import logging
 import sys
 
 import pytest
-import tqdm
 
 from nip_astra.cli.app import NoteHandler
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 TRAINER = """
     from nip_astra import RemoteApiTrainer
@@ -64,18 +63,13 @@ class Broken(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-@pytest.mark.parametrize("with_bars", [False, True])
 @pytest.mark.parametrize("kind", ["pipe", "file", "none"])
 def test_a_warning_that_cannot_be_written_ends_nothing(
-    kind: str, with_bars: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", {"pipe": Broken(), "file": closed, "none": None}[kind])
-    if with_bars:
-        monkeypatch.setitem(sys.modules, "tqdm", tqdm)
-    else:
-        monkeypatch.delitem(sys.modules, "tqdm", raising=False)
     logger = logging.Logger("nip_astra.of_a_test")
     logger.addHandler(NoteHandler())
     logger.warning("prompt is empty")

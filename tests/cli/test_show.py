@@ -9,7 +9,7 @@ import pytest
 from nip_astra.overview import meanings_of
 from nip_astra.parameters.files import flatten
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 
 def shown(said: str) -> set[str]:

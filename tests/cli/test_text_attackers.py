@@ -23,7 +23,7 @@ from nip_astra.language_models.services.chat import (
     register_chat_model,
 )
 from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 asked: list[ChatRequest] = []
 rated: list[Exchange] = []

@@ -14,7 +14,7 @@ from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?'],"
 PRICES = " prices: {prompt: 1000.0, completion: 2000.0}}"

@@ -10,7 +10,7 @@ import pytest
 from nip_astra.trainers import timing
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 PROOF = (
     *("--scenario", "graph_isomorphism", "--num-threads", "1"),

@@ -69,3 +69,27 @@ def test_every_metric_and_timing_has_a_row(tmp_path: Path) -> None:
 def test_only_parameters_that_differ_are_listed(tmp_path: Path) -> None:
     both = runs(tmp_path, {"seed": 0}, {"seed": 1, "parameters": {"beta": 0.1}})
     assert parameter_differences(both) == [("seed", ["0", "1"]), ("training.beta", ["", "0.1"])]
+
+
+def test_held_out_accuracy_has_its_interval_as_area(tmp_path: Path) -> None:
+    results = {"kind": "task", "training": {"num_iterations": 9}}
+    for part, share in (("before", 0.25), ("after", 0.75)):
+        results[part] = {"accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1]}
+    dev = [{"step": 3, "dev/accuracy": 0.5, "dev/accuracy_low": 0.3, "dev/accuracy_high": 0.6}]
+    for name, rows, points in (
+        ("test", metrics(3), [(0.0, 0.25), (9.0, 0.75)]),
+        ("dev", [*metrics(3), *dev], [(3.0, 0.5)]),
+    ):
+        (run,) = runs(tmp_path / name, {"metrics": rows, "results": results})
+        charts = {chart.title: chart for chart in charts_of(group_runs([run]))}
+        held_out = charts["Right answers, held out"]
+        assert list(held_out.lines[0].line.points) == points
+        assert len(held_out.bands) == 1
+
+
+def test_numbers_of_a_long_run_are_read_without_loss(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": step / 7, "odd": None} for step in range(1, 301)]
+    (run,) = runs(tmp_path, {"metrics": rows})
+    assert run.metrics.points("loss") == [(row["step"], row["loss"]) for row in rows]
+    assert run.metrics.points("odd")[-1] == (300.0, None)
+    assert (run.metrics.known("odd"), run.metrics.points("nothing")) == ([], [])

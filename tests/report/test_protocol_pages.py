@@ -69,7 +69,8 @@ def test_final_figures_stand_by_agent_and_for_all_together(tmp_path: Path) -> No
 def test_the_curves_have_a_line_for_each_agent(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert titles(page) == [
-        "Right decisions", "Worst datapoint", "Undecided episodes", "Episode length", "Loss",
+        "Right decisions", "Right decisions, test", "Worst datapoint", "Undecided episodes",
+        "Episode length", "Loss",
         "Reward of an episode", "Entropy of messages", "Entropy of decisions",
         "Residual variance of critics", "Label predicted from the first message",
     ]  # fmt: skip
@@ -82,14 +83,15 @@ def test_the_curves_have_a_line_for_each_agent(tmp_path: Path) -> None:
     assert "verifier: " in told
 
 
-def test_tests_during_training_are_a_curve_and_a_single_one_is_not(tmp_path: Path) -> None:
+def test_tests_during_training_are_a_curve_and_before_stands_for_a_single_one(
+    tmp_path: Path,
+) -> None:
     tested = [{"step": step, "test_mean_accuracy": 0.6} for step in (100, 200)]
-    assert "Right decisions, test" in titles(
-        page_of(tmp_path / "a", metrics=[*protocol_metrics(9), *tested])
-    )
-    assert "Right decisions, test" not in titles(
-        page_of(tmp_path / "b", metrics=[*protocol_metrics(9), *tested[:1]])
-    )
+    for folder, rows, first in (("a", tested, "iteration 100"), ("b", tested[:1], "iteration 0")):
+        page = page_of(tmp_path / folder, metrics=[*protocol_metrics(9), *rows])
+        labels = [str(one.get("aria-label")) for one in page.named("svg")]
+        (told,) = [one for one in labels if one.startswith("Right decisions, test")]
+        assert first in told
 
 
 def test_an_episode_is_drawn_with_its_conversation_beneath(tmp_path: Path) -> None:

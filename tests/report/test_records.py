@@ -21,7 +21,7 @@ def test_everything_of_a_run_is_read_without_a_note(tmp_path: Path) -> None:
     assert len(run.tables["train"]) == 12
     assert run.tables["train"][0].reward_parts == {"novelty": 0.25}
     assert list(run.evaluations) == ["held_out"]
-    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert [x for x, _ in run.metrics.points("loss")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_broken_file_becomes_a_note_that_names_it(
     run = read_run(folder)
     if not (name.endswith(".yaml") and content == ""):
         assert any(name in note for note in run.notes), run.notes
-    assert run.metrics
+    assert list(run.metrics)
 
 
 def test_a_run_that_goes_on_has_a_note(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_file_of_too_many_lines_is_read_in_part(
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"is no run directory.*Give the path of a run"):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory.*Give the path of a run"):
         read_run(tmp_path)
     with pytest.raises(RunDirectoryError, match="nowhere"):
         read_run(tmp_path / "nowhere")

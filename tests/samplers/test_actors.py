@@ -19,8 +19,8 @@ from nip_astra.samplers import executor
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
-from tests import actors_here
-from tests.actors_here import ActorsHere
+from tests.kit import actors_here
+from tests.kit.actors_here import ActorsHere
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
 from tests.samplers.test_executor import counted
 from tests.samplers.test_trees import build

@@ -33,6 +33,7 @@ NAMES = [
     *("model", "messages", "prompt", "max_tokens", "n", "seed", "stop", "top_p", "temperature"),
     *("logprobs", "top_logprobs", "stream", "stream_options", "logit_bias", "metadata", "suffix"),
     *("method", "hyperparameters", "training_file", "tools", "__class__", "", "\u202e", "a" * 999),
+    *("echo", "user", "top_k", "return_token_ids", "service_tier", "reasoning_effort", "best_of"),
     *("type", "kind", "path", "ttl_seconds", "user_metadata", "overwrite", "files", "options"),
 ]
 PARTS = [
@@ -243,8 +244,16 @@ class FuzzedTexts(Fuzzed):
                 "temperature": 1.0,
                 "stop": ["x"],
                 "seed": 1,
+                "metadata": {"a": "b"},
+                "return_token_ids": True,
             },
-            "/v1/completions": lambda: {"model": "tiny", "prompt": "hello", "max_tokens": 2},
+            "/v1/completions": lambda: {
+                "model": "tiny",
+                "prompt": ["hello", "good day"],
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 2,
+            },
             "/inference/v1/generate": lambda: {
                 "model": "tiny",
                 "token_ids": [1, 2, 3],

@@ -33,7 +33,7 @@ from nip_astra.sweep.runner import (
 )
 from nip_astra.sweep.search import StudyQueue, read_trials
 from nip_astra.utils.formatting import decimal
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 DEV = "dev/mean_reward"
 

@@ -35,7 +35,7 @@ from nip_astra.sweep.plan import (
 from nip_astra.sweep.results import SweepResults, read_sweep
 from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

@@ -23,7 +23,7 @@ from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_base import rollout_token_metrics
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.tiny import experience_of
+from tests.kit.tiny import experience_of
 
 QUIET = {"progress": False}
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
@@ -79,7 +79,11 @@ def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path:
     }
     assert keys <= set(results["before"])
     assert keys <= set(results["after"])
-    assert [row["step"] for row in _metrics(tmp_path, "whole")] == [1, 2]
+    rows = _metrics(tmp_path, "whole")
+    assert [row["step"] for row in rows] == [1, 2]
+    # The attacker starts as its reference.
+    assert abs(rows[0]["rollout/kl"]) < 1e-4
+    assert rows[0]["rollout/entropy"] == pytest.approx(rows[0]["probe_nll"], abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path / "model")
     assert model.config.vocab_size == len(tokenizer)

@@ -24,9 +24,9 @@ from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.trainers.language_model_base import LanguageModelState
-from tests.command_line import plugins_forgotten_after
-from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
-from tests.tiny import make_classifier
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
+from tests.kit.tiny import make_classifier
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from nip_astra.language_models.services.chat import (
     join_outcomes,
     sum_usage,
 )
-from nip_astra.progress import waiting_for
+from nip_astra.progress import count_request, waiting_for
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -421,7 +421,7 @@ class ResponseCache:
         return answers
 
     def usage_of(self, keys: Sequence[str]) -> ChatUsage:
-        """Tokens of the requests that gave these answers, as far as known."""
+        """Tokens of the requests with these answers, as far as known."""
         marks = ", ".join("?" * len(keys))
         with self._lock, guarded(self.path):
             rows = self._database.execute(
@@ -594,6 +594,7 @@ class RetryingChatModel(ChatModel):
             self._num_open -= 1
             if not self._num_open:
                 self._end = None
+        count_request()
         return join_outcomes(outcomes)
 
     async def close(self) -> None:

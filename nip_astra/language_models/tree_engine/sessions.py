@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,11 @@ class CachedSession(GenerationSession):
         ]
         self.token_count.generated += sum(lengths)
         return Turns(generation, span_logprobs)
+
+    def keep(self, are_kept: Sequence[bool]) -> None:
+        if not all(are_kept):
+            self._tree.keep(torch.tensor(are_kept, device=self.device).nonzero().squeeze(1))
+            self._cached = list(compress(self._cached, are_kept))
 
     def close(self) -> None:
         self._tree.clear()

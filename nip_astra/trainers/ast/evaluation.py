@@ -160,7 +160,10 @@ class AstEvaluation:
         is_failure_N = scores_N >= self.scenario.failure_threshold
         successes = [tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist()]
         num_tokens = nodes["probe_mask"].sum()
-        nll = -(nodes["reference_logprobs"] * nodes["probe_mask"]).sum() / num_tokens.clamp(min=1)
+        nll, entropy = (
+            -(nodes[name] * nodes["probe_mask"]).sum() / num_tokens.clamp(min=1)
+            for name in ("reference_logprobs", "probe_logprobs")
+        )
         return {
             "mean_reward": float(nodes["reward"].nanmean()),
             "mean_score": float(scores_N.nanmean()),
@@ -170,6 +173,9 @@ class AstEvaluation:
             "num_undetermined": float((~is_rated_N & ~nodes["is_error"]).sum()),
             "num_scorer_errors": float(nodes["is_error"].sum()),
             "probe_nll": float(nll),
+            # Both estimated from the samples, so that nothing is forwarded for them.
+            "rollout/entropy": float(entropy),
+            "rollout/kl": float(nll - entropy),
             "probe_length": float(num_tokens) / tree.num_nodes,
             "distinct_share": len(set(successes)) / len(successes) if successes else math.nan,
         }

@@ -1,4 +1,4 @@
-"""Files with the weights of agents that have networks, one file an agent."""
+"""Files with the weights of agents that have networks, one file per agent."""
 
 from __future__ import annotations
 

@@ -80,6 +80,10 @@ def _of_agent(
         "std_episode_reward": float(returns_N.std()),
     }
     had_turn_NR = rollouts["agents", "is_active"][:, :, number]
+    messages = rollouts["agents", "message"][:, :, number][had_turn_NR]
+    lengths = [len(text.split()) for text in messages.ravel() if text is not None]
+    if lengths:
+        found["mean_message_words"] = sum(lengths) / len(lengths)
     if had_turn_NR.any():
         retries_NR = rollouts["agents", "num_retries"][:, :, number]
         found["share_retried"] = float((retries_NR[had_turn_NR] > 0).mean())

@@ -20,8 +20,8 @@ from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer, SelfHostedOpdTrainer
 from nip_astra.trainers.service.playing import informative_groups
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
-from tests import actors_here
-from tests.messages import says
+from tests.kit import actors_here
+from tests.kit.messages import says
 
 SMALL = (
     "training.num_iterations=2",

@@ -25,7 +25,7 @@ from nip_astra.scenario_base.agents import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import STAGES, PureTextRlTrainer, Stage
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.text_games import (
+from tests.kit.text_games import (
     CLAIMS,
     FakeFineTuning,
     Script,
@@ -550,6 +550,9 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     assert found["verifier/std_episode_reward"] == pytest.approx(verifier.std())
     assert found["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
     assert found["share_undecided"] == 0.0
+    texts = [text for text in rollouts["agents", "message"][:, :, 0].ravel() if text is not None]
+    words = [len(text.split()) for text in texts]
+    assert found[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
     assert len(CLAIMS) == 12
 
 
