@@ -216,6 +216,14 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert beside.mean == pytest.approx(0.1)
     expected = stats.ttest_rel(values["ast_ipo"], values["ast_dpo"]).pvalue
     assert beside.p == pytest.approx(float(expected))
+    opposite = {"ast_dpo": (0.0, 0.0, 1.0), "ast_ipo": (1.0, 1.0, 0.0)}
+    apart = [
+        row | {"value": opposite[run.arm.name][run.seed]}
+        for run, row in zip(plan.runs, rows, strict=True)
+    ]
+    wide = SweepResults(plan, tmp_path, apart)
+    # Two rates differ by 1 at most.
+    assert wide.difference(two, one, "failure_rate")[1:3] == (-1.0, 1.0)  # type: ignore[index]
     same = SweepResults(plan, tmp_path, [row | {"value": 0.5} for row in rows])
     assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
 
