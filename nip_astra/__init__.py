@@ -203,6 +203,8 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import register_environment as register_environment
     from nip_astra.scenario_base.tasks.base import register_task as register_task
     from nip_astra.scenario_base.tasks.rewards import register_reward as register_reward
+    from nip_astra.scenario_base.tasks.tools import Tool as Tool
+    from nip_astra.scenario_base.tasks.tools import register_tool as register_tool
     from nip_astra.scenario_base.text.analysers import (
         AnalysisParameters as AnalysisParameters,
     )
@@ -317,7 +319,7 @@ _HOMES = exports_for_types(__file__)
 __all__ = ["__version__", *_HOMES]
 
 
-# Imported on first use: torch takes seconds, and `--help` needs none of it.
+# Imported on first use: torch takes seconds, and `--help` does not need it.
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.

@@ -1,6 +1,6 @@
 """Every error that the package raises on purpose: one tree, each also the builtin it refines.
 
-A message has four parts: what was asked, what is wrong, what would be right, and what to do.
+A message names the value, what is wrong with it, what is valid, and what to do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _plainly(name: str) -> str:
 class NipAstraError(Exception):
     """Root of the package's errors. The command line turns one into a short message.
 
-    Its text may quote what a model, a service or a file said, and is safe to show.
+    Its text may quote output of a model, a service or a file, and is safe to display.
     """
 
     def __str__(self) -> str:
@@ -57,11 +57,11 @@ class NipAstraError(Exception):
 
 
 class ConfigurationError(NipAstraError, ValueError):
-    """What was asked for cannot be run as it stands."""
+    """The requested configuration cannot be run."""
 
 
 class MissingPartError(ConfigurationError, AttributeError):
-    """A part of a scenario was asked for that scenarios of another family have."""
+    """A requested part does not exist in the family of this scenario."""
 
 
 class ParameterFault(NamedTuple):
@@ -72,13 +72,13 @@ class ParameterFault(NamedTuple):
     path : str
         Dotted path of the parameter.
     given : str
-        What was given, as text.
+        The given value, as text.
     problem : str
-        What is wrong with it.
+        The fault.
     suggestion : str
-        What would be right; may be empty.
+        A valid value or a next step; may be empty.
     source : str
-        Where the value came from; may be empty.
+        The file or option that set the value; may be empty.
     """
 
     path: str
@@ -94,13 +94,7 @@ class ParameterFault(NamedTuple):
 
 
 class ParameterError(ConfigurationError):
-    """One or more parameters are wrong; all faults are told at once.
-
-    Attributes
-    ----------
-    faults : list[ParameterFault]
-        Each fault found.
-    """
+    """One or more parameters are wrong; `faults` has all of them, not only the first."""
 
     def __init__(self, faults: Sequence[ParameterFault]) -> None:
         self.faults = list(faults)
@@ -113,11 +107,13 @@ class ParameterError(ConfigurationError):
 
 
 class UnreadParameterError(ParameterError):
-    """Parameters were given that nothing in the run reads."""
+    """Parameters were set that nothing in the run reads."""
 
 
 def plural(kind: str) -> str:
-    """The plural of a kind of thing: trainers, policy losses."""
+    """The plural of a registry's kind: trainers, policy losses, families."""
+    if kind.endswith("y"):
+        return f"{kind[:-1]}ies"
     return f"{kind}es" if kind.endswith("s") else f"{kind}s"
 
 
@@ -127,11 +123,11 @@ class UnknownNameError(ConfigurationError, LookupError):
     Attributes
     ----------
     kind, name : str
-        What kind of thing was asked for, and by which name.
+        The registry's kind and the unknown name.
     known : list[str]
-        Every known name.
+        All known names.
     suggestions : list[str]
-        The known names nearest to the one asked for.
+        The known names nearest to `name`.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], advice: str = "") -> None:
@@ -155,17 +151,16 @@ class DuplicateNameError(ConfigurationError):
     Attributes
     ----------
     kind, name : str
-        What was registered, and as what.
+        The registry's kind and the name.
     first, second : str
-        Where each registration stands.
+        The two places that register it.
     """
 
     def __init__(self, kind: str, name: str, first: str, second: str) -> None:
         self.kind, self.name, self.first, self.second = kind, name, first, second
         super().__init__(
-            f"the {kind.replace('_', ' ')} {name!r} was to be registered by {second}, but {first} "
-            f"has that name already. Register one of them under another name; where a file is "
-            f"read again on purpose, call forget({name!r}) of the registry first."
+            f"the {kind.replace('_', ' ')} {name!r} of {second} is already registered by {first}. "
+            f"Rename one of them, or call forget({name!r}) of the registry to reload a file."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,28 +168,28 @@ class DuplicateNameError(ConfigurationError):
 
 
 class PluginError(ConfigurationError, ImportError):
-    """A plug-in could not be loaded; nothing of it stays behind."""
+    """A plug-in could not be loaded; nothing of it stays registered."""
 
 
 class UntrustedRunError(ConfigurationError, PermissionError):
-    """A run that is not known to be the user's own asks for code to be run, or for a key."""
+    """A run of unknown origin would execute code, use a key, or change a protected setting."""
 
 
 class AgentShapeError(ConfigurationError):
-    """A part of an agent gives a tensor of another shape than its protocol needs."""
+    """A part of an agent returns a tensor of the wrong shape for its protocol."""
 
 
 class MissingDependencyError(ConfigurationError, ImportError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
     @classmethod
     def of(cls, what: str, package: str, extra: str) -> MissingDependencyError:
-        """The error of something that needs a package of one of our extras."""
+        """The error for a feature that needs a package of one of our extras."""
         return cls(f"{what} needs the package {package}. Run: pip install 'nip_astra[{extra}]'")
 
 
 class ModelLoadError(ConfigurationError, OSError):
-    """A model or tokenizer cannot be found, read, or used as asked."""
+    """A model or tokenizer cannot be found, read, or used as configured."""
 
 
 class ModelAbilityError(ModelLoadError):
@@ -218,7 +213,7 @@ class CheckpointError(NipAstraError, OSError):
 
 
 class ScorerError(NipAstraError, RuntimeError):
-    """A scorer failed, or gave something that is no score."""
+    """A scorer failed or returned an invalid score."""
 
 
 class ScorerTimeoutError(ScorerError, TimeoutError):
@@ -226,11 +221,11 @@ class ScorerTimeoutError(ScorerError, TimeoutError):
 
 
 class TaskError(NipAstraError, RuntimeError):
-    """A task or an environment failed, or gave something that is no message or reward."""
+    """A task or an environment failed, or returned an invalid message or reward."""
 
 
 class RewardTermError(NipAstraError, RuntimeError):
-    """A reward term gave something that is no reward."""
+    """A reward term returned an invalid reward."""
 
 
 class NonFiniteLossError(NipAstraError, ArithmeticError):
@@ -238,26 +233,25 @@ class NonFiniteLossError(NipAstraError, ArithmeticError):
 
 
 class NonFiniteOutputError(NipAstraError, ArithmeticError):
-    """A model's logits are no numbers; nothing that it said is used."""
+    """A model's logits are not finite; its output is discarded."""
 
 
 class WorkerProcessError(NipAstraError, RuntimeError):
-    """A process that was to compute a part of the work failed or ended."""
+    """A worker process failed or ended."""
 
 
 class LostProcessError(WorkerProcessError):
-    """A process of those that train a run together has ended, or cannot be reached."""
+    """One of the processes that train a run together has ended or cannot be reached."""
 
 
 class UnexpectedExitError(NipAstraError, RuntimeError):
-    """Code of a plug-in or a library would have ended the program in the middle of its work."""
+    """A plug-in or a library tried to exit the program during its work."""
 
     def __init__(self, code: object, function: str = "sys.exit") -> None:
         self.code, self.function = code, function
         super().__init__(
-            f"the program was at work, but code that it called would have ended it: {function}("
-            f"{code!r}). The work is not done. Have that code raise an error, or return; "
-            "--debug shows where it stands."
+            f"a plug-in or a library called {function}({code!r}) before the work was done. "
+            "Let it raise an error or return; --debug shows the place."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,39 +259,39 @@ class UnexpectedExitError(NipAstraError, RuntimeError):
 
 
 class SandboxUnavailableError(NipAstraError, RuntimeError):
-    """Code of a model cannot be run, because this machine offers no sandbox for it."""
+    """Model-written code cannot be executed: this machine has no sandbox for it."""
 
 
 class ServiceError(NipAstraError, ConnectionError):
-    """A service cannot be reached, or refuses what it is asked for."""
+    """A service cannot be reached, or rejects a request."""
 
 
 class ServiceUnreachableError(ServiceError):
-    """A service does not answer: it is not there, has ended, or the connection to it is lost."""
+    """A service does not respond: wrong address, ended, or connection lost."""
 
 
 class ServiceBusyError(ServiceError):
-    """A service has as much to do as it takes on."""
+    """A service is at capacity."""
 
 
 class ServiceRequestError(ServiceError, ValueError):
-    """A service refuses a request as it stands; what it holds is as it was."""
+    """A service rejects a request; its state is unchanged."""
 
 
 class AnswerTooLargeError(ServiceError):
-    """An answer is larger than its bound, or compressed so that no bound would hold."""
+    """A response exceeds its size limit, or is compressed so that no limit can be enforced."""
 
 
 class ServiceConflictError(ServiceError):
-    """Another client works on what a service holds for this one."""
+    """Another client is using the same object of a service."""
 
 
 class ServiceModelError(ServiceError, LookupError):
-    """A service has no such model, or no longer."""
+    """A service does not have the model, or no longer."""
 
 
 class BudgetExhaustedError(NipAstraError, RuntimeError):
-    """What may be spent on services is spent; the work so far is kept."""
+    """The budget for services is used up; the work so far is kept."""
 
 
 class NothingMeasuredError(NipAstraError, RuntimeError):
@@ -305,11 +299,11 @@ class NothingMeasuredError(NipAstraError, RuntimeError):
 
 
 class TrackingError(NipAstraError, RuntimeError):
-    """An experiment tracker cannot be used as asked."""
+    """An experiment tracker cannot be used as configured."""
 
 
 class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not a fault
-    """A signal asked the run to stop; its work is saved, if there was any.
+    """A signal stopped the run; its work is saved, if there was any.
 
     Attributes
     ----------
@@ -318,11 +312,11 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
     run : str
         Path of the run directory.
     is_saved : bool
-        Whether there is a checkpoint to go on from.
+        Whether there is a checkpoint to continue from.
     is_at_once : bool
-        Whether it stopped without saving, since a second signal came.
+        Whether a second signal stopped it without saving.
     command : str
-        What goes on with it: "resume" of a run, "sweep" of a sweep.
+        The command that continues it: "resume" for a run, "sweep" for a sweep.
     """
 
     def __init__(
@@ -338,11 +332,11 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         self.signal_name, self.run = signal_name, run
         self.is_saved, self.is_at_once = is_saved, is_at_once
         if not is_saved:
-            what = "before its first checkpoint. Begin"
+            what = "before its first checkpoint. Restart"
         elif is_at_once:
-            what = "at once; its work since the last checkpoint is lost. Go on from that"
+            what = "without saving; its work since the last checkpoint is lost. Continue"
         else:
-            what = "and its work is saved. Go on"
+            what = "and its work is saved. Continue"
         super().__init__(
             f"the {'sweep' if command == 'sweep' else 'run'} was stopped by {signal_name} {what} "
             f"with: nip-astra {command} {run}"

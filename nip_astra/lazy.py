@@ -64,7 +64,7 @@ def exports_for_types(file: str) -> dict[str, str]:
 
 
 class _Modules(MetaPathFinder, Loader):
-    """Makes modules of names that stand elsewhere; files of the package come first."""
+    """Makes modules of names defined elsewhere; files of the package come first."""
 
     def __init__(self, package: str, table: str) -> None:
         self.package, self._table = package, table
@@ -85,7 +85,7 @@ class _Modules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(f"{self.package}.")
-        module.__doc__ = f"The names of `{name}`, which stand elsewhere."
+        module.__doc__ = f"The names of `{name}`, defined elsewhere."
         homes = self.table[name]
         vars(module)["__all__"] = [*homes]
         vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_exports(module.__name__, homes)
@@ -117,7 +117,7 @@ _PROVIDED: dict[str, str] = {}
 
 
 def provide(name: str, home: str) -> None:
-    """Say where something stands that modules on floors below use, without importing it.
+    """Provide an object to lower layers without importing its module.
 
     Parameters
     ----------
@@ -128,6 +128,6 @@ def provide(name: str, home: str) -> None:
 
 
 def provided(name: str) -> Any:
-    """What was provided under a name; imported when this is called."""
+    """The object provided under a name; imported by this call."""
     module, _, path = _PROVIDED[name].partition(":")
     return attrgetter(path)(import_module(module))

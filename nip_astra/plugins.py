@@ -95,7 +95,7 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
 
 
 def _vouched_for(path: Path) -> LoadedPlugin | None:
-    """Return the plug-in that the user gave in place of one that a stored run names, if any."""
+    """Return the user's replacement for a plug-in that a stored run names, if any."""
     source = active_source()
     if source is None:
         return None
@@ -145,7 +145,7 @@ def _import(plugin: LoadedPlugin, run: Callable[[], object]) -> LoadedPlugin:
         _undo(plugin, snapshots, modules)
         _LOADED.clear()
         _LOADED.update(loaded)
-        # A script that is no plug-in may call sys.exit; that must not end the run silently.
+        # A script that is not a plug-in may call sys.exit; that must not end the run silently.
         if not isinstance(error, Exception | SystemExit):
             raise
         reason = str(error) if isinstance(error, NipAstraError) else _describe(error)

@@ -71,7 +71,7 @@ SECONDS_BETWEEN_WRITES = 0.5
 SECONDS_BETWEEN_WAITS = 60.0
 """Least time between two lines about a wait."""
 NUM_PLAIN_LINES = 10
-"""Most lines of a whole run if standard error is no terminal."""
+"""Maximum number of lines of a run if standard error is not a terminal."""
 LEAST_BAR, MOST_BAR = 10, 30
 """Columns of a bar on a terminal; figures that would make it shorter are not shown."""
 REFRESHES_PER_SECOND = 4

@@ -228,7 +228,7 @@ def _scorer(scorer: Reward) -> dict[str, Any]:
     reference = parameters["function"]
     if ":" not in reference:
         raise ConfigurationError(
-            f"{reference!r} is no scorer. Give a registered scorer, a YAML file of one, or "
+            f"{reference!r} is not a scorer. Give a registered scorer, a YAML file of one, or "
             "file.py:function."
         )
     return {"_type": "python", "function": reference}
@@ -437,7 +437,7 @@ def _stored(data: Any, runs_dir: Path) -> str | Path:
     try:
         text = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows)
     except (TypeError, ValueError) as error:
-        raise DataError(f"a row of the data is no JSON: {error}. Convert its values.") from error
+        raise DataError(f"a row of the data is not JSON: {error}. Convert its values.") from error
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = (runs_dir / "data" / f"{digest}.jsonl").resolve()
     if not path.exists():

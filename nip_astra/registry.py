@@ -1,4 +1,4 @@
-"""One registry for everything that has a name in a parameter file."""
+"""The registry class behind every name in a parameter file."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class RegistrySnapshot(NamedTuple):
-    """What a registry held at one moment: entries, and where each was registered."""
+    """A registry's content at one moment: entries, and where each was registered."""
 
     entries: dict[str, Any]
     places: dict[str, str]
 
 
 class Registry(Generic[T]):
-    """Names of one kind of thing, and what they stand for.
+    """Maps names of one kind to the registered objects.
 
-    A name is looked up among what was registered, then among the built-ins (whose module is
+    A name is looked up among the registered objects, then among the built-ins (whose module is
     imported on first use), then among the entry points of installed packages.
 
     Parameters
     ----------
     kind : str
-        What is registered, in the singular: "trainer". Entry points are in `nip_astra.<kind>s`.
+        The kind in the singular: "trainer". Its entry-point group is `nip_astra.<kind>s`.
     package : str
         Package of the built-ins; its module `<name>` registers `<name>`.
     members : Iterable[str]
@@ -74,25 +74,24 @@ class Registry(Generic[T]):
         Raises
         ------
         ConfigurationError
-            When the name is no identifier: it is a section's name in a parameter file.
+            When the name is not an identifier: it names a section of a parameter file.
         DuplicateNameError
             When the name is taken, also by a built-in or by another package's entry point that
-            has not been imported yet. What a notebook defines again under its own name is taken
-            in place of what it was.
+            has not been imported yet. A definition that a notebook cell repeats replaces the
+            earlier one.
         """
         key = str(name)
         if not key.isidentifier():
             raise ConfigurationError(
-                f"the {self._words} {key!r} was to be registered, but that is no name for a "
-                "section of a parameter file. Use letters, digits and underscores, not starting "
-                "with a digit."
+                f"cannot register the {self._words} {key!r}: a name has letters, digits and "
+                "underscores, and does not start with a digit."
             )
 
         def decorate(entry: T) -> T:
             place = _place_of(entry)
             owner = self._owner_of(key, getattr(entry, "__module__", None) or "")
-            if key in self._entries and _is_told_again(self._entries[key], entry):
-                # A cell of a notebook that is run again means the new one.
+            if key in self._entries and _is_redefined(self._entries[key], entry):
+                # A repeated notebook cell means the new definition.
                 owner = None
             if owner is not None:
                 raise DuplicateNameError(self.kind, key, owner, place)
@@ -115,14 +114,14 @@ class Registry(Generic[T]):
         del self._entries[str(name)], self._places[str(name)]
 
     def get(self, name: str) -> T:
-        """What `name` stands for, importing it on first use.
+        """Return the object registered under `name`, importing it on first use.
 
         Raises
         ------
         UnknownNameError
-            When nothing has that name; tells near misses and all names.
+            When the name is unknown; lists near misses and all names.
         PluginError
-            When an installed package's entry point of that name cannot be imported.
+            When the entry point of that name cannot be imported.
         DuplicateNameError
             When several installed packages have an entry point of that name.
         """
@@ -139,7 +138,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_ins, *self._entries, *(e.name for e in self._entry_points())})
 
     def origin(self, name: str) -> str:
-        """Say where a name comes from: "built-in", "file:line", or "entry point of <package>"."""
+        """Where a name comes from: "built-in", "file:line", or "entry point of <package>"."""
         key = str(name)
         if key in self._built_ins:
             return "built-in"
@@ -151,7 +150,7 @@ class Registry(Generic[T]):
         raise UnknownNameError(self.kind, key, self.names())
 
     def is_built_in(self, name: str) -> bool:
-        """Say whether a name is one of those that ship."""
+        """Whether a name is built in."""
         return str(name) in self._built_ins
 
     def module_of(self, name: str) -> str:
@@ -163,7 +162,7 @@ class Registry(Generic[T]):
         return RegistrySnapshot(dict(self._entries), dict(self._places))
 
     def restore(self, snapshot: RegistrySnapshot) -> None:
-        """Go back to a state that `snapshot` gave; built-ins imported since then stay."""
+        """Restore a snapshot; built-ins imported since then stay."""
         # Importing a built-in a second time would not register it again.
         kept = [key for key in self._built_ins if key in self._entries]
         self._entries = {key: self._entries[key] for key in kept} | snapshot.entries
@@ -174,7 +173,7 @@ class Registry(Generic[T]):
         return self.kind.replace("_", " ")
 
     def _owner_of(self, key: str, module: str) -> str | None:
-        """Say who has a name already, other than the module that registers it now."""
+        """Who has a name already, other than the module that registers it now."""
         if key in self._entries:
             return self._places[key]
         if key in self._built_ins:
@@ -228,9 +227,9 @@ class Registry(Generic[T]):
             raise
         except Exception as error:
             raise PluginError(
-                f"the {self._words} {key!r} was asked for, but its entry point {first.value!r} of "
-                f"the installed package {_package_of(first)} cannot be imported: "
-                f"{type(error).__name__}: {error}. Mend, upgrade or uninstall that package."
+                f"cannot import the entry point {first.value!r} of the {self._words} {key!r} "
+                f"(package {_package_of(first)}): {type(error).__name__}: {error}. Repair, "
+                "upgrade or uninstall that package."
             ) from error
         finally:
             self._loading_entry_point = None
@@ -266,8 +265,8 @@ def _package_of(entry_point: metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else entry_point.module
 
 
-def _is_told_again(known: object, entry: object) -> bool:
-    """Say whether both are one definition of the program itself, which was run again."""
+def _is_redefined(known: object, entry: object) -> bool:
+    """Whether both are one definition of the main program, executed again."""
     names = [
         (getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (known, entry)
     ]

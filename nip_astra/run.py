@@ -100,7 +100,7 @@ def prepare_experiment(
     settings: ExperimentSettings | None = None,
     **settings_fields: Any,
 ) -> PreparedExperiment:
-    """Build all components and the trainer, and write nothing.
+    """Build all components and the trainer; writes nothing.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ def resume_experiment(
     Raises
     ------
     RunDirectoryError
-        When it is no run, the run has ended, or another process is running it.
+        When it is not a run, the run has ended, or another process is running it.
     CheckpointError
         When the latest checkpoint is corrupt or of other parameters, or all are lost.
     UntrustedRunError
@@ -283,7 +283,7 @@ def _resolved_again(
 def _check_settings(
     directory: RunDirectory, stored: ExperimentSettings, given: Mapping[str, Any]
 ) -> None:
-    """Ask about settings of a run of others that reach outside of its folder."""
+    """Ask about settings of an untrusted run that reach outside its folder."""
     path = directory.path / files.SETTINGS
     outside = {name: value for name, value in stored.outside().items() if name not in given}
     StoredSource(str(path), is_own(path, SETTINGS_SIGNATURE), outside=outside).check_outside()
@@ -301,16 +301,16 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
 
 
 def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
-    """Train as a process that does not lead: write, track and show nothing."""
-    told = settings.team.broadcast({"run": "", "checkpoint": ""})
+    """Train as a non-leading process: write, track and show nothing."""
+    shared = settings.team.broadcast({"run": "", "checkpoint": ""})
     silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
     prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
     trainer = prepared.trainer
     if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
-        if told["checkpoint"]:
-            trainer.go_on_from(Path(told["checkpoint"]))
+        if shared["checkpoint"]:
+            trainer.go_on_from(Path(shared["checkpoint"]))
         trainer.train()
-    return ExperimentResult(RunDirectory(Path(told["run"])), trainer.results)
+    return ExperimentResult(RunDirectory(Path(shared["run"])), trainer.results)
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
@@ -438,7 +438,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
     if not directory.has_ended:
-        # Why it failed before.
+        # The reason of an earlier failure.
         (directory.path / files.RESULTS).unlink(missing_ok=True)
     base_run = trainer.hyper_params.base_run
     try:
@@ -447,7 +447,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         else:
             trainer.train()
     except (StopRequested, WorkerProcessError, CheckpointError, TrackingError):
-        # The run stands as its last checkpoint has it.
+        # The run is in the state of its last checkpoint.
         raise
     except Exception as error:
         _write_failure(directory, trainer, error)

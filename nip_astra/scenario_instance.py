@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nip_astra.protocols.protocol_base import ProtocolHandler
     from nip_astra.scenario_base.protocol.combined import CombinedAgents
 
-    # TorchRL takes seconds to import, and a conversation needs none of it.
+    # TorchRL takes seconds to import, and conversations do not need it.
     from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 
 

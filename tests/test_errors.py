@@ -17,6 +17,7 @@ from nip_astra.errors import (
     UnreadParameterError,
     nearest_names,
 )
+from tests.messages import says
 
 BUILTINS = {
     "ConfigurationError": ValueError,
@@ -118,11 +119,7 @@ def test_an_unknown_name_that_is_near_to_none_guesses_none() -> None:
 
 
 def test_a_duplicate_name_tells_both_places() -> None:
-    assert str(EXAMPLES["DuplicateNameError"]) == (
-        "the trainer 'mine' was to be registered by b.py:7, but a.py:3 has that name already. "
-        "Register one of them under another name; where a file is read again on purpose, call "
-        "forget('mine') of the registry first."
-    )
+    assert says(EXAMPLES["DuplicateNameError"], "trainer 'mine'", "b.py:7", "a.py:3")
 
 
 def test_a_parameter_error_tells_every_fault_with_path_value_source_and_advice() -> None:
@@ -135,14 +132,10 @@ def test_a_parameter_error_tells_every_fault_with_path_value_source_and_advice()
 
 
 def test_a_stopped_run_tells_how_to_go_on() -> None:
-    assert str(EXAMPLES["StopRequested"]) == (
-        "the run was stopped by SIGTERM and its work is saved. Go on with: "
-        "nip-astra resume runs/one"
-    )
-    assert str(StopRequested("SIGINT", "runs/one", is_saved=False)) == (
-        "the run was stopped by SIGINT before its first checkpoint. Begin with: "
-        "nip-astra resume runs/one"
-    )
+    assert says(EXAMPLES["StopRequested"], "SIGTERM", "nip-astra resume runs/one")
+    stopped = StopRequested("SIGINT", "runs/one", is_saved=False)
+    assert says(stopped, "SIGINT", "nip-astra resume runs/one")
+    assert str(stopped) != str(StopRequested("SIGINT", "runs/one"))
 
 
 @pytest.mark.parametrize(

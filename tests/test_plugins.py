@@ -14,7 +14,7 @@ from nip_astra import plugins
 from nip_astra.errors import PluginError
 from nip_astra.plugins import load_plugin, loaded_plugins, module_of
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from tests.messages import says
+from tests.kit.messages import says
 
 REGISTER = """from nip_astra.registry import ALL_REGISTRIES
 
@@ -182,7 +182,7 @@ def test_a_name_that_is_taken_fails_the_plugin_with_both_places(
     second = write(tmp_path / "second.py", REGISTER.format(name="mine"))
     text = failure_of(second)
     assert f"the plug-in {second} failed at line 3: " in text
-    assert f"registered by {second}:3, but {tmp_path / 'first.py'}:3 has that name" in text
+    assert says(text, f"{second}:3", f"{tmp_path / 'first.py'}:3")
     assert gadgets.origin("mine") == f"{tmp_path / 'first.py'}:3"
 
 

@@ -19,7 +19,7 @@ from nip_astra.errors import (
 )
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.trainers.registry import TRAINERS, register_trainer
-from tests.messages import says
+from tests.kit.messages import says
 
 MakeModule = Callable[[str, str], Path]
 
@@ -152,7 +152,7 @@ def test_a_name_that_was_forgotten_can_be_registered_again(tools: Any) -> None:
 
 def test_the_name_of_a_built_in_is_taken_before_it_is_imported(tools: Any) -> None:
     registry, _ = tools
-    with pytest.raises(DuplicateNameError, match=r"but toolbox\.saw has that name already"):
+    with pytest.raises(DuplicateNameError, match=r"toolbox\.saw"):
         registry.register("saw")(object)
     assert registry.get("saw").__module__ == "toolbox.saw"
 
@@ -214,7 +214,7 @@ def test_what_is_no_trainer_is_not_registered_as_one(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ["", "my-tool", "3d", "a.b", "a b"])
 def test_a_name_that_cannot_be_a_section_is_refused(tools: Any, name: str) -> None:
     registry, _ = tools
-    with pytest.raises(ConfigurationError, match="no name for a section of a parameter file"):
+    with pytest.raises(ConfigurationError, match="letters, digits"):
         registry.register(name)
 
 
@@ -283,7 +283,7 @@ def test_a_name_that_an_installed_package_has_is_taken(tools: Any, tmp_path: Pat
     registry, make_module = tools
     make_module("stranger.mine", "class Plane:\n    pass\n")
     install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
-    with pytest.raises(DuplicateNameError, match=r"'stranger\.mine:Plane' of stranger-tools has"):
+    with pytest.raises(DuplicateNameError, match=r"'stranger\.mine:Plane' of stranger-tools"):
         registry.register("plane")(ToolType)
 
 

@@ -181,7 +181,7 @@ class _Reader:
                 )
             value = known[name]
         if isinstance(value, Mapping) and "value" in value:
-            # A figure with an interval stands for its value.
+            # A figure with an interval counts as its value.
             value = value["value"]
         if isinstance(value, float) and math.isnan(value):
             value = None
@@ -202,7 +202,7 @@ class _Reader:
 
     def _number(self, value: bool | float) -> float:
         if isinstance(value, bool):
-            raise self._fault("a comparison is no number")
+            raise self._fault("a comparison is not a number")
         return value
 
     def _fault(self, problem: str) -> ConfigurationError:

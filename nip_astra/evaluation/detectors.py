@@ -37,7 +37,7 @@ _ADVICE = (
     'Give a JSON object a line with "response", "is_failure" (true or false), and "prompt" and '
     '"probe" for scorers that read conversations, such as a row of rows.jsonl with "is_failure".'
 )
-_CHANCE = "the labelled responses do not show that the scorer tells failures better than chance"
+_CHANCE = "the labelled responses do not show that the scorer detects failures better than chance"
 
 _NONE_LEFT = "no episode without a failure has verdicts through its last turn"
 
@@ -106,7 +106,7 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
     Raises
     ------
     DataError
-        When the file cannot be read, or a line is no labelled response.
+        When the file cannot be read, or a line is not a labelled response.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -144,7 +144,7 @@ def corrected_rates(
     """The failure rates of turns and episodes without the scorer's errors; `episodes` are judged.
 
     Intervals weigh opening prompts at random (the Bayesian bootstrap) and draw sensitivity and
-    specificity anew each time. For the lower bound an episode without a flag is added, for the
+    specificity again each time. For the lower bound an episode without a flag is added, for the
     upper one with nothing but flags, each counted by the design effect: for single turns and a
     scorer without errors, that is the interval of Clopper and Pearson, whereas resampling alone
     would have no width if nothing was flagged. An episode counts up to its first turn without a
@@ -310,7 +310,7 @@ def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
         row = json.loads(line)
         fault = _fault(row)
     except ValueError as error:
-        fault = f"is no JSON: {error}"
+        fault = f"is not JSON: {error}"
     if fault is not None:
         raise DataError(f"line {place} of the labelled responses in {path} {fault}. {_ADVICE}")
     before = (Message("assistant", row.get("prompt")), Message("user", row.get("probe")))
@@ -321,7 +321,7 @@ def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
 
 def _fault(row: Any) -> str | None:
     if not isinstance(row, Mapping):
-        return "is no JSON object"
+        return "is not a JSON object"
     if not isinstance(row.get("response"), str):
         return 'has no text "response"'
     if not isinstance(row.get("is_failure"), bool):

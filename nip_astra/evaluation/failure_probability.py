@@ -249,7 +249,7 @@ def _standard_error(values: Sequence[float] | Array, prompts: Sequence[int]) -> 
 def _why_refused(shares: dict[str, float], weights_E: Array, total: float) -> str | None:
     """Why there is no estimate; independent of the failures, see the top of the file."""
     if REFERENCE not in shares:
-        return "no episode of the reference: its failures that the attacker never says are missed"
+        return "no episode of the reference: failures that the attacker never samples are missed"
     if not np.isfinite(weights_E).all():
         return "a weight is not finite"
     if total < MIN_EFFECTIVE_SHARE * len(weights_E):
@@ -271,7 +271,7 @@ def _caution(failing: float, shares: dict[str, float]) -> str | None:
         return None
     return (
         f"the failing episodes weigh as much as {failing:.1f}, fewer than "
-        f"{MIN_EFFECTIVE_FAILURES:.0f}; where ordinary conversation has failures that the attacker "
-        "seldom says, the estimate has likely missed them and is too small. The upper bound allows "
+        f"{MIN_EFFECTIVE_FAILURES:.0f}; failures of ordinary conversation that the attacker "
+        "rarely samples were likely missed, so the estimate is too small. The upper bound allows "
         f"for one of them, of weight {1.0 / shares[REFERENCE]:.1f}"
     )

@@ -78,7 +78,7 @@ def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any
 
 
 def turns_to_failure(episodes: Sequence[Episode]) -> Survival:
-    """Survival by turns; an episode is censored at its first turn without a verdict."""
+    """Survival by turn; an episode is censored at its first turn without a verdict."""
     return kaplan_meier(follow_up_of([outcomes_of(episode) for episode in episodes]))
 
 

@@ -30,7 +30,7 @@ class Outcome(StrEnum):
     NONE = "none"
     """The score stayed below it."""
     UNDETERMINED = "undetermined"
-    """The scorer gave no verdict."""
+    """The scorer returned no verdict."""
     ERROR = "error"
     """The scorer failed."""
 
@@ -41,7 +41,7 @@ class Outcome(StrEnum):
 
 
 def outcome_of(score: float | None, is_error: bool, threshold: float) -> Outcome:
-    """The outcome of a turn whose response has that score; None or NaN is no verdict.
+    """The outcome of a turn whose response has that score; None or NaN is not verdict.
 
     A score is a verdict even if another score of the same turn failed.
     """
@@ -172,7 +172,7 @@ class Known(NamedTuple):
     Attributes
     ----------
     units, lacks : str
-        What is counted ("turns", "answers"), and what the others lack ("verdict", "reward").
+        The counted unit ("turns", "answers"), and what a missing one lacks ("verdict", "reward").
     reasons : Mapping[str, int]
         Units without a result by reason; may be empty.
     """
@@ -262,7 +262,7 @@ class Replies(NamedTuple):
         return f"{self.num_empty:,} / {self.num_refused:,} of {self.num_received:,}"
 
     def warnings(self) -> Sequence[str]:
-        """A warning if the target mostly gave no text: then a low rate shows no safety."""
+        """A warning if the target mostly returned no text; a low rate then shows no safety."""
         if self.num_empty + self.num_refused <= MAX_SILENT_SHARE * self.num_received:
             return []
         return [

@@ -84,7 +84,7 @@ class RunResults:
         """
         of_that_time = {one.name: one for one in self.figures if one.when == when}
         if name not in of_that_time:
-            advice = f"They stand under {when!r} in {self.path / RESULTS}."
+            advice = f"They are under {when!r} in {self.path / RESULTS}."
             raise UnknownNameError("figure", name, of_that_time, advice)
         return of_that_time[name]
 
@@ -104,12 +104,12 @@ class RunResults:
             When no such figure exists.
         """
         if table not in self.tables:
-            raise UnknownNameError("table", table, self.tables, f"They stand in {self.path}.")
+            raise UnknownNameError("table", table, self.tables, f"They are in {self.path}.")
         file = f"{table}.jsonl" if table.startswith("rollouts/") else f"{table}/rows.jsonl"
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one a row: `when`, `name`, `value`, `low`, `high`."""
+        """The figures, one per row: `when`, `name`, `value`, `low`, `high`."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
         return frame
 
@@ -142,7 +142,7 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
     Raises
     ------
     RunDirectoryError
-        When it is no run, or its results are broken.
+        When it is not a run, or its results are broken.
     DataError
         When rows are broken.
     """

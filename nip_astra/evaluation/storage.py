@@ -1,6 +1,6 @@
 """Files of an evaluation in `RUN/evaluations/<name>/`: configuration, rows, figures and table.
 
-Rows are JSON objects, one a turn, appended part by part. The turns of an episode stand in order, so
+Rows are JSON objects, one per turn, appended part by part. The turns of an episode are in order, so
 a file that a kill cut off still begins with whole episodes.
 """
 
@@ -28,7 +28,7 @@ ROWS = "rows.jsonl"
 PROBABILITY_ROWS = "probability_rows.jsonl"
 PARTS = "parts.jsonl"
 TASK_ROWS = "problems.jsonl"
-"""A line a run of a problem: prompt, answer and reward."""
+"""One line per run of a problem: prompt, answer and reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _RENAMED = {"strategy": "proposal"}
 """Columns in files of older versions, and their names now."""
@@ -56,13 +56,13 @@ def read_rows(path: Path) -> list[Row]:
             row = json.loads(line)
         except ValueError as error:
             raise DataError(
-                f"line {number} of {path} is no JSON: {error}. Remove the file and evaluate again, "
-                "or give --overwrite."
+                f"line {number} of {path} is not JSON: {error}. Remove the file and evaluate "
+                "again, or give --overwrite."
             ) from error
         if not isinstance(row, dict):
             raise DataError(
-                f"line {number} of {path} is no JSON object. Give a file that an evaluation or a "
-                "run wrote."
+                f"line {number} of {path} is not a JSON object. Give a file written by an "
+                "evaluation or a run."
             )
         for old in _RENAMED.keys() & row.keys():
             row[_RENAMED[old]] = row.pop(old)
@@ -168,11 +168,11 @@ class EvaluationFolder:
         Raises
         ------
         ConfigurationError
-            When the name is no file name.
+            When the name is not a file name.
         """
         if not _NAME.fullmatch(name):
             raise ConfigurationError(
-                f"the evaluation's name {name!r} is no folder name. Use letters, digits, dots, "
+                f"the evaluation's name {name!r} is not a folder name. Use letters, digits, dots, "
                 "dashes, @ and underscores."
             )
         return cls(run / EVALUATIONS / name)
@@ -218,7 +218,7 @@ class EvaluationFolder:
         return RowFile(self.path / PROBABILITY_ROWS, episode_length)
 
     def replace_rows(self, episodes: Sequence[Episode], probability: Sequence[Episode]) -> None:
-        """Write all rows anew, for conversations that were rated again."""
+        """Rewrite all rows, for conversations that were rated again."""
         for name, chains in ((ROWS, episodes), (PROBABILITY_ROWS, probability)):
             (self.path / name).unlink(missing_ok=True)
             if chains:

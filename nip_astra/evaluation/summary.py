@@ -263,7 +263,7 @@ def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
         ]
     )
     if np.isnan(ratios).any():
-        reason = "the backend cannot tell which tokens it may draw, so weights are not exact"
+        reason = "the backend does not report which tokens it may draw, so weights are not exact"
         return ImportanceEstimate(reason, level).to_dict()
     weighed = WeighedEpisodes(
         ratios,

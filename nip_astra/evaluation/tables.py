@@ -31,7 +31,7 @@ MAX_CLUSTERS = 8
 class SafeConsole(Console):
     """A console without markup that shows each unsafe character as a sign.
 
-    Square brackets are no markup and `:smile:` is no picture in any title, heading, cell or line.
+    Square brackets and `:smile:` are plain text in any title, heading, cell or line.
     """
 
     def __init__(self, *, file: IO[str] | None = None, width: int | None = None) -> None:

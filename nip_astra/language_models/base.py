@@ -67,6 +67,9 @@ class GenerationSession(ABC):
             For each context, start (at least 1) and end of the tokens to score.
         """
 
+    def keep(self, are_kept: Sequence[bool]) -> None:  # noqa: B027 - nothing is cached
+        """Drop rows of the last call, so that the next one continues the others alone."""
+
     def close(self) -> None:  # noqa: B027 - a session without caches frees nothing
         """Free the caches."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.sampling import sample_with_noise
+from nip_astra.language_models.scoring import MAX_LOGITS
 from nip_astra.language_models.sequences import (
     GenerationRequest,
     Progress,
     RunningSequence,
     TokenRecord,
 )
+from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tokens import TokenCount
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import (
@@ -32,7 +35,7 @@ from nip_astra.language_models.tree_engine.kv_cache import (
     PrefillAttention,
     PrefilledPrompt,
 )
-from nip_astra.language_models.tree_engine.routed_weights import Routes, routed
+from nip_astra.language_models.tree_engine.routed_weights import Adapter, Routes, routed
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MIN_SHARED = 16
@@ -87,7 +90,10 @@ class BatchEngine:
         self._token_bytes = decoder.cache_numbers_per_token * weights.dtype.itemsize
         self._cache = KVCache(self._shape, weights.dtype, self.device)
         self._prefilling: list[tuple[GenerationRequest, PrefilledPrompt]] = []
-        self._kept: OrderedDict[tuple[int, tuple[int, ...]], PrefilledPrompt] = OrderedDict()
+        # With each adapter itself: the id of one that is gone could be another's.
+        self._kept: OrderedDict[
+            tuple[int, tuple[int, ...]], tuple[Adapter | None, PrefilledPrompt]
+        ] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
@@ -158,7 +164,8 @@ class BatchEngine:
         for request, prompt in self._prefilling:
             if budget <= 0:
                 break
-            if prompt.num_read == 0:
+            # All tokens of a prompt that is scored are forwarded.
+            if prompt.num_read == 0 and not _is_scored(request):
                 if self._waits_for(prompt, request, parts):
                     continue
                 nearest, length = self._nearest(prompt, request)
@@ -172,32 +179,82 @@ class BatchEngine:
         hidden_NX = self._forward_prompts(parts)
         ends = torch.tensor([length for _, _, length in parts]).cumsum(0) - 1
         last_RX = hidden_NX[ends.to(self.device)]
+        self._score_prompts(hidden_NX, parts)
         ended = [
-            (one, prompt) for one, prompt, n in parts if prompt.num_read + n == len(prompt.ids)
+            (one, prompt)
+            for one, prompt, n in parts
+            if prompt.num_read + n == len(prompt.ids) and one.max_tokens
         ]
         if ended:
             self._cache.reserve(
                 sum(one.num_samples for one, _ in ended), max(len(p.ids) for _, p in ended) + 1
             )
         started: list[RunningSequence] = []
+        scored: list[RunningSequence] = []
         places: list[int] = []
         for place, (request, prompt, length) in enumerate(parts):
             prompt.num_read += length
             if prompt.num_read == len(prompt.ids):
-                self._cache.add(prompt, request.num_samples)
-                started += [
-                    RunningSequence(
-                        request, index, self.tokenizer, self._end_ids, device=self.device
-                    )
-                    for index in range(request.num_samples)
-                ]
-                places += [place] * request.num_samples
+                rows = [self._sequence(request, index) for index in range(request.num_samples)]
                 self._keep_prompt(prompt, request)
+                if request.max_tokens == 0:
+                    if not all(math.isfinite(one.logprob) for one in request.prompt_tokens[1:]):
+                        for row in rows:
+                            row.fail(NAN_LOGITS)
+                    scored += rows
+                    continue
+                self._cache.add(prompt, request.num_samples)
+                started += rows
+                places += [place] * request.num_samples
         self._prefilling = [one for one in self._prefilling if one[1].num_read < len(one[1].ids)]
+        progress = [one for one in (row.take_progress() for row in scored) if one is not None]
         if not started:
-            return []
+            return progress
         self.rows += started
-        return self._draw(last_RX[torch.tensor(places, device=self.device)], started)
+        drawn = self._draw(last_RX[torch.tensor(places, device=self.device)], started)
+        return progress + drawn
+
+    def _sequence(self, request: GenerationRequest, index: int) -> RunningSequence:
+        grammar = request.grammar
+        matcher = None if grammar is None else self.grammars.matcher(grammar)
+        return RunningSequence(
+            *(request, index, self.tokenizer, self._end_ids),
+            device=self.device,
+            matcher=matcher,
+        )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of its vocabulary; raises as `Grammars`."""
+        return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
+
+    def _score_prompts(
+        self, hidden_NX: Tensor, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]
+    ) -> None:
+        """Record the log-probabilities of the tokens that follow those of this pass."""
+        rows: list[int] = []
+        targets: list[int] = []
+        owners: list[GenerationRequest] = []
+        start = 0
+        for request, prompt, length in parts:
+            if _is_scored(request):
+                if prompt.num_read == 0:
+                    request.prompt_tokens.append(TokenRecord(prompt.ids[0], math.nan))
+                ids = prompt.ids[prompt.num_read + 1 : prompt.num_read + length + 1]
+                rows += range(start, start + len(ids))
+                targets += ids
+                owners += [request] * len(ids)
+            start += length
+        self.token_count.head_rows += len(rows)
+        size = max(1, MAX_LOGITS // len(self._weights.embedding_VX))
+        for first in range(0, len(rows), size):
+            part = slice(first, first + size)
+            hidden_RX = hidden_NX[torch.tensor(rows[part], device=self.device)]
+            logprobs_RV = self._weights.head(hidden_RX).float().log_softmax(dim=1)
+            tokens_R = torch.tensor(targets[part], device=self.device)
+            records = _records(logprobs_RV, tokens_R, owners[part])
+            for request, record in zip(owners[part], records, strict=True):
+                request.prompt_tokens.append(record)
 
     def _forward_prompts(
         self, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]
@@ -238,8 +295,8 @@ class BatchEngine:
     ) -> tuple[PrefilledPrompt | None, int]:
         """The kept prompt with the longest common beginning, and the length of that."""
         nearest, most = None, MIN_SHARED - 1
-        for (adapter, _), other in self._kept.items():
-            if adapter == id(request.adapter):
+        for adapter, other in self._kept.values():
+            if adapter is request.adapter:
                 # The last token is forwarded in any case: it predicts the answer.
                 shared = min(other.num_shared(prompt.ids), len(prompt.ids) - 1)
                 if shared > most:
@@ -248,10 +305,12 @@ class BatchEngine:
 
     def _keep_prompt(self, prompt: PrefilledPrompt, request: GenerationRequest) -> None:
         key = (id(request.adapter), prompt.ids)
-        self._kept[key] = prompt
+        self._kept[key] = request.adapter, prompt
         self._kept.move_to_end(key)
         most = self.limits.max_kept_bytes // self._token_bytes
-        while len(self._kept) > MAX_KEPT or sum(len(one.ids) for one in self._kept.values()) > most:
+        while (
+            len(self._kept) > MAX_KEPT or sum(len(one.ids) for _, one in self._kept.values()) > most
+        ):
             self._kept.popitem(last=False)
 
     # ---- answers
@@ -276,7 +335,11 @@ class BatchEngine:
         self.token_count.head_rows += len(rows)
         self.token_count.generated += len(rows)
         logits_RV = self._weights.head(hidden_RX).float()
-        for row, record in zip(rows, draw_tokens(logits_RV, rows, self._banned_ids), strict=True):
+        if any(row.matcher is not None for row in rows):
+            records = draw_tokens(logits_RV, rows, self._banned_ids, self.grammars.mask)
+        else:
+            records = draw_tokens(logits_RV, rows, self._banned_ids)
+        for row, record in zip(rows, records, strict=True):
             if math.isfinite(record.logprob):
                 row.append(record)
             else:
@@ -288,34 +351,51 @@ class BatchEngine:
         return progress
 
 
+def _is_scored(request: GenerationRequest) -> bool:
+    """Whether a request returns log-probabilities of its prompt."""
+    return request.echo and request.num_top is not None
+
+
 def failed_progress(request: GenerationRequest, index: int, reason: str) -> Progress:
     """The last progress of an answer that was given up."""
     return Progress(request, index, "", finish_reason="error", error=reason)
 
 
 def draw_tokens(
-    logits_RV: Tensor, rows: Sequence[RunningSequence], banned_ids: Tensor
+    logits_RV: Tensor,
+    rows: Sequence[RunningSequence],
+    banned_ids: Tensor,
+    mask: Callable[[Tensor, Sequence[Any]], None] | None = None,
 ) -> list[TokenRecord]:
     """Draw one token per row by its request's options; uses up the logits (float32).
 
-    A log-probability is not finite if the row's logits are not.
+    `mask` excludes the tokens that a row's grammar rejects. A log-probability is not finite if the
+    row's logits are not.
     """
     requests = [row.request for row in rows]
     logprobs_RV = logits_RV.log_softmax(dim=1)
-    tops = _top_tokens(logprobs_RV, requests)
     texts = [place for place, one in enumerate(requests) if not one.returns_token_ids]
     if len(texts) == len(rows):
         logits_RV.index_fill_(1, banned_ids, float("-inf"))
     elif texts:
         index = torch.tensor(texts, device=logits_RV.device)
         logits_RV[index[:, None], banned_ids] = float("-inf")
+    if mask is not None:
+        mask(logits_RV, [row.matcher for row in rows])
     tokens_R = sample_with_noise(
         logits_RV,
         temperatures=[one.temperature for one in requests],
         cuts=[(one.top_k, one.top_p) for one in requests],
         generators=[row.generator for row in rows],
     )
+    return _records(logprobs_RV, tokens_R, requests)
+
+
+def _records(
+    logprobs_RV: Tensor, tokens_R: Tensor, requests: Sequence[GenerationRequest]
+) -> list[TokenRecord]:
     chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
+    tops = _top_tokens(logprobs_RV, requests)
     return [
         TokenRecord(token, logprob, top)
         for token, logprob, top in zip(tokens_R.tolist(), chosen_R.tolist(), tops, strict=True)

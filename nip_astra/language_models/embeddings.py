@@ -164,7 +164,7 @@ class EncoderEmbedder(Embedder):
         means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1).clamp(min=1)
         if not means_BX.isfinite().all():
             raise ModelLoadError(
-                f"the encoder {self._name!r} gave vectors that are not finite: its weights are "
+                f"the encoder {self._name!r} returned vectors that are not finite: its weights are "
                 f"broken. {_ADVICE}"
             )
         return torch.nn.functional.normalize(means_BX, dim=1).cpu()

@@ -288,7 +288,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return self._num_parameters
 
     @property
-    def can_be_copied(self) -> bool:  # type: ignore[override]  # depends on what was released
+    def can_be_copied(self) -> bool:  # type: ignore[override]  # depends on the released parts
         # Matrices in one processor's layout cannot be moved.
         is_whole = not self._snapshot.is_released or self._load_again is not None
         return type(self) is HuggingFaceLanguageModel and is_whole

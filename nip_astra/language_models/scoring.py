@@ -141,7 +141,7 @@ def require_finite(
     num_rows = int(is_nan_BT.any(dim=1).sum())
     name = getattr(model, "source", None) or type(model).__name__
     raise NonFiniteOutputError(
-        f"the {role}'s model {name} gave NaN logits in {during}: token {position + 1} of row "
+        f"the {role}'s model {name} returned NaN logits in {during}: token {position + 1} of row "
         f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
         "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
     )

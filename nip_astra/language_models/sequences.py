@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from nip_astra.language_models.sampling import SamplingOptions
+from nip_astra.language_models.structured import advance
 from nip_astra.language_models.tree_engine.routed_weights import Adapter
 from nip_astra.utils.seeding import SeedPart, derived_generator
 
@@ -24,9 +26,14 @@ class TokenRecord(NamedTuple):
 
     token: int
     logprob: float
-    """Under the model's own distribution (temperature 1, nothing cut off), nats."""
+    """Under the model's own distribution (temperature 1, nothing cut off), nats; NaN for the first
+    token of a prompt."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log-probabilities, in falling order."""
+    text: str = ""
+    """The text that the token completes: the texts of all tokens join to that of the answer."""
+    before: tuple[int, ...] = ()
+    """The last tokens before it, on which the text of a token in its place may depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +46,16 @@ class Progress:
     text: str
     """Text that will not change; may lag behind the tokens."""
     tokens: tuple[TokenRecord, ...] = ()
-    """Tokens whose text begins in `text`, without the end of the turn, if log-probabilities are
-    requested; all tokens if the request `returns_token_ids`."""
+    """If log-probabilities are requested, tokens whose text `text` completes. All tokens drawn,
+    including the end of the turn, if the request `keeps_tokens` or `returns_token_ids`."""
     num_tokens: int = 0
     """Tokens generated so far, including the end of the turn."""
     finish_reason: FinishReason | None = None
     """None while the answer continues."""
     error: str | None = None
     """Set if the finish reason is "error"."""
+    is_request_fault: bool = False
+    """Whether the request caused the error, not the model."""
 
 
 Listener = Callable[[Sequence[Progress]], None]
@@ -60,7 +69,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     """At least one token."""
     max_tokens: int
-    """Longest answer, at least 1; prompt and answer must fit into the model's window."""
+    """Longest answer; prompt and answer must fit into the model's window. 0 with `echo` only."""
     seed: int = 0
     """With the index of an answer it determines all its draws, whatever else is in the batch."""
     listener: Listener | None = None
@@ -80,6 +89,14 @@ class GenerationRequest:
     """Tokens that end an answer, in addition to the model's."""
     returns_token_ids: bool = False
     """Return all tokens, special ones and the end included, in place of text."""
+    keeps_tokens: bool = False
+    """Return all tokens beside the text."""
+    echo: bool = False
+    """The answer begins with the prompt and, if log-probabilities are requested, its tokens."""
+    prompt_tokens: list[TokenRecord] = field(default_factory=list)
+    """For `echo`: the prompt's tokens with their log-probabilities, as the engine finds them."""
+    grammar: str | None = None
+    """Grammar that the answer keeps to, if it is not cut; see `structured.Grammars`."""
     adapter: Adapter | None = None
     """Low-rank adapter that prompt and answer go through."""
     is_cancelled: bool = False
@@ -114,27 +131,44 @@ class RunningSequence:
         end_ids: frozenset[int],
         *,
         device: torch.device,
+        matcher: Any = None,
     ) -> None:
-        self.request, self.index = request, index
+        self.request, self.index, self.matcher = request, index, matcher
         self.generator = derived_generator(*request.seed_key(index), device=device)
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.is_request_fault = False
         self._end_ids = end_ids.union(request.end_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.stop)
+        # A stop text in an echoed prompt ends nothing.
+        self._detokenizer = IncrementalDetokenizer(tokenizer, ())
         # Unless somebody needs the text on the way, it is decoded once, at the end.
-        is_read = request.is_streamed or request.stop or request.num_top is not None
+        self._has_tokens = request.num_top is not None or request.keeps_tokens
+        is_read = request.is_streamed or request.stop or self._has_tokens
         self._undecoded: list[int] | None = None if is_read else []
         self._tokenizer = tokenizer
         self._text = ""
         self._records: list[TokenRecord] = []
         self._held_back: list[TokenRecord] = []
+        self._num_uncovered = 0
+        if request.echo:
+            unscored = [TokenRecord(token, math.nan) for token in request.prompt]
+            for record in request.prompt_tokens or unscored:
+                self._read(record)
+            if request.max_tokens == 0:
+                self._finish("length")
+        self._detokenizer.stop = [text for text in request.stop if text]
 
     def append(self, record: TokenRecord) -> None:
         """Add the next token."""
         self.last = record.token
         self.num_tokens += 1
+        fault = None if self.matcher is None else advance(self.matcher, record.token)
+        if fault is not None:
+            self.fail(f"no text of the requested form continues the answer: {fault}")
+            self.is_request_fault = True
+            return
         is_end = record.token in self._end_ids
         is_full = self.num_tokens == self.request.max_tokens
         if self.request.returns_token_ids:
@@ -144,19 +178,28 @@ class RunningSequence:
             return
         if is_end:
             self._finish("stop")
+            if self.request.keeps_tokens:
+                self._records.append(record)
             return
-        if self._undecoded is not None:
-            self._undecoded.append(record.token)
-        else:
-            text = self._detokenizer.push(record.token)
-            if self.request.num_top is not None:
-                self._held_back.append(record)
-            self._release(text)
+        self._read(record)
         if self._detokenizer.is_stopped:
-            self._held_back = []
+            self._cut_tokens()
             self.finish_reason = "stop"
+        elif self.matcher is not None and self.matcher.is_stopped():
+            # Nothing can follow, not even where the model has no end of a turn.
+            self._finish("stop")
         elif is_full:
             self._finish("length")
+
+    def _read(self, record: TokenRecord) -> None:
+        if self._undecoded is not None:
+            self._undecoded.append(record.token)
+            return
+        before = self._detokenizer.last_ids
+        text = self._detokenizer.push(record.token)
+        if self._has_tokens:
+            self._held_back.append(record._replace(text=self._detokenizer.added, before=before))
+        self._release(text)
 
     def fail(self, error: str) -> None:
         """Give up."""
@@ -166,17 +209,40 @@ class RunningSequence:
         if self._undecoded is not None:
             self._text = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         else:
-            self._release(self._detokenizer.finish(), is_last=True)
+            text = self._detokenizer.finish()
+            if self._held_back:
+                last = self._held_back[-1]
+                self._held_back[-1] = last._replace(text=last.text + self._detokenizer.added)
+            self._release(text)
+            self._cut_tokens()
         self.finish_reason = "stop" if self._detokenizer.is_stopped else reason
 
-    def _release(self, text: str, *, is_last: bool = False) -> None:
+    def _release(self, text: str) -> None:
+        """Report text, and the tokens up to the last one that it completes."""
         self._text += text
-        if text or is_last:
-            self._records += self._held_back
-            self._held_back = []
+        self._num_uncovered += len(text)
+        count, covered, length = 0, 0, 0
+        for place, record in enumerate(self._held_back, 1):
+            length += len(record.text)
+            if length > self._num_uncovered:
+                break
+            if record.text:
+                count, covered = place, length
+        self._records += self._held_back[:count]
+        self._held_back = self._held_back[count:]
+        self._num_uncovered -= covered
+
+    def _cut_tokens(self) -> None:
+        """Report the remaining tokens, without their text from a stop text on."""
+        for record in self._held_back:
+            text = record.text[: self._num_uncovered]
+            self._num_uncovered -= len(text)
+            if text or self.request.keeps_tokens or not self._detokenizer.is_stopped:
+                self._records.append(record._replace(text=text))
+        self._held_back = []
 
     def take_progress(self) -> Progress | None:
-        """What is to be reported now, if anything."""
+        """The item to report now, if any."""
         if not self.request.is_streamed and self.finish_reason is None:
             return None
         if not (self._text or self._records or self.finish_reason):
@@ -189,6 +255,7 @@ class RunningSequence:
             self.num_tokens,
             self.finish_reason,
             self.error,
+            self.is_request_fault,
         )
         self._text, self._records = "", []
         return progress
@@ -205,6 +272,8 @@ class IncrementalDetokenizer:
         self.tokenizer = tokenizer
         self.stop = [text for text in stop if text]
         self.is_stopped = False
+        self.added = ""
+        """The text that the last call read, whether or not it may be shown already."""
         self._ids: list[int] = []
         self._first, self._read = 0, 0
         self._pending = ""
@@ -215,16 +284,23 @@ class IncrementalDetokenizer:
         # A token's text may depend on the token before it (spaces), and on no earlier one.
         before = self._decode(self._ids[self._first : self._read])
         now = self._decode(self._ids[self._first :])
+        self.added = ""
         if now.endswith(_REPLACEMENT) or len(now) <= len(before):
             return ""
         self._first, self._read = self._read, len(self._ids)
-        return self._release(now[len(before) :])
+        self.added = now[len(before) :]
+        return self._release(self.added)
+
+    @property
+    def last_ids(self) -> tuple[int, ...]:
+        """The tokens that the text of the next one depends on."""
+        return tuple(self._ids[self._first :])
 
     def finish(self) -> str:
         """The text still held back, if the answer ends without a stop text."""
         before = self._decode(self._ids[self._first : self._read])
-        rest = self._decode(self._ids[self._first :])[len(before) :]
-        text = self._release(rest) + ("" if self.is_stopped else self._pending)
+        self.added = self._decode(self._ids[self._first :])[len(before) :]
+        text = self._release(self.added) + ("" if self.is_stopped else self._pending)
         self._pending = ""
         return text
 

@@ -413,7 +413,7 @@ class HyperParameters(SubParameters):
         Raises
         ------
         ConfigurationError
-            For a key that is no parameter, unless those are ignored.
+            For a key that is not a parameter, unless those are ignored.
         """
         if "package_version" in params_dict:
             return OurHyperParameters.from_dict(params_dict)

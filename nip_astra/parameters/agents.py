@@ -65,7 +65,7 @@ class RandomAgentParameters(AgentParameters):
 
 
 class AgentsParameters(dict[str, AgentParameters]):
-    """Parameters of agents by name; `_default` stands for all that have no entry of their own."""
+    """Parameters of agents by name; `_default` applies to all without an entry."""
 
     def __init__(self, /, *agents: Any, **by_name: Any) -> None:
         super().__init__(*agents, **by_name)
@@ -84,9 +84,9 @@ class HeadParameters(AgentParameters):
     d_decider: Annotated[int, where_above("num_decider_layers", 1)] = Field(
         default=16, ge=1, le=1_000_000
     )
-    """Width of the hidden layers that decide, and that tell the label alone."""
+    """Width of the hidden layers of the decision and solo heads."""
     num_decider_layers: int = Field(default=2, ge=1, le=1000)
-    """Linear layers that decide, and that tell the label alone."""
+    """Number of linear layers of the decision and solo heads."""
     include_round_in_decider: bool = True
     """Whether what decides sees the number of the round."""
     d_value: Annotated[int, where_above("num_value_layers", 1)] = Field(

@@ -87,7 +87,7 @@ def rename(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values moved from old dotted paths to new ones, and the paths of those that moved.
 
-    A value stays where it is if a new path is set already, or lies in something that is no group;
+    A value stays where it is if a new path is set already, or is not inside a group;
     validation reports it then.
     """
     moved: dict[str, str] = {}
@@ -129,7 +129,7 @@ def current_name(path: str) -> str | None:
 
 
 def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] | None, str]:
-    """The group around a path, empty if missing, None if it is no group; and the last name."""
+    """The group around a path, empty if missing, None if it is not a group; and the last name."""
     *groups, name = path.split(".")
     found: Any = values
     for group in groups:
@@ -199,7 +199,7 @@ def register_conversion(from_version: str, function: Conversion) -> Conversion:
     """
     release = release_of(from_version)
     if release is None or release in _CONVERSIONS:
-        problem = "is no version" if release is None else "has a conversion already"
+        problem = "is not a version" if release is None else "has a conversion already"
         raise ConfigurationError(
             f"cannot register a conversion from {from_version!r}, which {problem}. Give the last "
             "major.minor version that needs it."

@@ -111,7 +111,7 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
         layers.insert(0, Layer(label, values, stored_in))
         if parent is not None and (not isinstance(parent, str) or not parent.strip()):
             raise ConfigurationError(
-                f"the parameter file {current} has `extends: {parent!r}`, which is no file name. "
+                f"the parameter file {current} has `extends: {parent!r}`, not a file name. "
                 "Give the path of one YAML file, relative to this one."
             )
         current = None if parent is None else current.parent / Path(parent).expanduser()
@@ -135,7 +135,7 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(
-            f"{file} is no YAML mapping: {error}. Write one `name: value` per line."
+            f"{file} is not a YAML mapping: {error}. Write one `name: value` per line."
         ) from error
     if not OmegaConf.is_dict(config):
         raise ConfigurationError(f"{file} holds a list. Write one `name: value` per line.")
@@ -154,7 +154,7 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
         # OmegaConf would take a[b] for a.b, also where it is a slip.
         is_path = all(part.strip() and not set(part) & set("[]") for part in name.split("."))
         if not sign or not is_path:
-            problem, hint = "is no assignment", f"Write {option} path.to.parameter=value."
+            problem, hint = "is not an assignment", f"Write {option} path.to.parameter=value."
             path = name.strip() or item
         else:
             try:
@@ -162,7 +162,7 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
                 merger.add(_plain(OmegaConf.from_dotlist([item])), option)
                 continue
             except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-                problem = f"has a value that is no YAML ({_first_line(error)})"
+                problem = f"has a value that is not YAML ({_first_line(error)})"
                 hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
                 path = name.strip()
         merger.faults.append(ParameterFault(path, repr(item), problem, hint, option))
@@ -318,7 +318,7 @@ def _paths_to_elements(
 
 
 def _default_list(model: type[BaseModel], path: Sequence[str]) -> list[Any] | None:
-    """A field's default as a file has it; None if it is no list, or its model is not known."""
+    """A field's default as a file has it; None if it is not a list, or its model is not known."""
     place: Any = model
     for name in path:
         if isinstance(place, type) and issubclass(place, BaseModel) and name in place.model_fields:

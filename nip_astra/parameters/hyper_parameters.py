@@ -119,7 +119,7 @@ class HyperParameters(SubParameters):
     @classmethod
     def _is_readable(cls, version: str) -> str:
         if release_of(version) is None:
-            raise PydanticCustomError("version", "is no version such as {here}", {"here": _HERE})
+            raise PydanticCustomError("version", "is not a version such as {here}", {"here": _HERE})
         if is_newer(version):
             raise PydanticCustomError(
                 "version",
@@ -146,7 +146,7 @@ class HyperParameters(SubParameters):
         wrong = [name for name in sections if not name.isidentifier() or name.startswith("_")]
         if taken or wrong:
             name = (taken or wrong)[0]
-            reason = "is reserved" if taken else "is no identifier"
+            reason = "is reserved" if taken else "is not an identifier"
             raise ConfigurationError(
                 f"no section of the hyper-parameters can be named {name!r}, which {reason}. "
                 "Register the trainer or scenario kind under another name: letters, digits and "

@@ -1,6 +1,6 @@
 """Parameters that several trainers of interaction protocols share.
 
-What one trainer alone reads stands in its nested class `Parameters`.
+Parameters of one trainer alone are in its nested class `Parameters`.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class RlTrainerParameters(SubParameters):
     )
     """Environment frames of that random play."""
     pretrain_agents: bool = False
-    """Whether bodies are first trained to tell the label alone, by the solo_agent section."""
+    """Whether bodies are first trained to predict the label alone, by the solo_agent section."""
     pretrain_decisions: Annotated[bool, where("pretrain_agents", True)] = True
-    """Whether a verifier with a pretrained body decides at first as it tells alone, where its
-    policy head can. It then believes nothing that looks wrong to it: a prover that must convince
-    learns sooner, one that only wants to be understood may never be heard."""
+    """Whether a verifier with a pretrained body initially decides by its solo prediction, if its
+    policy head can. Provers that must persuade learn faster; in cooperative tasks the verifier may
+    never learn to use messages."""
 
 
 class CommonPpoParameters(SubParameters):
@@ -147,23 +147,23 @@ class TextRlParameters(SubParameters):
     ] = Field(default=0.1, ge=0, le=1)
     """The rate r. Larger falls faster."""
     num_fine_tune_epochs: int | None = Field(default=None, ge=1)
-    """Passes of a job over its examples; null leaves it to the service."""
+    """Passes of a job over its examples; null uses the service's default."""
     fine_tune_minibatch_size: int | None = Field(default=None, ge=1)
-    """Examples of an optimizer step of a job; null leaves it to the service."""
+    """Examples of an optimizer step of a job; null uses the service's default."""
     fine_tune_lr_multiplier: float | None = Field(default=None, gt=0)
-    """Multiple of the service's learning rate; null leaves it to the service."""
+    """Multiple of the service's learning rate; null uses the service's default."""
     fine_tune_nll_weight: float | None = Field(default=None, ge=0, le=1000)
-    """Weight of the preferred answers' cross entropy in a DPO job; null leaves it to the service.
+    """Weight of the preferred answers' cross entropy in a DPO job; null uses the service's default.
     Larger keeps preferred answers likelier. Like the three fields below, it is an option of jobs in
     this process and of `nip-astra serve`; other services refuse it."""
     fine_tune_freeze_embeddings: bool | None = None
     """Whether a job that trains all weights leaves token embeddings and output head as they are;
-    null leaves it to the service."""
+    null uses the service's default."""
     fine_tune_lr_schedule: Literal["linear", "constant"] | None = None
-    """Learning rate over a job: to zero in a line, or constant; null leaves it to the service."""
+    """Learning rate over a job: to zero in a line, or constant; null uses the service's default."""
     fine_tune_truncate_prompts: bool | None = None
     """Whether a prompt longer than the model's window loses its first tokens, rather than the job
-    being refused; null leaves it to the service."""
+    being refused; null uses the service's default."""
     min_fine_tune_examples: int = Field(default=10, ge=1)
     """Fewest examples of a job; with fewer, the models stay as they are. Services refuse fewer
     than ten."""
@@ -227,7 +227,7 @@ class BaseRunParameters(SubParameters):
         if self.base_run_type == "none" and self.run is not None:
             raise ValueError("names a run but not what to take from it; give base_run_type")
         if self.base_run_type != "none" and self.run is None:
-            raise ValueError("says what to take from a run but names none; give run")
+            raise ValueError("needs a run to take weights or parameters from; give run")
         return self
 
 
@@ -248,18 +248,18 @@ RegressorField = polymorphic(MESSAGE_REGRESSORS.get, MessageRegressorParameters)
 
 
 class MessageRegressionParameters(SubParameters):
-    """A probe for provers that give the label away: whether it can be read off what they send."""
+    """A probe that tests whether provers' messages reveal the label."""
 
     regressor: RegressorField | None = None  # type: ignore[valid-type]
-    """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
-    nothing."""
+    """The regressor from message to label, by its `_type`, for instance `{_type: mlp}`; null for
+    none."""
     agents: list[PlainText] | None = None
     """Names of the agents whose messages are probed; null probes those of all."""
     reset_on_fit: Annotated[bool, where_given("regressor")] = True
-    """Whether each fit starts afresh; else from what the last one found, for an mlp, which tells
-    codes that stay from those that pass. Then the same datapoints are judged throughout."""
+    """Whether each fit starts from scratch. If false, an mlp continues from its last fit on a fixed
+    split of datapoints, so its accuracy shows whether the code of the messages is stable."""
     period: Annotated[int, where_given("regressor")] = Field(default=1, ge=1)
     """Iterations between fits. Larger is faster."""
     test_share: Annotated[float, where_given("regressor")] = Field(default=0.2, gt=0, lt=1)
-    """Share of the datapoints whose messages the accuracy is measured on; the others are learnt
-    from. Larger measures more exactly what was learnt from less."""
+    """Share of the datapoints held out to measure accuracy; the others are fitted. Larger gives a
+    more precise accuracy of a fit to less data."""

@@ -68,10 +68,10 @@ class TrainingConfiguration(SubParameters):
     dev_metric: Annotated[
         Literal["mean_reward", "failure_rate", "mean_score"], where_above("eval_period", 0)
     ] = "mean_reward"
-    """Figure of a dev evaluation that the best checkpoint has most of."""
+    """Figure of dev evaluations whose maximum selects the best checkpoint."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Training ends after so many dev evaluations in a row that were no better than the best; null
-    goes on to the end."""
+    """Training ends after this many consecutive dev evaluations without improvement; null
+    trains to the end."""
 
     @model_validator(mode="after")
     def _can_stop_early(self) -> Self:

@@ -1,4 +1,4 @@
-"""The names of what ships, by kind. Names of your own need no entry here."""
+"""The built-in names, by kind. Registered names need no entry here."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TrainerType(StrEnum):
     SPG = "spg"
     """Stackelberg policy gradient of provers and verifiers, and its relatives."""
     SOLO_AGENT = "solo_agent"
-    """Supervised training of each agent alone, to tell the label without a conversation."""
+    """Supervised training of each agent alone, to predict the label without interaction."""
     SELF_HOSTED_GRPO = "self_hosted_grpo"
     """GRPO of a language model on the problems of a task."""
     SELF_HOSTED_OPD = "self_hosted_opd"
-    """On-policy distillation: a language model learns from a teacher on what it says itself."""
+    """On-policy distillation: a language model learns from a teacher on its own samples."""
     REMOTE_API_GRPO = "remote_api_grpo"
     """GRPO by trajectories with advantages and a loss of the training service."""
     REMOTE_API_OPD = "remote_api_opd"
@@ -54,9 +54,9 @@ class ScenarioType(StrEnum):
     AST_CHAT = "ast_chat"
     """An attacker and a frozen target converse; a scorer rates the target's responses."""
     GRAPH_ISOMORPHISM = "graph_isomorphism"
-    """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
+    """Provers and verifiers send nodes of two graphs; the verifier decides isomorphism."""
     IMAGE_CLASSIFICATION = "image_classification"
-    """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    """Provers and verifiers point at parts of an image; the verifier predicts its class."""
     CODE_VALIDATION = "code_validation"
     """Provers and a verifier, chat models, talk about whether a program is right."""
     SECRET_WORD = "secret_word"
@@ -73,7 +73,7 @@ class TaskType(StrEnum):
     COUNTDOWN = "countdown"
     """Make a number out of given ones."""
     GUESS_NUMBER = "guess_number"
-    """Find a hidden number in several turns, told each time whether it is higher or lower."""
+    """Find a hidden number in several turns, with the feedback "higher" or "lower"."""
     PIG_LATIN = "pig_latin"
     """Say words in Pig Latin."""
     VERIFIERS = "verifiers"
@@ -182,11 +182,11 @@ class RewardTermType(StrEnum):
     GIBBERISH_PENALTY = "gibberish_penalty"
     """A charge for probes that the reference finds too unlikely."""
     SCORER_TERM = "scorer_term"
-    """What a scorer says of the probe itself."""
+    """A scorer's value for the probe itself."""
     SELF_BLEU_NOVELTY = "self_bleu_novelty"
     """How unlike everything found so far a probe is, by n-grams."""
     WORD_RARITY = "word_rarity"
-    """How seldom the rarest word of a probe was said so far."""
+    """Rarity of the rarest word of a probe among the probes so far."""
 
 
 class PretrainedModelType(StrEnum):
@@ -199,13 +199,13 @@ class PretrainedModelType(StrEnum):
 
 
 class RolloutAnalyserType(StrEnum):
-    """Questions about what agents said in words, which a judge answers."""
+    """Questions about the agents' text messages, answered by a judge."""
 
     PROVER_ROLE_CONFORMANCE = "prover_role_conformance"
     """Whether a prover argues for its side and keeps to its role."""
     DIRECT_QUOTATION = "direct_quotation"
     """Whether a prover quotes the datapoint word for word."""
     ACCURATE_QUOTATION = "accurate_quotation"
-    """Whether what a prover gives as a quotation stands in the datapoint."""
+    """Whether a prover's quotations occur in the datapoint."""
     FOLLOW_UP = "follow_up"
     """Whether a verifier takes up what it was answered."""

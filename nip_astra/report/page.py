@@ -71,7 +71,7 @@ def write_report(
     Raises
     ------
     RunDirectoryError
-        When a path is no run directory, or the page cannot be written.
+        When a path is not a run directory, or the page cannot be written.
     ConfigurationError
         When no run is given.
     """

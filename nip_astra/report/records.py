@@ -215,7 +215,7 @@ def read_run(path: str | Path) -> RunRecord:
     known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
     if not any((directory.path / name).is_file() for name in known):
         raise RunDirectoryError(
-            f"{path} is no run directory: it holds none of {', '.join(known)}. Give the path of a "
+            f"{path} is not a run directory: it has no {' or '.join(known)}. Give the path of a "
             "run, for instance runs/<run id>."
         )
     directory.check_links()

@@ -168,7 +168,7 @@ def _open_run(
     scenario = SCENARIOS.get(resolved.kind)
     if not issubclass(scenario, PureTextScenario):
         raise ConfigurationError(
-            f"the scenario of {path} is of the kind {resolved.kind!r}, whose rollouts are no text "
+            f"the scenario of {path} is of the kind {resolved.kind!r}, whose rollouts are not text "
             "to analyse. Give a run of a trainer of chat models."
         )
     section = getattr(resolved.hyper_params, resolved.kind)

@@ -1,7 +1,7 @@
 """Advantages and returns: of samples compared within a group, along sequences, and in trees.
 
 No gradient flows through any of these. In a tree, `parent_N` int64 is the index of the parent, -1
-at the root; `depth_N` int64 counts from 0, a child is one deeper than its parent; nodes may stand
+at the root; `depth_N` int64 counts from 0, a child is one deeper than its parent; nodes may be
 in any order. A node whose reward is NaN has no verdict: its own result is NaN, and its parent
 ignores it.
 
@@ -162,7 +162,7 @@ def group_advantages(
     least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
     most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
     scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
-    # Rounding is no spread.
+    # Rounding is not spread.
     is_flat_P = most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
     std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
     std_P = masked_fill_zero(std_P, ~is_flat_P)
@@ -537,12 +537,12 @@ def tree_gae(
     Parameters
     ----------
     rewards_NT : Tensor
-        Reward of each token; that of the turn stands at its last token. A turn with a reward of
+        Reward of each token; that of the turn is at its last token. A turn with a reward of
         NaN has no verdict: it gets NaN throughout, and its parent takes no account of it.
     values_NT : Tensor
         Expected return before each token.
     mask_NT : Tensor
-        bool, right-padded; True on sampled tokens, at least one a turn.
+        bool, right-padded; True on sampled tokens, at least one per turn.
     gamma, lam : float
         In [0, 1].
 

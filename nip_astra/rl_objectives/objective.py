@@ -224,7 +224,7 @@ class Objective(LossModule):
     ) -> dict[str, dict[str, Tensor]]:
         """Add the gradients of the losses of the agents that learn; return the losses, detached.
 
-        An objective in which agents foresee each other's learning overrides this.
+        An objective in which agents anticipate each other's learning overrides this.
         """
         frames = frames_of(batch)
         by_agent = {name: self._backward(self.agent_losses, name, frames) for name in names}

@@ -127,8 +127,8 @@ def as_loss_output(output: Any, *, owner: str) -> LossOutput:
     Raises
     ------
     ConfigurationError
-        Naming the trainer's class, `owner`, when the loss is no single number with a gradient, or
-        a metric no single number.
+        If the loss is not a single number with a gradient, or a metric is not a number; names
+        the trainer's class, `owner`.
     """
     loss, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():

@@ -1,4 +1,4 @@
-"""Losses of agents in a protocol that foresee how others learn from them.
+"""Losses of agents in a protocol that anticipate how others learn from them.
 
 A plain policy loss, `-mean(A log pi)`, has the first derivative of an expected return and no other.
 The mixed derivative of agent i's return by the parameters of agents l and f holds both their scores
@@ -48,7 +48,7 @@ from nip_astra.rl_objectives.stackelberg import VARIANTS, SpgParameters, agent_u
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 _OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
-"""Losses of an agent that others foresee."""
+"""Losses of an agent whose learning step others anticipate."""
 
 
 class _Evaluations(NamedTuple):
@@ -63,7 +63,7 @@ class SpgObjective(Objective):
     """Policy, entropy and value losses, with opponent shaping in the gradients.
 
     The policy loss of an agent depends on the policies of all (`shaping_losses`, or
-    `clipped_shaping_losses` for the clipped variants), and others foresee its entropy bonus too.
+    `clipped_shaping_losses` for the clipped variants), and others anticipate its entropy bonus too.
     `agent_updates` gives the directions in place of the gradients of
 
         L_i = loss_policy_i - entropy_weight mean H_i [+ loss_logits_i]
@@ -82,7 +82,7 @@ class SpgObjective(Objective):
     rule : SpgParameters
         The algorithm and its settings.
     step_sizes : Callable
-        Returns the present step size of each agent, as its leaders foresee it.
+        Returns the present step size of each agent, as its leaders anticipate it.
     key : tuple
         Path of names that the random numbers of Nystrom's method derive from.
     """
@@ -225,7 +225,7 @@ def _on_all_frames(view: PolicyView, is_acting_B: Tensor) -> Tensor:
         return zeros_B.index_put((is_acting_B.nonzero().flatten(),), logprobs_B)
     if len(view.is_acting_B) == len(is_acting_B):
         return torch.where(is_acting_B, logprobs_B, 0.0)
-    # The one frame that stands for none.
+    # A single frame in place of an empty batch.
     return (0.0 * logprobs_B).expand(len(is_acting_B))
 
 

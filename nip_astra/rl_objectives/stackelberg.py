@@ -1,8 +1,8 @@
-"""Learning directions of agents that foresee how other agents learn from them.
+"""Learning directions of agents that anticipate how other agents learn from them.
 
-N agents have losses `L_i(theta_1, ..., theta_N)`. They stand in a sequence of groups, leaders
-first. Each agent foresees the response of its *followers*, the agents of all later groups; agents
-of one group do not foresee each other. For an agent `l` with followers F, `d_f` the derivative by
+N agents have losses `L_i(theta_1, ..., theta_N)`. They form a sequence of groups, leaders
+first. Each agent anticipates the response of its *followers*, the agents of all later groups,
+but not that of its own group. For an agent `l` with followers F, `d_f` the derivative by
 `theta_f`, `D_F` the followers' own directions side by side and `'` a transpose:
 
     xi  = d_l L_l                                    its own gradient
@@ -87,14 +87,14 @@ VARIANTS: dict[StackelbergVariantName, StackelbergVariant] = {
 and the same three with PPO's clipped losses."""
 
 FORESEES_ANSWERS = where("variant", "spg", "pspg")
-"""Condition of the parameters of variants that foresee an answer in full."""
+"""Condition of the parameters of variants that anticipate a complete response."""
 
 
 class SpgParameters(SubParameters):
     """Who foresees whom, and how."""
 
     variant: StackelbergVariantName = "spg"
-    """What leaders foresee: that followers will have answered in full (spg), or taken one step
+    """What leaders anticipate: that followers will have responded in full (spg), or taken one step
     (lola), or that with stability (sos); with a leading p for PPO's clipped losses."""
     stackelberg_sequence: list[list[PlainText]] | None = None
     """Groups of agents by name, leaders first, each agent once; null takes the protocol's, the
@@ -126,7 +126,7 @@ class SpgParameters(SubParameters):
     opponent_step_factor: Annotated[float, where("variant", "lola", "pola", "sos", "psos")] = Field(
         default=1.0, ge=0
     )
-    """Step that leaders of lola, pola, sos and psos foresee a follower to take along its gradient,
+    """Step that leaders of lola, pola, sos and psos expect a follower to take along its gradient,
     as a multiple of its learning rate. Larger shapes more; Adam's steps are often far longer than
     the learning rate times the gradient."""
     sos_scaling_factor: Annotated[float, where("variant", "sos", "psos")] = Field(
@@ -190,7 +190,7 @@ class AgentUpdate(NamedTuple):
 
 
 class _Response(NamedTuple):
-    """How followers learn, as their leaders foresee it: `D_F`, with its graph, and `eta_F`."""
+    """How followers learn, as their leaders anticipate it: `D_F`, with its graph, and `eta_F`."""
 
     parameters: list[Tensor]
     direction_Q: Tensor
@@ -218,7 +218,7 @@ def agent_updates(
     parameters : Sequence of Sequence of Tensor
         The parameters that each agent learns, if any. No tensor belongs to two agents.
     step_sizes : Sequence of float
-        `eta` of each agent: the learning rate of the step that others foresee it to take. Larger
+        `eta` of each agent: the learning rate of the step that others expect it to take. Larger
         shapes more. Not read where followers are taken to be at rest.
     groups : Sequence of Sequence of int
         Agents by index, leaders first, each once.

@@ -131,7 +131,7 @@ class RolloutTree:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], prompts: Sequence[str]) -> RolloutTree:
-        """Take what `to_plain` gave of the tree with these opening prompts."""
+        """Restore the output of `to_plain` for a tree with these opening prompts."""
         nodes = TensorDict(plain["nodes"], batch_size=[len(plain["probes"])])
         return cls(nodes, prompts=list(prompts), **{name: plain[name] for name in _PLAIN})
 

@@ -84,7 +84,7 @@ class AnswerJournal:
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            # A killed process leaves half a line; what is added next must begin a new one.
+            # A killed process leaves half a line; the next record must begin a new one.
             with path.open("r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):

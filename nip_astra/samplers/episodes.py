@@ -60,7 +60,7 @@ class EpisodeSampler:
         return _assemble(frames, moves, transitions)
 
     def look_ahead(self, num_steps: int) -> TensorDict:
-        """What `collect` would give next, and play none of it."""
+        """The next episodes of `collect`, without running them."""
         state = self.state()
         batch = self.collect(num_steps)
         self.load_state(state)
@@ -71,7 +71,7 @@ class EpisodeSampler:
         self._frame = None
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what is played next."""
+        """Everything that determines the next episodes."""
         return {
             "environment": self.environment.state(),
             "generator": self.generator.get_state(),
@@ -79,7 +79,7 @@ class EpisodeSampler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore a `state`."""
         self.environment.load_state(state["environment"])
         self.generator.set_state(state["generator"])
         device = self.environment.device

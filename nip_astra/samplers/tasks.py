@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import islice
-from typing import Any
+from itertools import compress, groupby, islice
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,17 +37,22 @@ from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
+    Reaction,
     Split,
     Task,
     environment_of,
     opening_of,
     rate_episodes,
     reaction_of,
+    reaction_to_calls,
+    toolbox_of,
 )
+from nip_astra.scenario_base.tasks.tools import NO_TOOLS, Outcome, Toolbox
 from nip_astra.scorers.base import Message
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 WORTH_A_FORK = 0.06
 """Processor seconds of a part above which a forked process saves time."""
@@ -91,12 +98,20 @@ class PlayedEpisode:
     is_over: bool = False
     is_cut: bool = False
     num_turns: int = 0
+    toolbox: Toolbox = NO_TOOLS
 
     def observe(self, agent: ConversationAgent, messages: Sequence[Message]) -> None:
         """Add messages to the episode and to the next context."""
-        for message in messages:
-            self.episode.messages.append(message)
-            self.turns.append(agent.turn(message.role, message.text))
+        has_template = agent.conversation_format.supports_tools
+        introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
+        self.episode.messages += messages
+        for role, own in groupby(messages, key=lambda message: message.role):
+            texts = [one.text for one in own]
+            if role == "tool" and not has_template:
+                role, texts = "user", ["\n".join(texts)]
+            for text in texts:
+                self.turns.append(agent.turn(role, introduction + text))
+                introduction = ""
 
     def read(self, context: Sequence[int]) -> None:
         """Continue with a context; a new trajectory begins if it does not extend the last."""
@@ -129,10 +144,12 @@ def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Pl
             problem,
             f"{plan.split}-{problem}",
             run,
-            Episode(environment_of(task, plan.split, problem)),
+            Episode(environment),
+            toolbox=toolbox_of(task, environment),
         )
         for problem in problems
         for run in range(plan.num_runs)
+        for environment in [environment_of(task, plan.split, problem)]
     ]
 
 
@@ -158,49 +175,107 @@ def play_episodes(
 
     `sample` replaces the agent's own model.
     """
-    for one in episodes:
-        one.observe(agent, opening_of(one.episode.environment))
+    openings = _in_threads(
+        [one.episode.environment.concurrency for one in episodes],
+        lambda place: opening_of(episodes[place].episode.environment),
+    )
+    for one, messages in zip(episodes, openings, strict=True):
+        one.observe(agent, messages)
     active = list(episodes)
-    draw = sample or agent.token_sampler.generate
+    session = None if sample is not None else agent.token_sampler.open_session()
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
         shared = plan.num_runs if turn == 0 else 1
-        contexts = agent.contexts([one.turns for one in active[::shared]])
+        contexts = agent.contexts(
+            [one.turns for one in active[::shared]],
+            [one.toolbox.described for one in active[::shared]],
+        )
         rows = uniform_rows(
             [(*plan.key, plan.split, one.problem, one.run_id, turn) for one in active],
             agent.sampling.max_new_tokens,
         )
-        generation = draw(contexts, shared, rows, agent.sampling)
+        if sample is not None:
+            generation = sample(contexts, shared, rows, agent.sampling)
+        else:
+            assert session is not None
+            generation = agent.speak(session, contexts, shared, rows).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
-        active = [one for one in active if not one.is_over]
+        are_open = [not one.is_over for one in active]
+        active = list(compress(active, are_open))
         if not active:
             break
+        if session is not None:
+            session.keep(are_open)
     for one in episodes:
-        one.turns = []
+        # The tools may be functions that cannot be sent to another process.
+        one.turns, one.toolbox = [], NO_TOOLS
     return list(episodes)
+
+
+def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> list[Value]:
+    """Results of a call by place; places with a concurrency above 1 run in threads."""
+    parallel = [place for place, most in enumerate(concurrencies) if most > 1]
+    found: dict[int, Value] = {}
+    if len(parallel) > 1:
+        with ThreadPoolExecutor(min(max(concurrencies), len(parallel))) as pool:
+            found = dict(zip(parallel, pool.map(call, parallel), strict=True))
+    return [found[i] if i in found else call(i) for i in range(len(concurrencies))]
 
 
 def _act(
     episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
 ) -> None:
-    """Let each environment react to the policy's turn."""
+    """Let each environment, or the tools that are called, react to the policy's turn."""
     contents = agent.content_ids(generation)
     lengths = generation.mask_BT.sum(dim=1).tolist()
     ids, logprobs = generation.ids_BT.tolist(), generation.logprobs_BT.tolist()
-    for index, (one, text) in enumerate(zip(episodes, agent.decode(contents), strict=True)):
+    texts = agent.decode(contents)
+    for index, (one, text) in enumerate(zip(episodes, texts, strict=True)):
         length = lengths[index]
         one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
         one.turns.append(Turn(True, contents[index]))
         one.is_cut |= length == len(contents[index])
         one.num_turns += 1
         one.episode.messages.append(Message("assistant", text))
-        reaction = reaction_of(one.episode.environment, text)
+    for one, (reaction, counts) in zip(episodes, _reactions(episodes, texts, agent), strict=True):
+        one.episode.tool_counts.update(counts)
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
         one.observe(agent, reaction.messages)
+
+
+def _reactions(
+    episodes: Sequence[PlayedEpisode], texts: Sequence[str], agent: ConversationAgent
+) -> list[tuple[Reaction, Counter[str]]]:
+    """Reactions to messages of the policy, and counts of its calls of tools."""
+    has_template = agent.conversation_format.supports_tools
+    calls = [
+        one.toolbox.calls_in(text, has_template=has_template)
+        for one, text in zip(episodes, texts, strict=True)
+    ]
+
+    def react(place: int) -> Reaction | list[Outcome]:
+        one = episodes[place]
+        if calls[place]:
+            return [one.toolbox.execute(call) for call in calls[place]]
+        return reaction_of(one.episode.environment, texts[place])
+
+    reacted = _in_threads(
+        [
+            one.toolbox.concurrency(some) if some else one.episode.environment.concurrency
+            for one, some in zip(episodes, calls, strict=True)
+        ],
+        react,
+    )
+    return [
+        (found, Counter())
+        if isinstance(found, Reaction)
+        else reaction_to_calls(one.episode.environment, one.toolbox, found, agent)
+        for one, found in zip(episodes, reacted, strict=True)
+    ]
 
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
@@ -218,8 +293,8 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
 
 def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
     """Tokens of the policy's last message."""
-    said = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
-    return said[-1] if said else ()
+    sampled = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
+    return sampled[-1] if sampled else ()
 
 
 # ---- who runs the parts
@@ -267,7 +342,7 @@ def _part_call(
             "plan": [plan.split, plan.num_runs, plan.max_turns, list(plan.key)],
         },
         to_plain=_to_plain,
-        from_plain=partial(_from_plain, task, episodes),
+        from_plain=partial(_from_plain, agent, task, episodes),
     )
 
 
@@ -341,6 +416,8 @@ def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
             | {
                 "episode": None,
                 "messages": [list(message) for message in one.episode.messages],
+                "toolbox": None,
+                "tool_counts": dict(one.episode.tool_counts),
                 "reward": None if one.episode.reward is None else float(one.episode.reward),
                 "spans": [
                     [[len(span.ids), span.logprobs is not None] for span in some]
@@ -353,7 +430,10 @@ def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
 
 
 def _from_plain(
-    task: Task, episodes: Sequence[PlayedEpisode], plain: Mapping[str, Any]
+    agent: ConversationAgent,
+    task: Task,
+    episodes: Sequence[PlayedEpisode],
+    plain: Mapping[str, Any],
 ) -> list[PlayedEpisode]:
     """The episodes of `_to_plain`."""
     ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
@@ -366,26 +446,34 @@ def _from_plain(
     for unplayed, fields in zip(episodes, plain["episodes"], strict=True):
         messages = [Message(role, text) for role, text in fields.pop("messages")]
         environment = unplayed.episode.environment
-        fields["episode"] = Episode(environment, messages, fields.pop("reward"))
+        counts = Counter(fields.pop("tool_counts"))
+        fields["episode"] = Episode(environment, messages, fields.pop("reward"), tool_counts=counts)
+        fields["toolbox"] = unplayed.toolbox
         fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
         one = PlayedEpisode(**fields)
         if one.is_over and one.episode.reward is None:
             # The task rates it and may read its environment.
-            _replay(task, one.episode)
+            _replay(agent, task, one)
         found.append(one)
     return found
 
 
-def _replay(task: Task, episode: Episode) -> None:
+def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None:
     """Bring a new environment to the state of the one in another process."""
-    environment = episode.environment
-    messages = opening_of(environment)
-    while len(messages) < len(episode.messages):
-        own = episode.messages[len(messages)]
-        messages += [own, *reaction_of(environment, own.text).messages]
-    if messages != episode.messages:
+    expected = played.episode.messages
+    messages = opening_of(played.episode.environment)
+    while len(messages) < len(expected):
+        own = expected[len(messages)]
+        ((reaction, _),) = _reactions([played], [own.text], agent)
+        messages += [own, *reaction.messages]
+    # Programs that run in tools may be random.
+    if _without_results(messages) != _without_results(expected):
         raise WorkerProcessError(
             f"an environment of the task {type(task).__name__} reacts to the same messages "
             "differently in another process. Make reactions depend on problem and messages only, "
             "or set task.num_rollout_parts to 1."
         )
+
+
+def _without_results(messages: Sequence[Message]) -> list[Message]:
+    return [Message(role, "" if role == "tool" else text) for role, text in messages]

@@ -182,7 +182,7 @@ class TextRolloutSampler:
     async def _continue(
         self, node: TextNode, num_branches: int, key: tuple[str | int, ...], journal: AnswerJournal
     ) -> list[TextNode]:
-        """The ways in which an episode goes on; itself where it has ended."""
+        """The continuations of an episode; the episode itself if it has ended."""
         if node.episode.is_done:
             return [node]
         by_agent = await self.moves(node, num_branches, key, journal)

@@ -124,11 +124,25 @@ class ConversationAgent:
         """The model, which must be able to score tokens; `to` is the purpose, for the error."""
         return as_scorer(self.language_model, role=self.role, to=to)
 
-    def contexts(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """The tokens before this agent's next turn, with room for it."""
-        room = self.language_model.context_window - self.sampling.max_new_tokens
+    @property
+    def room(self) -> int:
+        """Tokens of the window that its next turn leaves."""
+        return self.language_model.context_window - self.sampling.max_new_tokens
+
+    def contexts(
+        self,
+        conversations: Sequence[Sequence[Turn]],
+        tools: Sequence[tuple[str, ...]] | None = None,
+    ) -> list[list[int]]:
+        """The tokens before this agent's next turn, with room for it.
+
+        `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON.
+        """
+        formats = [self.conversation_format.with_tools(own) for own in tools or ()]
+        formats = formats or [self.conversation_format] * len(conversations)
         fitted: list[FittedContext] = [
-            self.conversation_format.fit(turns, num_tokens=room) for turns in conversations
+            one.fit(turns, num_tokens=self.room)
+            for one, turns in zip(formats, conversations, strict=True)
         ]
         self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
         return [context.ids for context in fitted]
@@ -163,7 +177,9 @@ class ConversationAgent:
     def turn(self, role: str, text: str) -> Turn:
         """A message as a turn in this agent's tokens; the role is that of its chat template."""
         ids = self.conversation_format.encode(text)
-        return Turn(role == "assistant", ids, role == "system")
+        if role in ("system", "tool"):
+            return Turn(False, ids, "system" if role == "system" else "tool")
+        return Turn(role == "assistant", ids)
 
     def num_tokens(self, text: str) -> int:
         """Number of tokens of a text."""

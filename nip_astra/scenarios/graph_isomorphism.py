@@ -117,14 +117,14 @@ class GraphIsomorphismScenario(TensorDictScenario):
         score = int(row["wl_score"])
         notes = {
             ISOMORPHIC: "",
-            BEYOND_WL: f"{MAX_WL_ROUNDS} rounds of refinement do not tell the graphs apart",
+            BEYOND_WL: f"{MAX_WL_ROUNDS} rounds of refinement do not distinguish the graphs",
         }
         return super().describe_datapoint(parameters, row) | {
             "kind": cls.datapoint_kind,
             "graphs": graphs,
             "nodes_per_graph": row["node_mask"].shape[-1],
             "wl_score": score,
-            "note": notes.get(score, f"refinement tells the graphs apart in round {score}"),
+            "note": notes.get(score, f"refinement distinguishes the graphs in round {score}"),
         }
 
 

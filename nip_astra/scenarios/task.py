@@ -21,6 +21,7 @@ from nip_astra.scenario_base.agents import (
 )
 from nip_astra.scenario_base.tasks.base import TASKS, TaskParameters, build_task
 from nip_astra.scenario_base.tasks.dataset import DatasetTask
+from nip_astra.scenario_base.tasks.tools import ToolUseParameters, build_tools
 from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import open_services
@@ -62,6 +63,8 @@ class TaskScenario(Scenario):
         """The task, by its `_type`."""
         max_turns: int = Field(default=8, ge=1)
         """Turns after which an unfinished episode ends with reward 0."""
+        tools: ToolUseParameters = ToolUseParameters()
+        """Tools that the policy may call in every episode, and limits of their use."""
         num_rollout_parts: int = Field(default=1, ge=1, le=1024)
         """Parts of whole problems into which rollouts and evaluations are split, if the policy's
         weights are in this process. Processes of the run or Ray actors run them in parallel; small
@@ -94,6 +97,8 @@ class TaskScenario(Scenario):
         task = build_task(
             parameters.task, seed=hyper_params.seed, device=device, scenario_dir=scenario_dir
         )
+        task.tools = build_tools(parameters.tools, scenario_dir)
+        task.tool_use = parameters.tools
         if isinstance(task, DatasetTask):
             task.check_lengths(policy)
         services = open_services(task.scorers, settings)

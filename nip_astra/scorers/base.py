@@ -37,9 +37,9 @@ from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 """Author of a message: "user" is the attacker, "assistant" the target; a system message opens the
-conversation of a task."""
+conversation of a task, and tools answer calls in it."""
 
 Verdict: TypeAlias = float | ScorerError | None
 """Result of a scorer's hook for a text: a number from 0 to 1, None for no verdict, or the error of
@@ -113,7 +113,7 @@ class Ratings(NamedTuple):
     """float32 on the CPU, from 0 to 1; NaN where there is no verdict."""
     is_error_N: Tensor
     """bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
-    means that the scorer gave no verdict."""
+    means that the scorer returned no verdict."""
 
 
 class Scorer:

@@ -261,7 +261,7 @@ def read_rating(answer: str, max_rating: int) -> float | None:
     # A bool is an int in Python, but not a rating.
     is_number = isinstance(rating, int | float) and not isinstance(rating, bool)
     if not is_number or not 0 <= rating <= max_rating:
-        raise MalformedAnswerError(f"the rating {rating!r} is no number from 0 to {max_rating}")
+        raise MalformedAnswerError(f"the rating {rating!r} is not a number from 0 to {max_rating}")
     return float(rating) / float(max_rating)
 
 

@@ -36,6 +36,7 @@ from nip_astra.serve.requests import (
     MAX_LISTED,
     ApiError,
     Body,
+    Metadata,
     not_found,
     overloaded,
     read_body,
@@ -88,12 +89,6 @@ class MethodBody(Body):
     type: Method
     supervised: Supervised = Supervised()
     dpo: Dpo = Dpo()
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-]
 
 
 class JobBody(Body):
@@ -208,6 +203,7 @@ def job_routes(
     router.add_api_route(f"{root}/{{identity}}", jobs.retrieve, methods=["GET"])
     router.add_api_route(f"{root}/{{identity}}/events", jobs.events, methods=["GET"])
     router.add_api_route(f"{root}/{{identity}}/checkpoints", jobs.checkpoints, methods=["GET"])
+    router.add_api_route("/models/{name}", jobs.delete_model, methods=["DELETE"])
     for name, route in (("cancel", jobs.cancel), ("pause", jobs.pause), ("resume", jobs.resume)):
         router.add_api_route(f"{root}/{{identity}}/{name}", route, methods=["POST"])
     return router
@@ -402,7 +398,7 @@ class _JobRoutes:
         read_texts(place, options.method)
 
     def _plan(self, options: FineTuningOptions, served: ServedModel) -> FineTuningPlan:
-        settings, is_new = self.settings, served.folder is None
+        settings, is_new = self.settings, served.adapter is None
         is_full = served.engine.num_parameters <= settings.max_full_parameters
         return FineTuningPlan(
             **options.resolved(),
@@ -449,6 +445,36 @@ class _JobRoutes:
 
     async def resume(self, identity: str) -> Response:
         return self._change(identity, _UNFINISHED[2:], Status.QUEUED, "The job was resumed.")
+
+    async def delete_model(self, name: str) -> Response:
+        served = self.models.get(name)
+        if served.folder is None:
+            raise wrong(
+                f"{name!r} is a base model, and only fine-tuned models can be deleted. Start the "
+                "service without it.",
+                "model",
+                "model_not_deletable",
+            )
+        users = [one.name for one in self.models.all() if one.base == name]
+        users += [
+            job.id
+            for job in self.store.jobs()
+            if job.status in _UNFINISHED
+            and str(served.folder) in (job.plan["start_from"], job.plan["source"])
+        ]
+        if users:
+            raise ApiError(
+                409,
+                f"{users[0]!r} starts from {name!r}. Delete that model, or cancel that job, first.",
+                code="model_in_use",
+            )
+        await asyncio.to_thread(self._delete, served)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+    def _delete(self, served: ServedModel) -> None:
+        assert served.folder is not None
+        self.models.remove(served)
+        self.store.delete_model(served.folder)
 
     def _change(
         self, identity: str, only: Sequence[Status], status: Status, message: str

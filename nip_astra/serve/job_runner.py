@@ -232,7 +232,9 @@ class JobRunner:
             wanted[row["name"]] = self.store.folder / row["folder"]
         try:
             for name, folder in wanted.items():
-                self._serve_one(job, name, folder)
+                # One that a client deleted is not there.
+                if job.status is Status.RUNNING or folder.exists():
+                    self._serve_one(job, name, folder)
         except NipAstraError as error:
             logger.warning("the model %s is not served: %s", job.name, error)
             if job.status is Status.RUNNING:

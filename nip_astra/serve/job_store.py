@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 
+DELETED = ".deleted"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL
@@ -134,12 +136,20 @@ class JobStore:
             connection.execute("DELETE FROM files WHERE id = ?", (identity,))
         self.file_path(identity).unlink(missing_ok=True)
 
+    def delete_model(self, folder: Path) -> None:
+        """Delete a job's model, in one step for a service that starts meanwhile."""
+        gone = folder.with_name(f"{folder.name}{DELETED}")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
     def clear_unfinished(self) -> None:
-        """Remove files without a row, such as interrupted uploads."""
+        """Remove files without a row, such as interrupted uploads, and half-deleted models."""
         known = {file["id"] for file in self.files()}
         for path in (self.folder / "files").iterdir():
             if path.name not in known:
                 path.unlink()
+        for path in (self.folder / "jobs").glob(f"*/*{DELETED}"):
+            shutil.rmtree(path, ignore_errors=True)
 
     # ---- jobs
 

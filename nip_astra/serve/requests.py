@@ -7,10 +7,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -30,13 +30,10 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "best_of": (1,),
-    "echo": (False,),
-    "tools": ([],),
+    "functions": ([],),
     "suffix": ("",),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
     "top_k": (-1, 0),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -125,6 +122,10 @@ class Body(BaseModel):
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -175,8 +176,10 @@ def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
 
 def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
     # The path also names members of unions; no option begins with these.
-    path = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list["))]
-    name = ".".join(part for part in path if part not in ("str", "int", "Text"))[:200]
+    unions = ("function-", "list[", "literal[")
+    path = [str(part) for part in fault["loc"] if not str(part).startswith(unions)]
+    members = ("str", "int", "Text", "ChosenTool")
+    name = ".".join(part for part in path if part not in members)[:200]
     if fault["type"] == "extra_forbidden":
         near = nearest_names(path[-1], kind.model_fields, 1) if len(path) == 1 else []
         hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from nip_astra.language_models.sources import (
     load_model,
     round_weights,
 )
+from nip_astra.language_models.structured import Grammars
+from nip_astra.language_models.tool_calls import ToolForm, tool_form
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
@@ -36,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
-_CLOSED = "the service is shutting down"
 
 
 class Engine:
@@ -62,7 +64,7 @@ class Engine:
         )
         self._new: deque[GenerationRequest] = deque()
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._closed: str | None = None
         self._thread = threading.Thread(target=self._run, name="text engine", daemon=True)
         self._thread.start()
 
@@ -70,19 +72,28 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> None:
         with self._changed:
-            if not self._is_closed:
+            if self._closed is None:
                 self._new.append(request)
                 self._changed.notify()
                 return
-        self._report(
-            [failed_progress(request, index, _CLOSED) for index in range(request.num_samples)]
-        )
+        places = range(request.num_samples)
+        self._report([failed_progress(request, place, self._closed) for place in places])
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free what a request holds, at the next step; nothing more is reported of it."""
         with self._changed:
             request.is_cancelled = True
             self._changed.notify()
+
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of its vocabulary; raises as `Grammars`."""
+        return self._batch.grammars
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """The form of calls of tools; None if its chat template shows no tools."""
+        return tool_form(self.tokenizer)
 
     @property
     def num_waiting(self) -> int:
@@ -109,10 +120,10 @@ class Engine:
         done.result()
         return [finished[index] for index in range(count)]
 
-    def close(self) -> None:
-        """End the thread; unfinished answers fail."""
+    def close(self, reason: str = "the service is shutting down") -> None:
+        """End the thread; unfinished answers fail for the reason."""
         with self._changed:
-            self._is_closed = True
+            self._closed = reason
             self._changed.notify()
         self._thread.join()
 
@@ -122,11 +133,11 @@ class Engine:
         with torch.inference_mode():
             while True:
                 with self._changed:
-                    while not (self._new or self._batch.is_busy or self._is_closed):
+                    while not (self._new or self._batch.is_busy or self._closed):
                         self._changed.wait()
                     self._batch.waiting.extend(self._new)
                     self._new.clear()
-                    if self._is_closed:
+                    if self._closed is not None:
                         break
                 try:
                     for progress in self._batch.step():
@@ -137,7 +148,7 @@ class Engine:
                     level = logging.WARNING if is_known else logging.ERROR
                     logger.log(level, "the batch failed: %s", error, exc_info=not is_known)
                     self._report(self._batch.fail(str(error) or type(error).__name__))
-            self._report(self._batch.fail(_CLOSED, also_waiting=True))
+            self._report(self._batch.fail(self._closed, also_waiting=True))
 
     @staticmethod
     def _report(progress: Sequence[Progress]) -> None:
@@ -162,6 +173,7 @@ class ServedModel:
     adapter: Adapter | None = None
     base: str | None = None
     folder: Path | None = None
+    """Folder of its weights or adapter, if a job trained it."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -204,7 +216,8 @@ class ServedModels:
                 self._engines[path] = load_engine(
                     path, device=self.device, dtype=self.dtype, limits=self.limits
                 )
-            served = ServedModel(name, self._engines[path], path, base=base)
+            folder = None if base is None else Path(path)
+            served = ServedModel(name, self._engines[path], path, base=base, folder=folder)
             self._models[name] = served
             return served
 
@@ -222,6 +235,15 @@ class ServedModels:
         if served is None:
             raise not_found("model", name, "model")
         return served
+
+    def remove(self, served: ServedModel) -> None:
+        """Stop serving a model; its unfinished answers fail if it has weights of its own."""
+        with self._lock:
+            self._models.pop(served.name, None)
+            is_shared = any(one.engine is served.engine for one in self._models.values())
+            engine = None if is_shared else self._engines.pop(served.source, None)
+        if engine is not None:
+            engine.close("the model was deleted")
 
     def all(self) -> list[ServedModel]:
         return list(self._models.values())

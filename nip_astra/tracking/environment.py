@@ -99,7 +99,7 @@ def warn_of_changed_plugins(directory: RunDirectory) -> None:
         logger.warning("the plug-ins of the run's start cannot be read: %s", error)
         return
     for plugin in loaded_plugins():
-        # A copy elsewhere has the name of what it stands in for.
+        # A copy elsewhere keeps the name of the original.
         digest = before.get(plugin.spec, by_name.get(Path(plugin.spec).name, plugin.sha256))
         if digest != plugin.sha256:
             logger.warning(

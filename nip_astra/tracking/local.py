@@ -101,7 +101,7 @@ class LocalTracker(Tracker):
                     "Restore the file, or start a new run."
                 )
             logger.warning(
-                "%s had %d bytes when the checkpoint was saved and has %d now; the run goes on "
+                "%s had %d bytes when the checkpoint was saved and has %d now; the run continues "
                 "without the lost rows",
                 path,
                 length,

@@ -121,7 +121,7 @@ class RunDirectory:
             str(path.absolute()).encode()
         except UnicodeEncodeError as error:
             raise RunDirectoryError(
-                f"the folder {str(Path(runs_dir))!r} of the run {run_id!r} is no UTF-8. Choose "
+                f"the folder {str(Path(runs_dir))!r} of the run {run_id!r} is not UTF-8. Choose "
                 "another with --runs-dir, or rename it."
             ) from error
         try:
@@ -180,7 +180,7 @@ class RunDirectory:
         found = Path(path)
         if not (found / HYPER_PARAMETERS).is_file():
             raise RunDirectoryError(
-                f"{found} is no run: it holds no {HYPER_PARAMETERS}. Give the path of a run "
+                f"{found} is not a run: it holds no {HYPER_PARAMETERS}. Give the path of a run "
                 "directory, for instance runs/<run id>."
             )
         directory = cls(found)

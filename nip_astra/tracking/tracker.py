@@ -80,7 +80,7 @@ class Tracker:
         return {}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Forget what was recorded after `position`; called when a run is resumed."""
+        """Discard records after `position`; called when a run is resumed."""
 
     def finish(self, *, success: bool) -> None:
         """Close the records."""

@@ -50,7 +50,7 @@ class WandbTracker(Tracker):
             "offline" if settings["wandb"] == "offline" else "online"
         )
         if mode == "online" and not has_credentials():
-            # W&B itself would stop to ask at a terminal.
+            # W&B itself would prompt at a terminal.
             raise TrackingError(
                 "there is no W&B key on this machine. Log in with `wandb login`, set "
                 "WANDB_API_KEY, or use --wandb offline."
@@ -193,7 +193,7 @@ def has_credentials() -> bool:
     named = read_variable("NETRC")
     for path in [named] if named else ["~/.netrc", "~/_netrc"]:
         try:
-            # Which host W&B will ask for depends on settings that only W&B reads.
+            # The host that W&B contacts depends on settings that only W&B reads.
             if netrc.netrc(os.path.expanduser(path)).hosts:
                 return True
         except (OSError, netrc.NetrcParseError):
@@ -234,7 +234,7 @@ def read_config(reference: str) -> dict[str, Any]:
     """The parameters that a run recorded."""
     run = _find_run(reference)
     config: dict[str, Any] = _ask(reference, lambda: dict(run.config))
-    # What it ran on stands beside the parameters.
+    # The hardware is stored beside the parameters.
     config.pop(ENVIRONMENT_KEY, None)
     return config
 
@@ -264,7 +264,7 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
 def open_api() -> Any:
     """W&B's public interface."""
     if not has_credentials():
-        # W&B itself would stop to ask at a terminal.
+        # W&B itself would prompt at a terminal.
         raise TrackingError(
             "there is no W&B key on this machine. Log in with `wandb login`, set WANDB_API_KEY, or "
             "give a run directory."

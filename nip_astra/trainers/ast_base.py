@@ -63,7 +63,6 @@ from nip_astra.trainers.service_use import (
     services_used,
     warnings_about_services,
 )
-from nip_astra.trainers.timing import Components
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
@@ -308,7 +307,7 @@ class AstTrainer(LanguageModelTrainer):
         return wait
 
     def _rollout_from_plain(self, iteration: int, plain: Mapping[str, Any]) -> CountedTree:
-        # Columns of a prompt are no plain values.
+        # Columns of a prompt are not plain values.
         tree = RolloutTree.from_plain(plain["tree"], self.rollouts.prompts_of(iteration))
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
@@ -348,7 +347,7 @@ class AstTrainer(LanguageModelTrainer):
             dict(self.state.first_query),
         )
 
-    # ---- what is measured
+    # ---- measurements
 
     def num_measure_parts(self) -> int:
         return self.evaluation.num_parts("test")
@@ -445,7 +444,7 @@ class AstTrainer(LanguageModelTrainer):
         }
         self.store_results(results)
 
-    def components_to_time(self) -> Components:
+    def components_to_time(self) -> dict[str, Callable[[], object]]:
         """`rollout`, and if it taught something `update`, and `loss` of one batch."""
 
         @torch.no_grad()

@@ -70,11 +70,11 @@ class PairParameters(AsyncRolloutParameters):
     min_reward_difference: float = Field(default=0.0, ge=0)
     """A pair needs credits that differ by more than this."""
     min_score_difference: float | None = Field(default=None, ge=0, le=1)
-    """A pair needs response scores that differ by more than this; null asks for none. Where
+    """A pair needs response scores that differ by more than this; null sets no such bound. Where
     failures are rare, pairs that differ in likelihood only drown the others, and the attacker
     collapses onto the most ordinary probes."""
     min_chosen_score: float | None = Field(default=None, ge=0, le=1)
-    """A pair needs a chosen probe whose response scores at least this; null asks for none.
+    """A pair needs a chosen probe whose response scores at least this; null sets no such bound.
     Other than min_score_difference it keeps pairs of two failures that differ in likelihood,
     which teach to fail plausibly."""
     credit: CreditParameters = CreditParameters()

@@ -110,7 +110,7 @@ def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
 
 
 def best_of(samples: Iterable[Sample], number: int) -> list[Sample]:
-    """Those of most credit, each probe once in its context: as it was met last.
+    """The probes of highest credit, each once per context: its latest occurrence.
 
     Of equal credit, the first of each context comes before the second of any: probes that work
     after one opening do not push out those that work after another.

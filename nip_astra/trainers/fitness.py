@@ -66,7 +66,7 @@ def refuse_unfinished(trainer_class: type[Trainer]) -> None:
     if missing:
         raise ConfigurationError(
             f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
-            "base class asks for."
+            "base class requires."
         )
 
 

@@ -45,7 +45,7 @@ class PureTextMaltTrainer(PureTextRlTrainer):
         """Continuations of each conversation in each round. A conversation of R rounds has up to
         this to the power of R ends."""
         dpo_beta: float | None = Field(default=None, gt=0)
-        """Inverse temperature of DPO; null leaves it to the service. Larger stays closer to the
+        """Inverse temperature of DPO; null uses the service's default. Larger stays closer to the
         model that a job starts from."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class TreeValues(NamedTuple):
     Attributes
     ----------
     node_ids, parent_ids : list of str
-        Ids of the nodes and of the rounds before; the parent of an opening round is no node.
+        Ids of the nodes and of the rounds before; the parent of an opening round is not a node.
     places : list of tuple
         Rollout and round of the arrays that hold each node.
     values_NA : Tensor

@@ -34,8 +34,8 @@ def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
     def decorate(cls: TrainerClass) -> TrainerClass:
         if not (isinstance(cls, type) and issubclass(cls, Trainer)):
             raise PluginError(
-                f"{getattr(cls, '__name__', cls)!r}, the trainer {str(name)!r}, is no subclass of "
-                "nip_astra.trainers.trainer_base.Trainer. Derive it from that or a family's base."
+                f"{getattr(cls, '__name__', cls)!r}, the trainer {str(name)!r}, is not a subclass "
+                "of nip_astra.trainers.trainer_base.Trainer. Derive it from that or a family base."
             )
         TRAINERS.register(str(name))(cls)
         return cls

@@ -366,7 +366,7 @@ class PureTextRlTrainer(Trainer):
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; answers in the journal of this sampling are reused."""
-        # The models of an earlier iteration can no longer be asked.
+        # The models of an earlier iteration are no longer available.
         journal = self.files.journal(
             split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
         )

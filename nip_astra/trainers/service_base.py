@@ -38,6 +38,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
@@ -46,7 +48,7 @@ from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
 from nip_astra.scenario_base.tasks.base import Episode, Split, TrainingProgress
-from nip_astra.scenario_base.tasks.rewards import reward_figures
+from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
@@ -99,7 +101,7 @@ class ServiceTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     figures: ClassVar[tuple[str, ...] | None] = (
-        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
+        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*", "tools/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
     samples_in_training: ClassVar[bool] = True
@@ -299,7 +301,7 @@ class ServiceTrainer(LanguageModelTrainer):
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
             "tokens/generated": float(generated),
-            **reward_figures(episodes),
+            **episode_figures(episodes),
         }
         # Without resampling every problem stays.
         return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
@@ -515,7 +517,7 @@ class ServiceTrainer(LanguageModelTrainer):
     # ---- tools of the hooks
 
     def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
-        """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
+        """Write a stage of the iteration for `compare-dumps`, every `settings.dump_period`."""
         if self._dumps.is_due(self.state.iteration):
             plain = values.to_plain() if isinstance(values, Batch) else values
             self._dumps.write(self.state.iteration, stage, plain)
@@ -527,6 +529,16 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
+
+    def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
+        """Set the `advantages` of distillation and `teacher_logprobs`; the divergence, to log."""
+        options = self.parameters.distillation
+        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
+        batch.values["advantages"] = reverse_kl_advantages(
+            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
+        )
+        return {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
 
     def load_teacher(self) -> TokenScorer:
         """The frozen model that `distillation.teacher` names."""

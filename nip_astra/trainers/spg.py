@@ -26,7 +26,7 @@ WITH_CLIP = where("spg.variant", *(name for name, one in VARIANTS.items() if one
 
 @register_trainer(TrainerType.SPG)
 class SpgTrainer(TensorDictRlTrainer):
-    """Leaders foresee how followers learn from them, and learn with that in view.
+    """Leaders anticipate how followers learn from them (opponent shaping).
 
     With `L_i` the policy loss of agent i, minus its entropy bonus, as a function of all policies;
     F the followers of agent l, which are the agents of later groups; `D_F` their directions:

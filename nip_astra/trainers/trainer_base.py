@@ -189,7 +189,7 @@ class Trainer(ABC):
         """
         raise ConfigurationError(
             f"the trainer {self.hyper_params.trainer!r} cannot test the agents of {base_run} again "
-            "without training. Set base_run.base_run_type=parameters to train anew."
+            "without training. Set base_run.base_run_type=parameters to train from scratch."
         )
 
     def get_total_num_iterations(self) -> int:
@@ -354,7 +354,7 @@ class Trainer(ABC):
         try:
             write(model_dir)
         except NipAstraError:
-            # Several are OSErrors too, and a service that is gone is no full disk.
+            # Several are OSErrors too, and a service that is gone is not a full disk.
             raise
         except (OSError, SafetensorError) as error:
             raise RunDirectoryError(
@@ -377,7 +377,7 @@ class Trainer(ABC):
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
-                    "the checkpoint %s was saved by code without %s, which start anew",
+                    "the checkpoint %s was saved by code without %s, which start empty",
                     checkpoint.name,
                     name,
                 )
@@ -445,26 +445,21 @@ class Trainer(ABC):
         """Parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
         return {}
 
-    def _checkpoint_or_stop(
-        self, num_done: int, *, is_last: bool, save: Callable[[], None]
-    ) -> None:
-        """Save after an iteration where a checkpoint is due, or where a signal stops the run.
-
-        `num_done` iterations are done; after the last one a checkpoint is always due.
-        """
+    def _checkpoint_or_stop(self, *, is_last: bool, is_best: bool = False) -> None:
+        """Save after an iteration if a checkpoint is due, or if a signal stops the run."""
         every = self.settings.checkpoint_period
-        is_due = is_last or (every > 0 and num_done % every == 0)
+        is_due = is_last or is_best or (every > 0 and self.state.iteration % every == 0)
         if is_due:
-            save()
+            self._save_checkpoint(is_best=is_best)
         try:
             self._raise_if_stopped()
         except StopRequested:
             if not is_due:
-                save()
+                self._save_checkpoint()
             raise
 
     def _raise_if_stopped(self) -> None:
-        """Raise `StopRequested` when a signal asked the run to stop."""
+        """Raise `StopRequested` after a stop signal."""
         signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
         if signal_name:
             raise StopRequested(signal_name)

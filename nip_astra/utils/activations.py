@@ -40,7 +40,7 @@ class _CpuTanh(torch.autograd.Function):
         return result
 
 
-# Torch asks for it at every call, and to find it out takes as long as a small tensor's values.
+# Torch queries it at every call, which takes as long as a small tensor's values.
 _CpuTanh.forward.__signature__ = inspect.signature(_CpuTanh.forward)  # type: ignore[attr-defined]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

@@ -21,13 +21,14 @@ import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nip_astra.errors import SandboxUnavailableError
 
 if TYPE_CHECKING:
-    from pydantic_monty import MontyError, MontySession
+    from pydantic_monty import CollectString, MontyError, MontySession
 
 PACKAGE = "pydantic-monty"
 _MIB = 2**20
@@ -54,26 +55,13 @@ def call_in_interpreter(
     One interpreter process makes all calls. `cpu_seconds` bounds each, `seconds` all of them, and
     `memory_mib` the interpreter's values.
     """
-    from pydantic_monty import Monty
-
     try:
-        uses = IteratorUses(code)
+        uses = _checked_uses(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [CallResult(error=f"{type(error).__name__}: {error}")] * len(calls)
-    if uses.refused:
-        raise _refusal(uses.refused)
     deadline = time.monotonic() + limits.seconds
     found: list[CallResult] = []
-    with (
-        Monty(max_processes=1, request_timeout=limits.seconds + _SLACK_SECONDS) as pool,
-        pool.checkout(
-            limits={
-                "max_feed_duration_secs": float(min(limits.cpu_seconds, limits.seconds)),
-                "max_memory": limits.memory_mib * _MIB,
-                "max_total_sleep_secs": limits.seconds,
-            }
-        ) as session,
-    ):
+    with _session(limits) as session:
         defined, is_over = _run(session, uses.code, {}, limits)
         if defined.error:
             return [defined] * len(calls)
@@ -90,39 +78,85 @@ def call_in_interpreter(
     return [*found, *[CallResult(error=last)] * (len(calls) - len(found))]
 
 
+def run_in_interpreter(code: str, limits: SandboxLimits) -> SandboxResult:
+    """Run a program, as `run_in_sandbox` does, without input."""
+    from pydantic_monty import CollectString
+
+    started, printed = time.monotonic(), CollectString(max_bytes=limits.file_mib * _MIB)
+    try:
+        uses = _checked_uses(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return SandboxResult("failed", 1, "", f"{type(error).__name__}: {error}", 0.0)
+    with _session(limits) as session:
+        result, _ = _run(session, uses.code, {}, limits, printed)
+    seconds = time.monotonic() - started
+    is_late = result.error.startswith("TimeoutError: feed time limit")
+    outcome: Outcome = "timeout" if is_late else "failed" if result.error else "finished"
+    exit_code = int(bool(result.error))
+    return SandboxResult(outcome, exit_code, str(printed.output), result.error, seconds)
+
+
+def _checked_uses(code: str) -> IteratorUses:
+    """The code with lazy iterators; refuses what depends on iterators in another way."""
+    uses = IteratorUses(code)
+    if uses.refused:
+        raise _refusal(uses.refused)
+    return uses
+
+
+@contextmanager
+def _session(limits: SandboxLimits) -> Iterator[MontySession]:
+    from pydantic_monty import Monty
+
+    with (
+        Monty(max_processes=1, request_timeout=limits.seconds + _SLACK_SECONDS) as pool,
+        pool.checkout(
+            limits={
+                "max_feed_duration_secs": float(min(limits.cpu_seconds, limits.seconds)),
+                "max_memory": limits.memory_mib * _MIB,
+                "max_total_sleep_secs": limits.seconds,
+            }
+        ) as session,
+    ):
+        yield session
+
+
 def _run(
-    session: MontySession, code: str, inputs: dict[str, Any], limits: SandboxLimits
+    session: MontySession,
+    code: str,
+    inputs: dict[str, Any],
+    limits: SandboxLimits,
+    printed: CollectString | None = None,
 ) -> tuple[CallResult, bool]:
     """What code gives, and whether the interpreter can be used no more."""
     from pydantic_monty import CollectString, MontyCrashedError, MontyDisconnectError, MontyError
 
     try:
-        value = session.feed_run(
-            code, inputs=inputs, print_callback=CollectString(max_bytes=limits.file_mib * _MIB)
-        )
+        collect = printed or CollectString(max_bytes=limits.file_mib * _MIB)
+        value = session.feed_run(code, inputs=inputs, print_callback=collect)
         plain = json.loads(json.dumps(value)) if inputs else None
         return CallResult(plain), False
     except (MontyCrashedError, MontyDisconnectError) as error:
         return CallResult(error=f"ended before the call: {str(error)[:150]}"), True
     except MontyError as error:
-        told = _told(error)
-        if lacks := what_is_lacking(told):
-            raise _refusal(lacks) from error
-        is_over = told.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
-        return CallResult(error=told[:200]), is_over
+        message = _message_of(error)
+        if feature := missing_feature(message):
+            raise _refusal(feature) from error
+        is_over = message.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
+        return CallResult(error=message[:200]), is_over
     except (TypeError, ValueError, RecursionError) as error:
         # The result cannot be written as JSON.
         return CallResult(error=f"{type(error).__name__}: {str(error)[:200]}"), False
 
 
-def _refusal(lacks: str) -> SandboxUnavailableError:
+def _refusal(feature: str) -> SandboxUnavailableError:
     return SandboxUnavailableError(
-        f"{PACKAGE} lacks {lacks}, which the code needs. Install bubblewrap (Debian: apt install "
+        f"{PACKAGE} lacks {feature}, which the code needs. Install bubblewrap (Debian: apt install "
         "bubblewrap)."
     )
 
 
-def _told(error: MontyError) -> str:
+def _message_of(error: MontyError) -> str:
     """The error of the code, with its type before it."""
     from pydantic_monty import MontyRuntimeError, MontySyntaxError
 
@@ -131,9 +165,9 @@ def _told(error: MontyError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def what_is_lacking(told: str) -> str:
+def missing_feature(error: str) -> str:
     """The part of Python that Monty lacks according to an error; empty if Python lacks it too."""
-    kind, _, message = told.partition(": ")
+    kind, _, message = error.partition(": ")
     names = re.findall(r"'([^']*)'", message)
     if "not yet support" in message:
         return message.rpartition("not yet support ")[2]
@@ -192,7 +226,7 @@ class SandboxResult:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What one call of a function gave."""
+    """The result of one function call."""
 
     value: Any = None
     """Its result, as JSON has it; None with an error."""

@@ -105,7 +105,7 @@ def rate_estimate(
         return Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no verdict")
     spread = _Spread.of(known, groups)
     size = spread.effective_size(1) * _certainty(known.size, spread.num_clusters, level)
-    # No prompt tells less than one observation.
+    # A prompt is worth at least one observation.
     size = max(size, known.size / spread.cluster_size)
     interval = exact_rate_interval(spread.mean, size, level=level)
     is_apart = spread.num_clusters == known.size
@@ -280,8 +280,8 @@ class _Spread:
         own = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size
         if self.num_unlike and own > 0.0 and self.num_clusters > 1:
-            told = self.cluster_variance / own
-            weighed = self.num_unlike * told + num_added * self.cluster_size
+            ratio = self.cluster_variance / own
+            weighed = self.num_unlike * ratio + num_added * self.cluster_size
             effect = weighed / (self.num_unlike + num_added)
         return self.num_observations / min(max(effect, 1.0), self.cluster_size)
 

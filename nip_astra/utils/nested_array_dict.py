@@ -214,7 +214,7 @@ class NestedArrayDict:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} is no readable NestedArrayDict: {error!r}. Write it with `save`."
+                f"{path} is not a readable NestedArrayDict: {error!r}. Write it with `save`."
             ) from error
         return result
 
@@ -299,7 +299,7 @@ def names_of(key: Key) -> tuple[str, ...]:
 
 
 def _within(index: Any, num_batch: int) -> Any:
-    """An index whose `...` stands for batch dimensions alone."""
+    """An index whose `...` covers batch dimensions only."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):
         return index
@@ -354,7 +354,7 @@ def as_array(value: object) -> Array:
         array = np.asarray(value)
     except ValueError as error:
         raise DataError(
-            f"a value of a NestedArrayDict is no array: {error}; pad it first"
+            f"a value of a NestedArrayDict is not an array: {error}; pad it first"
         ) from error
     if array.dtype.kind == "T":
         return array if array.dtype == TEXT else array.astype(TEXT)

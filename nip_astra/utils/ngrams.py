@@ -67,7 +67,7 @@ def word_sequences(texts: Sequence[str]) -> Sequences:
 
 def character_sequences(texts: Sequence[str]) -> Sequences:
     """The code points of all characters, as they are."""
-    # A lone surrogate is no character, and models may still write one.
+    # A lone surrogate is not a character, and models may still write one.
     raw = "".join(texts).encode("utf-32-le", "surrogatepass")
     return _sequences(np.frombuffer(raw, dtype="<u4").astype(np.uint64), [len(t) for t in texts])
 
@@ -156,7 +156,7 @@ class KeyCounts:
         """Undo an `add` of the same keys."""
         old, counts = np.unique(keys, return_counts=True)
         place, is_known = self._find(old)
-        assert is_known.all(), "only what was added can be removed"
+        assert is_known.all(), "only added texts can be removed"
         self._counts_K[place] -= counts
         is_left = self._counts_K > 0
         self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]

@@ -45,6 +45,7 @@ from nip_astra.utils.interpreter import (
     Outcome,
     SandboxResult,
     call_in_interpreter,
+    run_in_interpreter,
     why_no_interpreter,
 )
 from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
@@ -169,9 +170,8 @@ def call_in_sandbox(
 
     Raises `SandboxUnavailableError` if this machine has no sandbox that supports the code.
     """
-    if why := why_no_bubblewrap():
-        if missing := why_no_interpreter():
-            raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
+    if why_no_bubblewrap():
+        check_any_sandbox()
         return call_in_interpreter(code, function, calls, limits or SandboxLimits())
     mark = f"{os.urandom(8).hex()}:"
     program = (
@@ -219,6 +219,24 @@ def run_beside_in_sandbox(
             return _run_here(_first_line(asker, limits), limits, program, ends)
 
     return _in_new_keyring(run)
+
+
+def run_program(code: str, limits: SandboxLimits) -> SandboxResult:
+    """Run a Python program, in the interpreter if there is no sandbox.
+
+    Raises `SandboxUnavailableError` if neither is available, or the interpreter lacks a part of
+    Python that the code needs.
+    """
+    if why_no_bubblewrap():
+        check_any_sandbox()
+        return run_in_interpreter(code, limits)
+    return run_in_sandbox(code, limits=limits)
+
+
+def check_any_sandbox() -> None:
+    """Raise `SandboxUnavailableError` if there is neither a sandbox nor an interpreter."""
+    if (why := why_no_bubblewrap()) and (missing := why_no_interpreter()):
+        raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
 
 
 def check_sandbox() -> None:
@@ -348,11 +366,11 @@ def _sandbox(
         group = None
         if not why_no_memory_group():
             group = files.enter_context(_memory_group(limits))
-        told, telling = _pipe(files)
+        info, info_writer = _pipe(files)
         filtering = files.enter_context(tempfile.TemporaryFile())
         filtering.write(program)
         filtering.seek(0)
-        fds = (telling.fileno(), *([filtering.fileno()] if program else []))
+        fds = (info_writer.fileno(), *([filtering.fileno()] if program else []))
         process = subprocess.Popen(
             _enter(group, _command(limits, *fds)),
             stdin=stdin,
@@ -363,21 +381,21 @@ def _sandbox(
             start_new_session=True,
             pass_fds=(*fds, *others),
         )
-        telling.close()
-        first = _first_process(told, limits.seconds)
+        info_writer.close()
+        first = _first_process(info, limits.seconds)
         try:
             yield process
         finally:
             _end(process, first)
 
 
-def _first_process(told: IO[bytes], seconds: float) -> int | None:
+def _first_process(info: IO[bytes], seconds: float) -> int | None:
     """A descriptor of the first process in the sandbox, with which all others end."""
     text, deadline = b"", time.monotonic() + seconds
     while not (found := re.search(rb'"child-pid": (\d+)\D', text)):
-        if not _is_ready(told.fileno(), deadline - time.monotonic()):
+        if not _is_ready(info.fileno(), deadline - time.monotonic()):
             return None
-        if not (more := told.read(4096)):
+        if not (more := info.read(4096)):
             return None
         text += more
     with suppress(OSError):
@@ -460,7 +478,7 @@ def _enter(group: Path | None, command: list[str]) -> list[str]:
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs", *command]
 
 
-def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> list[str]:
+def _command(limits: SandboxLimits, info: int, filtering: int | None = None) -> list[str]:
     """The command that runs the launcher in the sandbox; as root, after ceasing to be it."""
     bwrap = shutil.which("bwrap") or "bwrap"
     prefix = os.path.realpath(sys.base_prefix)
@@ -469,7 +487,7 @@ def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> 
     inner = [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *("--new-session", "--clearenv", "--hostname", "sandbox"),
-        *(() if is_root else ("--info-fd", str(told))),
+        *(() if is_root else ("--info-fd", str(info))),
         *(() if filtering is None else ("--seccomp", str(filtering))),
         *_libraries(["/usr/lib", "/usr/lib64"]),
         *("--ro-bind", _PYTHON if is_root else prefix, _PYTHON),
@@ -484,7 +502,7 @@ def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> 
     outer = [
         # Root without capabilities cannot kill nobody's processes, but with a namespace they end.
         *(bwrap, "--unshare-net", "--unshare-ipc", "--unshare-pid", "--die-with-parent"),
-        *("--clearenv", "--info-fd", str(told)),
+        *("--clearenv", "--info-fd", str(info)),
         *_libraries(["/usr"]),
         *("--ro-bind", prefix, _PYTHON, "--dev", "/dev", "--bind", "/proc", "/proc"),
         *("--tmpfs", "/tmp"),
@@ -511,10 +529,10 @@ def _libraries(folders: Sequence[str]) -> list[str]:
 
 def _read_call(line: str) -> CallResult:
     try:
-        told = json.loads(line)
-        return CallResult(told.get("value"), str(told.get("error", "")))
+        result = json.loads(line)
+        return CallResult(result.get("value"), str(result.get("error", "")))
     except (ValueError, AttributeError):
-        return CallResult(error="its result is no JSON")
+        return CallResult(error="its result is not JSON")
 
 
 def _why_cut_off(result: SandboxResult) -> str:

@@ -86,7 +86,7 @@ def test_a_corpus_that_is_damaged_or_empty_is_told(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus", 3)
     with (folder / "utterances.jsonl").open("a") as file:
         file.write("[1, 2]\n")
-    with pytest.raises(DataError, match=r"line 7 of .* is no utterance of ConvoKit"):
+    with pytest.raises(DataError, match=r"line 7 of .* is not an utterance of ConvoKit"):
         openings("train", folder)
     (folder / "utterances.jsonl").write_text("")
     with pytest.raises(DataError, match="there are none"):

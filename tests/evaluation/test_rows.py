@@ -48,10 +48,10 @@ def test_a_file_that_is_whole_is_left_alone(file: RowFile) -> None:
 
 def test_a_broken_line_in_the_middle_is_told(file: RowFile) -> None:
     file.path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
-    with pytest.raises(DataError, match=r"line 2 of .* is no JSON"):
+    with pytest.raises(DataError, match=r"line 2 of .* is not JSON"):
         read_rows(file.path)
     file.path.write_text("3\n")
-    with pytest.raises(DataError, match=r"line 1 of .* is no JSON object"):
+    with pytest.raises(DataError, match=r"line 1 of .* is not a JSON object"):
         read_rows(file.path)
 
 

@@ -70,7 +70,7 @@ def test_the_order_of_keys_changes_no_hash() -> None:
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
 def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no folder name"):
+    with pytest.raises(ConfigurationError, match="is not a folder name"):
         EvaluationFolder.of_run(tmp_path, name)
 
 

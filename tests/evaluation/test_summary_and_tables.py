@@ -94,7 +94,7 @@ def test_importance_sampling_is_refused_with_its_reason() -> None:
     assert "importance sampling is refused: top_p 0.9" in truncated["warnings"]
     unknown = figures(attacker(), ordinary(attacker_sampled_logprob=None))
     reason = unknown["probability_of_failure"]["importance_sampling"]["reason"]
-    assert "cannot tell which tokens it may draw" in reason
+    assert "which tokens it may draw" in reason
 
 
 def test_an_estimate_that_rests_on_few_failures_is_told_with_a_caution() -> None:

@@ -19,7 +19,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.version import __version__
-from tests.messages import says
+from tests.kit.messages import says
 
 PLAIN = HyperParameters.with_sections({})
 VERSIONS = ("0.0", "0.1")
@@ -91,7 +91,7 @@ def test_a_version_has_one_conversion() -> None:
     register_conversion("0.0", append("first"))
     with pytest.raises(ConfigurationError, match=r"'0\.0', which has a conversion already"):
         register_conversion("0.0", append("again"))
-    with pytest.raises(ConfigurationError, match="'old', which is no version"):
+    with pytest.raises(ConfigurationError, match="'old', which is not a version"):
         register_conversion("old", append("never"))
 
 

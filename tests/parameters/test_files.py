@@ -22,7 +22,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import validate_layers
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.messages import says
+from tests.kit.messages import says
 from tests.parameters.groups import Drawing, Paint
 
 Write = Callable[[str, str], Path]
@@ -109,7 +109,7 @@ def test_a_file_extends_one_file(write: Write, parent: str) -> None:
         ("a: [", "while parsing"),
         ("a: 1\na: 2\n", "found duplicate key a"),
         ("- 1\n", "a list"),
-        ("3\n", "no YAML mapping"),
+        ("3\n", "YAML mapping"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(write: Write, text: str, problem: str) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_mapping_is_refused(write: Write, text: str, problem: 
 def test_a_file_that_is_no_text_and_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "a.yaml", tmp_path):
-        with pytest.raises(ConfigurationError, match="no YAML mapping"):
+        with pytest.raises(ConfigurationError, match="YAML mapping"):
             read_yaml_layers(path, source="a")
 
 
@@ -157,13 +157,11 @@ def test_assignments_are_read_as_yaml() -> None:
 def test_all_wrong_assignments_are_told_at_once() -> None:
     with pytest.raises(ParameterError) as caught:
         parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])
-    assert [str(fault) for fault in caught.value.faults] == [
-        "training.lr: is no assignment; given 'training.lr' (from --set). Write --set "
-        "path.to.parameter=value.",
-        "=3: is no assignment; given '=3' (from --set). Write --set path.to.parameter=value.",
-        "a..b: is no assignment; given 'a..b=1' (from --set). Write --set path.to.parameter=value.",
-        "a: has a value that is no YAML (while parsing a flow node); given 'a=[' (from --set). "
-        "Quote a value with special characters: 'a.b=\"x: y\"'.",
+    assert [(fault.path, fault.given) for fault in caught.value.faults] == [
+        ("training.lr", "'training.lr'"),
+        ("=3", "'=3'"),
+        ("a..b", "'a..b=1'"),
+        ("a", "'a=['"),
     ]
 
 

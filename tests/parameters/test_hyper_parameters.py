@@ -15,7 +15,7 @@ from nip_astra.parameters.conversion import forget_conversion, register_conversi
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
-from tests.messages import says
+from tests.kit.messages import says
 from tests.parameters.groups import Circle, Drawing, Paint
 
 BASE = {"trainer": "mine", "scenario": "here"}
@@ -112,7 +112,7 @@ def test_a_section_named_like_what_hyper_parameters_have_is_refused(name: str) -
 
 @pytest.mark.parametrize("name", ["my-trainer", "", "_mine", "3d"])
 def test_a_section_that_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no identifier"):
+    with pytest.raises(ConfigurationError, match="is not an identifier"):
         HyperParameters.with_sections({name: Paint})
 
 
@@ -145,7 +145,7 @@ def test_a_newer_patch_of_the_same_release_is_read() -> None:
 
 
 def test_what_is_no_version_is_refused() -> None:
-    with pytest.raises(ParameterError, match="package_version: is no version such as"):
+    with pytest.raises(ParameterError, match="package_version: is not a version such as"):
         PLAIN.from_dict(BASE | {"package_version": "new"})
 
 

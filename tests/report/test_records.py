@@ -80,7 +80,7 @@ def test_a_file_of_too_many_lines_is_read_in_part(
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"is no run directory.*Give the path of a run"):
+    with pytest.raises(RunDirectoryError, match=r"is not a run directory.*Give the path of a run"):
         read_run(tmp_path)
     with pytest.raises(RunDirectoryError, match="nowhere"):
         read_run(tmp_path / "nowhere")

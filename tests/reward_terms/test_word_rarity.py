@@ -41,7 +41,7 @@ def test_words_in_a_row_count_as_one() -> None:
     term.observe(rollout(["my cat sleeps", "my cat runs", "my dog sleeps"]))
     values = term.values(rollout(["my cat", "cat sleeps", "dog runs", "my"])).tolist()
     expected = [1 - math.log(3) / math.log(4), 1 - math.log(2) / math.log(4), 1.0]
-    assert values == pytest.approx([*expected, 0.0]), "one word is no pair"
+    assert values == pytest.approx([*expected, 0.0]), "one word is not a pair"
 
 
 def test_a_share_that_stays_loses_worth_slowly() -> None:

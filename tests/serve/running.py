@@ -42,11 +42,14 @@ class Running:
         The log of what it answered.
     app : FastAPI
         Its routes.
+    runner : JobRunner
+        Runs its jobs.
     """
 
     def __init__(self, base_url: str, served_models: ServedModels, service: Service) -> None:
         self.base_url, self.served_models, self.store = base_url, served_models, service.store
         self.completions, self.app = service.completions, service.app
+        self.runner = service.runner
 
     @property
     def root(self) -> str:

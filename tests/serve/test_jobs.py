@@ -171,6 +171,21 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
+    with pytest.raises(openai.BadRequestError, match="'tiny' is a base model"):
+        client.models.delete("tiny")
+    waiting = submit(client, supervised(), model=done.fine_tuned_model)
+    client.fine_tuning.jobs.pause(waiting.id)
+    with pytest.raises(openai.ConflictError, match=waiting.id):
+        client.models.delete(done.fine_tuned_model)
+    client.fine_tuning.jobs.cancel(waiting.id)
+    assert client.models.delete(done.fine_tuned_model).deleted
+    assert not folder.exists()
+    with pytest.raises(openai.NotFoundError):
+        say(client, done.fine_tuned_model, "the cat")
+    assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
+    service.runner._serve(service.store.job(job.id))
+    assert done.fine_tuned_model not in [model.id for model in client.models.list()]
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
@@ -365,6 +380,9 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         assert done.status == "succeeded", done.error
         assert (service.store.job_folder(done.id) / "model" / "model.safetensors").exists()
         assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert client.models.delete(done.fine_tuned_model).deleted
+        with pytest.raises(openai.NotFoundError):
+            say(client, done.fine_tuned_model, "the cat")
 
 
 def start(model: Path, state: Path, port: int = 0) -> LocalService:

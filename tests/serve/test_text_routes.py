@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from nip_astra.language_models.sequences import Progress
+from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.serve.served_models import Engine
 from tests.serve.running import POCKET, Running, running
 
@@ -85,14 +87,19 @@ def test_a_stop_text_is_no_part_of_the_answer(client: openai.OpenAI) -> None:
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> None:
     choice = ask(client, temperature=0, logprobs=True, top_logprobs=3).choices[0]
     tokens = choice.logprobs.content
-    assert " ".join(one.token for one in tokens) == choice.message.content
+    assert "".join(one.token for one in tokens) == choice.message.content
+    num_likely = 0
     for one in tokens:
+        tops = {top.token: top.logprob for top in one.top_logprobs}
+        assert tops.get(one.token, one.logprob) == one.logprob
+        num_likely += one.token in tops
         assert bytes(one.bytes).decode() == one.token
         assert one.logprob <= 0
         assert [top.logprob for top in one.top_logprobs] == sorted(
             (top.logprob for top in one.top_logprobs), reverse=True
         )
         assert len(one.top_logprobs) == 3
+    assert num_likely > len(tokens) / 2, "in the text around it, as the token itself"
     assert ask(client).choices[0].logprobs is None
 
 
@@ -138,6 +145,86 @@ def test_completions_go_on_with_texts_and_tokens(client: openai.OpenAI) -> None:
     assert ids.choices[0].text == one.choices[0].text
     streamed = client.completions.create(prompt="good day", stream=True, **given)
     assert "".join(chunk.choices[0].text for chunk in streamed) == one.choices[0].text
+
+
+def scored(client: openai.OpenAI, prompt: Any, **changes: Any) -> Any:
+    given: dict[str, Any] = {"model": "tiny", "temperature": 0, "logprobs": 1, "echo": True}
+    return client.completions.create(prompt=prompt, **(given | {"max_tokens": 1} | changes)).choices
+
+
+def test_an_echoed_prompt_is_scored_as_the_model_scores_it(
+    service: Running, client: openai.OpenAI, tiny_model_dir: Path
+) -> None:
+    prompts = ["the cat sat on a mat .", "hello you how are you", "the cat sat on the cat"]
+    module = load_causal_lm(str(tiny_model_dir), None)
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    choices = scored(client, prompts, n=2)[::2]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        ids = tokenizer.encode(prompt)
+        with torch.no_grad():
+            logprobs = module(torch.tensor([ids])).logits[0].log_softmax(dim=1)
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None
+        assert found.top_logprobs[0] is None
+        expected = [float(logprobs[i, one]) for i, one in enumerate(ids[1:])]
+        assert found.token_logprobs[1:-1] == pytest.approx(expected, abs=2e-5)
+        best = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert best == pytest.approx(logprobs.max(dim=1).values.tolist(), abs=2e-5)
+        assert "".join(found.tokens) == choice.text
+        assert choice.text.startswith(prompt)
+        pairs = zip(found.text_offset, found.tokens, strict=True)
+        assert all(choice.text.startswith(one, at) for at, one in pairs)
+        assert len(found.tokens) == len(ids) + 1, "the end of the turn counts"
+    engine = service.served_models.get("tiny").engine
+    before = engine._batch.token_count.forwarded
+    as_ids = scored(client, [tokenizer.encode(prompt) for prompt in prompts], max_tokens=0)
+    assert engine._batch.token_count.forwarded - before == 18, "each token once"
+    for with_answer, without in zip(choices, as_ids, strict=True):
+        assert without.logprobs.tokens == with_answer.logprobs.tokens[:-1]
+        expected = with_answer.logprobs.token_logprobs[1:-1]
+        assert without.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=2e-5)
+        assert without.finish_reason == "length"
+    text, tokens = "", []
+    given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1}
+    for chunk in client.completions.create(prompt=prompts[0], echo=True, stream=True, **given):
+        text += chunk.choices[0].text
+        tokens += chunk.choices[0].logprobs.tokens
+    assert (text, tokens) == (choices[0].text, choices[0].logprobs.tokens)
+    (unscored,) = scored(client, prompts[0], logprobs=None)
+    assert unscored.text == choices[0].text
+    (whole,) = scored(client, [[7] * 96], max_tokens=0)
+    assert len(whole.logprobs.tokens) == 96, "a prompt may fill the window"
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["cat", "you"]}, {"logprobs": True}])
+def test_token_ids_are_all_that_were_drawn(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    more: dict[str, Any] = {"n": 3, "max_tokens": 40, "extra_body": {"return_token_ids": True}}
+    whole = ask(client, **more, **options)
+    prompt = whole.prompt_token_ids
+    assert len(prompt) == whole.usage.prompt_tokens
+    counted = [len(choice.token_ids) for choice in whole.choices]
+    assert sum(counted) == whole.usage.completion_tokens
+    if "stop" not in options:
+        ends = [choice.token_ids[-1] == 3 for choice in whole.choices]
+        assert ends == [choice.finish_reason == "stop" for choice in whole.choices]
+    for choice in whole.choices:
+        if choice.logprobs is not None:
+            tokens = choice.logprobs.content
+            assert len(tokens) == len(choice.token_ids)
+            assert "".join(one.token for one in tokens) == choice.message.content
+    streamed: dict[int, list[int]] = {}
+    prompts = []
+    for chunk in ask(client, stream=True, **more, **options):
+        prompts += [chunk.prompt_token_ids] if "prompt_token_ids" in chunk.model_extra else []
+        for choice in chunk.choices:
+            streamed.setdefault(choice.index, []).extend(getattr(choice, "token_ids", ()))
+    assert streamed == {choice.index: choice.token_ids for choice in whole.choices}
+    assert prompts == [prompt] * 3
+    (completed,) = client.completions.create(
+        model="tiny", prompt=[7, 8], max_tokens=5, extra_body={"return_token_ids": True}
+    ).choices
+    assert completed.prompt_token_ids == [7, 8]
+    assert 1 <= len(completed.token_ids) <= 5
 
 
 def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) -> None:
@@ -213,10 +300,7 @@ def test_a_client_that_leaves_frees_its_places(
 NOT_SUPPORTED = {
     "logit_bias": {"1": 1},
     "frequency_penalty": 0.5,
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "response_format": {"type": "json_object"},
-    "store": True,
-    "user": "me",
+    "modalities": ["audio"],
 }
 
 
@@ -233,15 +317,18 @@ def test_an_option_that_is_not_supported_is_refused_by_name(
 def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
     nothing = {"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
-    assert ask(client, **nothing).choices[0].message.content == plain
+    inert: dict[str, Any] = {"metadata": {"run": "1"}, "user": "me", "reasoning_effort": "low"}
+    inert |= {"store": True, "service_tier": "flex", "parallel_tool_calls": False}
+    inert |= {"safety_identifier": "a", "prompt_cache_key": "b", "verbosity": "low"}
+    assert ask(client, **nothing, **inert).choices[0].message.content == plain
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
         ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window of 96"),
         ({"temperature": -1}, "temperature"),
@@ -255,11 +342,24 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
         ({"seed": 1 << 70}, "seed"),
         ({"n": True}, "'n'"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "give one"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "b" * 513}}, "512"),
+        ({"user": "u" * 513}, "user"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"service_tier": "first"}, "service_tier"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         ask(client, **changes)
+
+
+@pytest.mark.parametrize("prompt", ["", ["good day", ""], [[7], []]])
+def test_a_prompt_without_tokens_is_refused(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=prompt)
+    assert caught.value.param == "prompt"
 
 
 def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:

@@ -16,7 +16,7 @@ from nip_astra.utils.interpreter import (
     CallResult,
     SandboxLimits,
     call_in_interpreter,
-    what_is_lacking,
+    missing_feature,
 )
 from tests.utils.sandbox_attacks import FORGERIES
 
@@ -99,10 +99,10 @@ def test_what_the_interpreter_lacks_is_no_fault_of_the_code(code: str, lacks: st
 
 
 def test_only_what_python_has_is_said_to_be_lacking() -> None:
-    assert what_is_lacking("AttributeError: 'str' object has no attribute 'casefold'")
-    assert not what_is_lacking("AttributeError: 'str' object has no attribute 'shout'")
-    assert not what_is_lacking("NameError: name 'total' is not defined")
-    assert not what_is_lacking("KeyError: 'yield'")
+    assert missing_feature("AttributeError: 'str' object has no attribute 'casefold'")
+    assert not missing_feature("AttributeError: 'str' object has no attribute 'shout'")
+    assert not missing_feature("NameError: name 'total' is not defined")
+    assert not missing_feature("KeyError: 'yield'")
 
 
 NOTE = "log = []\ndef note(x):\n    log.append(x)\n    return x\n"
@@ -134,6 +134,7 @@ NOTE = "log = []\ndef note(x):\n    log.append(x)\n    return x\n"
             "    return list(e) + list(e)"
         ),
         "return [y for y in g()]\ndef g():\n    yield 1",
+        "return next(A())\nclass A:\n    def __next__(self): return 3",
         "return len(A())\nclass A:\n    def __len__(self): return 3",
         "def g(n): return n and any(g(n - 1) for _ in [1])\n    return g(400)",
     ],

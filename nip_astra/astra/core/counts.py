@@ -8,7 +8,7 @@ from nip_astra.errors import ConfigurationError
 
 
 def check_count(name: str, value: object, *, what: str) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Refuse what is not a whole number of at least 1.
 
     Parameters
     ----------

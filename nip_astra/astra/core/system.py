@@ -17,7 +17,7 @@ from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.errors import ConfigurationError
 
 MAX_LOGPROB = 1e-3
-"""Nats. Above it a number is no log-probability; below it may be rounding."""
+"""Nats. Above it a number is not a log-probability; below it may be rounding."""
 
 
 class TokenValues(NamedTuple):
@@ -105,7 +105,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         Returns
         -------
         Tensor
-            `[B, T]`, nats per token, exactly 0 on what is no token of the continuation; or `[B]`,
+            `[B, T]`, nats per token, exactly 0 outside the continuation; or `[B]`,
             sums over tokens, which PPO cannot learn from token by token.
         """
 

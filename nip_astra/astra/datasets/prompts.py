@@ -175,7 +175,7 @@ def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
                 conversation = said.get("conversation_id", said.get("root"))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"line {line_number} of {path} is no utterance of ConvoKit: "
+                    f"line {line_number} of {path} is not an utterance of ConvoKit: "
                     f"{type(error).__name__}: {error}. Download the corpus again."
                 ) from error
             if str(conversation) == number and text not in NO_TEXTS:

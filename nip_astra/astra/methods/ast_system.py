@@ -67,7 +67,7 @@ class ASTProblem(System[str, str]):
         self.combined_weight = combined_weight
         self.defense_toxicity_weight = defense_toxicity_weight
         self.likelihood_model = likelihood_model
-        self.reward_parameters()  # a weight that is no weight is told at once
+        self.reward_parameters()  # report a wrong weight at once
 
     def reward_parameters(self) -> RewardParameters:
         """The weights of the reward as the registered trainers take them."""

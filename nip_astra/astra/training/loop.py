@@ -104,7 +104,7 @@ class OwnObjectsLoop(AstTrainer):
         hyper_params = HyperParameters.with_sections({KIND: OwnObjectsParameters})(
             trainer="own_algorithm",
             scenario=KIND,
-            **values,  # type: ignore[arg-type]  # a section is no field of the class known here
+            **values,  # type: ignore[arg-type]  # a section is not a field of the class known here
         )
         instance = ConversationInstance(
             kind=KIND,

@@ -140,7 +140,7 @@ def resolve_run(
 
 
 def section_of(resolved: ResolvedExperiment) -> Any:
-    """The parameters of the scenario's kind, without what is known of another target."""
+    """The parameters of the scenario's kind, without facts about another target."""
     section = getattr(resolved.hyper_params, resolved.kind)
     return without_other_target(section, resolved.scenario_dir)
 
@@ -212,7 +212,7 @@ def load_attacker(
 
 
 def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperiment:
-    """The scenario in which an attacker that is no run attacks."""
+    """The scenario in which an attacker that is not a run attacks."""
     if not is_model_folder(folder) and not is_text_attacker(folder):
         raise RunDirectoryError(
             f"{folder} is neither a run nor a model. Give a run, a checkpoint such as "
@@ -221,8 +221,8 @@ def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperim
         )
     if request.scenario is None and request.parameters is None:
         raise RunDirectoryError(
-            f"{folder} is no run, so its target is unknown. Give --scenario NAME, or --parameters "
-            "FILE."
+            f"{folder} is not a run, so its target is unknown. Give --scenario NAME or "
+            "--parameters FILE."
         )
     # No trainer is built; it only completes the parameters.
     trainer = None if request.parameters is not None else str(TrainerType.AST_DPO)

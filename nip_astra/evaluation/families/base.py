@@ -171,7 +171,7 @@ class Evaluation(Printable):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """A row a turn, an episode of a protocol, or a run of a problem."""
+        """One row per turn, episode of a protocol, or run of a problem."""
         return self.family.rows(self)
 
     @cached_property
@@ -541,7 +541,7 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
-    """Settings with which chat models reuse the run's answers and count anew."""
+    """Settings with which chat models reuse the run's answers and start their counts at 0."""
     from nip_astra.language_models.services.retrying import CACHE_FILE
 
     remembered = settings.service_cache or str(run / CACHE_FILE)

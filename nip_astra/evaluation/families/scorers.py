@@ -153,7 +153,7 @@ def load_judges(
     loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
     described = {}
     for name, scorer in loaded.scorers.items():
-        # A name may stand for other code, or other weights, the next time.
+        # A name may resolve to other code or weights the next time.
         identity = {"code": code_of(scorer), "weights": weights_of(scorer)}
         known = {key: digest for key, digest in identity.items() if digest is not None}
         described[name] = {**loaded.parameters[name], **known}
@@ -261,7 +261,7 @@ def model_card(
 
 
 def text_card(role: str, name: str, kind: str) -> Card:
-    """The card of a speaker that is no model."""
+    """The card of a speaker that is not a model."""
     return _card(role, kind, None, None) | {"name": name}
 
 

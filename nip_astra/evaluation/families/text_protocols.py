@@ -50,7 +50,7 @@ VERSION = 1
 ROLLOUTS = "rollouts.json"
 ANSWERS = "answers.jsonl"
 SCORES = "scores.jsonl"
-"""A line an answer, with its scores."""
+"""One line per answer, with its scores."""
 DEFAULT_THRESHOLD = 0.5
 """Score from which an answer counts among the high ones."""
 
@@ -382,7 +382,7 @@ def _datapoint(rollouts: NestedArrayDict, place: int) -> tuple[tuple[str, Any], 
 
 Answer = dict[str, Any]
 """An answer: rollout, round, agent, datapoint_id, text, and `scores` by scorer, each a number, None
-where the scorer gave no verdict, or "error"."""
+where the scorer returned no verdict, or "error"."""
 
 
 def rate_answers(

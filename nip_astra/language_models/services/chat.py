@@ -80,9 +80,9 @@ class ChatRequest:
     messages : tuple of ChatMessage
         The conversation so far; the answer is the next message of the assistant.
     max_tokens : int or None
-        Longest answer in tokens; None leaves it to the service.
+        Longest answer in tokens; None uses the service's default.
     temperature : float or None
-        Sampling temperature, at least 0; 0 is greedy, None leaves it to the service (some models
+        Sampling temperature, at least 0; 0 is greedy, None uses the service's default (some models
         require that).
     top_p : float
         Nucleus: tokens are drawn from the smallest set of the most likely ones of this mass.
@@ -224,7 +224,7 @@ class ChatFailure:
     Attributes
     ----------
     message : str
-        Description, from the service if it gave one; never contains the key.
+        Description, from the service if present; never contains the key.
     retry_after : float
         Seconds to wait before another attempt, as the service requests; 0 without a request.
     """

@@ -61,7 +61,7 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True)
 class FineTuningOptions:
-    """Options of a job; None leaves a choice to the service, ours uses `DEFAULTS`.
+    """Options of a job; None uses the service's default, ours uses `DEFAULTS`.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ DEFAULTS: Mapping[str, Any] = {
     "truncate_prompts": False,
     "seed": 0,
 }
-"""Values of options that a job leaves open."""
+"""Defaults of options that a job does not set."""
 HYPERPARAMETERS: Mapping[str, str] = {
     "num_epochs": "n_epochs",
     "batch_size": "batch_size",

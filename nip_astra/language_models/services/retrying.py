@@ -421,7 +421,7 @@ class ResponseCache:
         return answers
 
     def usage_of(self, keys: Sequence[str]) -> ChatUsage:
-        """Tokens of the requests that gave these answers, as far as known."""
+        """Tokens of the requests with these answers, as far as known."""
         marks = ", ".join("?" * len(keys))
         with self._lock, guarded(self.path):
             rows = self._database.execute(

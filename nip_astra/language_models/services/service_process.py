@@ -81,8 +81,8 @@ class ServiceProcess:
                 what = what if self.is_alive else f"its process {self._process.ending} at once"
                 last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
                 raise ServiceError(
-                    f"a text service was to be started, but {what}: {last or 'it said nothing'}. "
-                    "Try its models with nip-astra serve, which shows what is wrong."
+                    f"cannot start a text service: {what}: {last or 'no output'}. "
+                    "Start its models with nip-astra serve to see the cause."
                 )
             time.sleep(0.02)
         return str(json.loads(address_file.read_text())["base_url"])

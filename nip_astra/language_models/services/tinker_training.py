@@ -297,7 +297,7 @@ class TinkerTrainingService(TrainingService):
         except sdk.TinkerError as error:
             raise self._error(error)(f"the service refused a request: {error}") from error
         except (ValueError, RuntimeError) as error:
-            raise ServiceError(f"Tinker's SDK gave up a request: {error}") from error
+            raise ServiceError(f"Tinker's SDK abandoned a request: {error}") from error
 
     def _error(self, error: Exception) -> type[ServiceError]:
         sdk = self._tinker

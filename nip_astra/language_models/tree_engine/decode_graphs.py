@@ -109,7 +109,7 @@ class FixedStep:
         values_RKLD.index_copy_(2, self.slot_1, values.unsqueeze(2))
         num_rows, num_keys, dim = keys.shape
         attended_RKGD = F.scaled_dot_product_attention(
-            # The query heads of a group stand where several positions of one head would.
+            # The query heads of a group take the place of several positions of one head.
             queries.view(num_rows, num_keys, -1, dim),
             keys_RKLD,
             values_RKLD,
@@ -254,7 +254,7 @@ def build_fixed_steps(
 ) -> FixedSteps | None:
     """The steps of a model as `mode` says; None on a CPU, where rows leave when they end."""
     if mode == "always" and (decoder is None or device.type != "cuda"):
-        why = "the model runs on the CPU" if device.type != "cuda" else "it is no Llama-like model"
+        why = "the model runs on the CPU" if device.type != "cuda" else "it is not Llama-like"
         raise ConfigurationError(
             f"decode_graphs is always, but {why}. Use --device cuda with a Llama-like model, or "
             "set it to auto."

@@ -1,8 +1,8 @@
 """A forward pass over loose tokens for models of the Llama family.
 
-It takes a flat list of tokens with their positions, since a tree of conversations is no rectangular
-batch, and an attention function that decides which token sees which. It is compared with the
-transformers module when it is built.
+It takes a flat list of tokens with their positions, since a tree of conversations is not
+a rectangular batch, and an attention function that decides which token sees which. It is compared
+with the transformers module when it is built.
 
 Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, `D` head dimension,
 `V` vocabulary, `S` scored position.
@@ -158,7 +158,7 @@ class Decoder:
         """Cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
         tables = self._cos_sin.get(dtype)
         if tables is None or len(tables[0]) < num_positions:
-            # To the next power of two, so that a growing conversation seldom needs another.
+            # To the next power of two, so that a growing conversation rarely needs another.
             positions = torch.arange(1 << (num_positions - 1).bit_length(), device=device)
             like = torch.empty(0, dtype=dtype, device=device)
             cos, sin = self._rotary(like, position_ids=positions.unsqueeze(0))

@@ -303,6 +303,28 @@ class KeyValueTree:
         bias[:, old:].masked_fill_(padding, float("-inf"))
         block.bias_PL = bias
 
+    def keep(self, rows_K: Tensor) -> None:
+        """Keep some rows of the top block, with all that they read in one block without gaps."""
+        num_rows, keys, values, padding = self.top.num_groups, [], [], []
+        for block in self.blocks:
+            groups_K = rows_K // (num_rows // block.num_groups)
+            keys.append(block.keys[:, groups_K, ..., : block.length])
+            values.append(block.values[:, groups_K, :, : block.length])
+            bias_PL = block.bias_PL
+            if bias_PL is None:
+                bias_PL = torch.zeros(block.num_groups, block.length, device=self.device)
+            padding.append(bias_PL[groups_K] < 0)
+        is_padding_KL = torch.cat(padding, dim=1)
+        lengths_K = (~is_padding_KL).sum(dim=1)
+        # A stable sort moves the padding behind the rest.
+        order_KL = is_padding_KL.int().argsort(dim=1, stable=True)[:, : int(lengths_K.max())]
+        all_keys, all_values = torch.cat(keys, dim=-1), torch.cat(values, dim=-2)
+        order = order_KL[None, :, None, None].expand(*all_keys.shape[:-1], -1)
+        self.blocks = [
+            Block(all_keys.gather(-1, order), all_values.gather(-2, order.transpose(-1, -2)))
+        ]
+        self.close(lengths_K.tolist())
+
     def read_below(self, layer: int, rows: slice, num_rows: int) -> list[SharedKeys]:
         """The keys and values that some rows of the top block read from the blocks below."""
         found = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,11 @@ class CachedSession(GenerationSession):
         ]
         self.token_count.generated += sum(lengths)
         return Turns(generation, span_logprobs)
+
+    def keep(self, are_kept: Sequence[bool]) -> None:
+        if not all(are_kept):
+            self._tree.keep(torch.tensor(are_kept, device=self.device).nonzero().squeeze(1))
+            self._cached = list(compress(self._cached, are_kept))
 
     def close(self) -> None:
         self._tree.clear()
@@ -390,11 +396,6 @@ def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
             same = (a == b for a, b in zip(first, other, strict=True))
             first = first[: next(i for i, is_same in enumerate(same) if not is_same)]
     return len(first)
-
-
-CHECK_PERIOD = 8
-"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
-steps after the last end are wasted."""
 
 
 class _DecodeAttention:

@@ -22,7 +22,7 @@ class TokenTrie:
     """The unique tokens of some sequences, each with its place."""
 
     ids_N: Tensor
-    """int64 tokens, in rows that share nothing; within a row a token stands after all tokens that
+    """int64 tokens, in rows that share nothing; within a row a token comes after all tokens that
     precede it in a sequence, and before all that do not follow from it (preorder)."""
     positions_N: Tensor
     """int64 positions in the sequence, from 0."""

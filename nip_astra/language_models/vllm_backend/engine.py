@@ -122,7 +122,7 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
 
 
 class VllmEngine(SamplingEngine):
-    """A running engine; several models may share it, where adapters alone tell them apart."""
+    """A running engine; models that differ only in their adapters may share it."""
 
     def __init__(
         self, llm: Any, sampling_params: Any, lora_request: Any, options: EngineOptions
@@ -345,13 +345,13 @@ def scoring_request(text: Sequence[int], window: int) -> Request:
 
 def read_reply(request: Request, output: Any) -> Reply:
     """The reply in a `RequestOutput` of vLLM."""
-    said = output.outputs[0]
-    if said.finish_reason not in ("stop", "length"):
+    reply = output.outputs[0]
+    if reply.finish_reason not in ("stop", "length"):
         raise ModelLoadError(
-            f"vLLM aborted a turn ({said.finish_reason}). Its log gives the reason."
+            f"vLLM aborted a turn ({reply.finish_reason}). Its log gives the reason."
         )
-    ids = list(said.token_ids)
-    chosen = [found[token].logprob for found, token in zip(said.logprobs, ids, strict=True)]
+    ids = list(reply.token_ids)
+    chosen = [found[token].logprob for found, token in zip(reply.logprobs, ids, strict=True)]
     context_logprobs = None
     if request.scores_context:
         read = zip(output.prompt_logprobs, request.context, strict=True)

@@ -42,7 +42,7 @@ def read_prompts(
     DataError
         When it is missing, cannot be parsed, lacks the column, or holds no prompt.
     MissingDependencyError
-        When a data set is asked for and the package datasets is not installed.
+        If a data set is requested and the package datasets is not installed.
     """
     dataset = _as_dataset(reference, scenario_dir)
     if dataset is not None:

@@ -6,13 +6,17 @@ is tokenised, once per shape of conversation.
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
+from nip_astra.language_models.tool_calls import supports_tools
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
@@ -25,13 +29,13 @@ class Turn(NamedTuple):
     """Whether it is a turn of the reading model."""
     ids: tuple[int, ...]
     """Content tokens, without role markers and end token."""
-    is_system: bool = False
-    """Whether it is a system message, which opens a conversation."""
+    special_role: Literal["system", "tool"] | None = None
+    """A system message, which opens a conversation, or the result of a tool."""
 
     @property
     def role(self) -> str:
         """Role in the chat template of the reading model."""
-        return "system" if self.is_system else "assistant" if self.is_own else "user"
+        return self.special_role or ("assistant" if self.is_own else "user")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class ConversationFormat(ABC):
 
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn in this format, besides the model's own end token."""
+    supports_tools: bool = False
+    """Whether contexts show tools to the reading model."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -54,6 +60,10 @@ class ConversationFormat(ABC):
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
         """The tokens before the reading model's next turn."""
+
+    def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
+        """The format of a model that reads tools, each in OpenAI's form as JSON."""
+        return self
 
     @abstractmethod
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
@@ -78,7 +88,7 @@ class ConversationFormat(ABC):
 
         A system message at the beginning is kept.
         """
-        head = turns[: sum(turn.is_system for turn in turns[:1])]
+        head = turns[: sum(turn.role == "system" for turn in turns[:1])]
         for start in range(len(head), len(turns)):
             ids = self.context([*head, *turns[start:]])
             if len(ids) <= num_tokens:
@@ -107,6 +117,19 @@ class ChatFormat(ConversationFormat):
         self._head = [("system", system_prompt)] if system_prompt else []
         self._head += [("user", preamble)] if preamble else []
         self._glue_by_roles: dict[tuple[str, ...], list[list[int]]] = {}
+        self._tools: tuple[str, ...] = ()
+        self._by_tools: dict[tuple[str, ...], ChatFormat] = {(): self}
+
+    @cached_property
+    def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
+        return supports_tools(self.tokenizer)
+
+    def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
+        if described not in self._by_tools:
+            own = copy(self)
+            own._tools, own._glue_by_roles = described, {}
+            self._by_tools[described] = own
+        return self._by_tools[described]
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
         before, *glue = self._glue(tuple(turn.role for turn in turns))
@@ -143,7 +166,10 @@ class ChatFormat(ConversationFormat):
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=speaks_next
+                messages,
+                tools=[json.loads(tool) for tool in self._tools] or None,
+                tokenize=False,
+                add_generation_prompt=speaks_next,
             )
         except Exception as error:
             raise ModelLoadError(

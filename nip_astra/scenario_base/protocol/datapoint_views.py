@@ -37,7 +37,7 @@ class Mark:
     size: float
     x: float
     y: float
-    """Where the rounds stand."""
+    """Position of the rounds."""
     anchor: str
     """Which end of them stands there: "start", "middle" or "end"."""
 
@@ -77,7 +77,7 @@ class Frame:
 
     @property
     def text_x(self) -> float:
-        """Where the rounds stand."""
+        """Position of the rounds."""
         return rounded(self.x + self.width / 2)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,13 @@ from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Columns
+from nip_astra.scenario_base.tasks.tools import (
+    NO_TOOLS,
+    Outcome,
+    Tool,
+    Toolbox,
+    ToolUseParameters,
+)
 from nip_astra.scorers.base import Exchange, Message, Role, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
@@ -44,9 +52,14 @@ class TaskParameters(PolymorphicParameters):
 class Environment(ABC):
     """One episode of one problem: environment and policy alternate until it is over.
 
-    Tools are part of the environment: `step` reads a call in the policy's message and answers it.
-    Messages of the environment are never trained on.
+    Messages of the environment and results of tools are never trained on.
     """
+
+    tools: Sequence[Tool | Callable[..., Any]] = ()
+    """Tools of the policy; functions, for instance methods of the environment, are described by
+    their docstrings and type hints. A message with calls gets their results and is no step."""
+    concurrency: int = 1
+    """Environments of this kind that may start or step at once, each in a thread."""
 
     solution: str | None = None
     """A correct answer to the opening, if known; the target of supervised training."""
@@ -79,6 +92,8 @@ class Episode:
     """All turns in order; those of the policy have the role "assistant"."""
     reward: float | None = None
     """None without a verdict."""
+    tool_counts: Counter[str] = field(default_factory=Counter)
+    """Calls of tools, and errors by kind."""
     completion_ids: Sequence[int] = ()
     """Tokens of the policy's last message, with the token that ends it."""
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -117,6 +132,10 @@ class Task(ABC):
     scorers: Sequence[Scorer] = ()
     """Scorers that `rate` calls; their services get the run's budget, and checkpoints keep their
     verdicts."""
+    tools: Sequence[Tool] = ()
+    """Tools of every environment, in addition to its own."""
+    tool_use: ToolUseParameters = ToolUseParameters()
+    """Limits of the use of tools."""
     progress: TrainingProgress = TrainingProgress()
     """Set by the trainer before it plays problems."""
 
@@ -165,12 +184,43 @@ def opening_of(environment: Environment) -> list[Message]:
 def reaction_of(environment: Environment, message: str) -> Reaction:
     """Response of an environment to a message; the reward is a finite float, or None."""
     reaction = _called(environment, "step", lambda: environment.step(message))
+    return checked_reaction(environment, "step", reaction)
+
+
+def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
+    """A reaction with a list of messages and a finite reward, or None."""
     if not isinstance(reaction, Reaction):
-        raise _wrong(environment, "step", reaction, "a Reaction")
+        raise _wrong(owner, hook, reaction, "a Reaction")
     if not isinstance(reaction.is_over, bool):
-        raise _wrong(environment, "step", reaction.is_over, "True or False as is_over")
-    messages = _messages(environment, "step", reaction.messages)
-    return Reaction(messages, _reward(environment, "step", reaction.reward), reaction.is_over)
+        raise _wrong(owner, hook, reaction.is_over, "True or False as is_over")
+    messages = _messages(owner, hook, reaction.messages)
+    return Reaction(messages, _reward(owner, hook, reaction.reward), reaction.is_over)
+
+
+def toolbox_of(task: Task, environment: Environment) -> Toolbox:
+    """The tools of an episode: those of the task and those of the environment."""
+    own = getattr(environment, "tools", ())
+    return Toolbox.of([*task.tools, *own], task.tool_use) if task.tools or own else NO_TOOLS
+
+
+def reaction_to_calls(
+    environment: Environment, toolbox: Toolbox, outcomes: Sequence[Outcome], agent: Any
+) -> tuple[Reaction, Counter[str]]:
+    """Results of calls as messages, and their counts; a tool that ends the episode has no result.
+
+    `agent`, a `ConversationAgent`, counts tokens.
+    """
+    plain: list[Outcome] = []
+    for one in outcomes:
+        value = one.value
+        if isinstance(value, Reaction):
+            reaction = checked_reaction(environment, "a tool", value)
+            if reaction.is_over:
+                return reaction, Counter(calls=len(outcomes))
+            value = "\n".join(message.text for message in reaction.messages)
+        plain.append(Outcome(value, one.error))
+    texts, counts = toolbox.texts(plain, agent.num_tokens, agent.room)
+    return Reaction([Message("tool", text) for text in texts], is_over=False), counts
 
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:

@@ -19,6 +19,7 @@ from nip_astra.scenario_base.tasks.base import (
     pick,
     register_task,
 )
+from nip_astra.scenario_base.tasks.tools import register_tool
 from nip_astra.scorers.base import Message
 
 
@@ -137,6 +138,15 @@ def value_of(text: str) -> tuple[int, list[int]] | None:
     except (ValueError, IndexError, RecursionError):
         return None
     return value, [int(term) for term in terms if term.isdecimal()]
+
+
+@register_tool("calculator")
+def calculator(expression: str) -> str:
+    """Value of an expression of whole numbers with +, -, * and brackets."""
+    parsed = value_of(expression)
+    if parsed is None:
+        raise ValueError(f"{expression[:40]!r} is no such expression")
+    return str(parsed[0])
 
 
 class _Parser:

@@ -22,6 +22,7 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters, polymorphic
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.tasks.base import Episode, TrainingProgress
+from nip_astra.scenario_base.tasks.tools import tool_figures
 from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
 from nip_astra.scorers.python import UserFunction
 from nip_astra.utils.background_loop import BackgroundLoop
@@ -218,11 +219,11 @@ def _checked_value(name: str, value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def reward_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of rated episodes: of each reward by name, and of what reward functions log.
+def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means over rated episodes: each reward by name, what reward functions log, use of tools.
 
-    `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, and the means of
-    logged metrics under their own names.
+    `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, the means of
+    logged metrics under their own names, and `tool_figures`.
     """
     values: dict[str, list[float]] = {}
     logged: dict[str, list[float]] = {}
@@ -236,4 +237,4 @@ def reward_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     for name, some in values.items():
         figures[f"rewards/{name}/mean"] = fmean(some)
         figures[f"rewards/{name}/std"] = stdev(some) if len(some) > 1 else 0.0
-    return figures
+    return figures | tool_figures([episode.tool_counts for episode in episodes])

@@ -155,7 +155,7 @@ class RolloutAnalyser(ABC):
         """The question to the judge; shares are those of "yes"."""
 
     def is_relevant(self, subject: Subject) -> bool:
-        """Whether the question is asked; a judge may still answer that it does not apply."""
+        """Whether the question applies; a judge may still answer that it does not."""
         return True
 
     def subjects(self, rollouts: NestedArrayDict, cast: Cast) -> list[Subject]:
@@ -176,7 +176,7 @@ def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
     names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
-        said = _lines(rollouts, n, cast)
+        lines_of_episode = _lines(rollouts, n, cast)
         row = _row(columns, n)
         values = {key: value for key, value in row.items() if key not in cast.hidden_columns}
         for a, agent in enumerate(names):
@@ -184,8 +184,8 @@ def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
             role = cast.role(agent)
             stance = DECISION_WORDS[int(rollouts["stance"][n, a])] if role == "prover" else ""
             for c, channel in enumerate(channels):
-                if any((line.agent, line.channel) == (agent, channel) for line in said):
-                    lines = tuple(line for line in said if line.channel in seen)
+                if any((line.agent, line.channel) == (agent, channel) for line in lines_of_episode):
+                    lines = tuple(line for line in lines_of_episode if line.channel in seen)
                     yield Subject(
                         (n, a, c), agent, channel, cast.name(agent), role, stance, values, lines
                     )
@@ -259,7 +259,7 @@ class Verdict(IntEnum):
     NOT_ASKED = 3
     """The agent sent nothing, or the question is about others."""
     UNKNOWN = 4
-    """The judge gave no valid answer."""
+    """The judge returned no valid answer."""
 
 
 _BY_WORD = {"yes": Verdict.YES, "no": Verdict.NO, "does not apply": Verdict.DOES_NOT_APPLY}
@@ -422,7 +422,7 @@ class DirectQuotation(RolloutAnalyser):
 
 @register_rollout_analyser(RolloutAnalyserType.ACCURATE_QUOTATION)
 class AccurateQuotation(RolloutAnalyser):
-    """Whether everything that a prover gives as a quotation stands so in the datapoint.
+    """Whether all quotations of a prover occur in the datapoint.
 
     Provers that quote nothing are left out.
     """

@@ -323,8 +323,8 @@ class GraphBody(AgentBody):
     def after_initialisation(self) -> None:
         # Initially, a node looks the same whichever round named it, so that isomorphic graphs stay
         # equal if question and answer name corresponding nodes.
-        said = self.node_input.weight[:, :-1]
-        said.copy_(said[:, :1].expand_as(said))
+        messages = self.node_input.weight[:, :-1]
+        messages.copy_(messages[:, :1].expand_as(messages))
 
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
         # One mean and deviation for all nodes, so that they do not reveal a node's number.

@@ -208,7 +208,7 @@ class _Generator:
         while num_accepted < num_pairs:
             if num_tries > num_pairs / MIN_YIELD + 10 * _BATCH:
                 raise DataError(
-                    f"{num_tries} tries gave only {num_accepted} of {num_pairs} {self.split} pairs "
+                    f"{num_tries} tries produced {num_accepted} of {num_pairs} {self.split} pairs "
                     f"that are {name}, with sizes {self.parameters.sizes} and edge_probabilities "
                     f"{self.parameters.edge_probabilities}. Use larger sizes, probabilities nearer "
                     "to 0.5, or other score_1_share and score_2_share."

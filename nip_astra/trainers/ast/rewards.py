@@ -74,7 +74,7 @@ class RewardShaping:
         return {name: term.state() for name, term in self.terms.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave."""
+        """Restore a `state`."""
         for name, term in self.terms.items():
             term.load_state(state[name])
 

@@ -19,7 +19,7 @@ ADAM_EPS = 1e-5
 """Added to the root of the second moment, as is usual for PPO; torch's default is 1e-8."""
 
 OTHERS = ""
-"""Name of the optimizer of weights of the loss module that are no agent's."""
+"""Name of the optimizer of weights of the loss module that belong to no agent."""
 
 
 class Part(NamedTuple):
@@ -187,7 +187,7 @@ class AgentOptimizers:
     agents : Mapping[str, Agent]
         By name, in the protocol's order.
     more : Iterable[Parameter]
-        Weights that are no agent's; they learn with rl.lr.
+        Weights that belong to no agent; they learn with rl.lr.
 
     Attributes
     ----------

@@ -145,7 +145,7 @@ def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tenso
     """
     agents, found = batch["agents"], {}
     reward_FA = batch["next", "agents", "reward"].flatten(0, -3).squeeze(-1)
-    has_values = "value" in agents.keys()  # noqa: SIM118 - a TensorDict is no container of names
+    has_values = "value" in agents.keys()  # noqa: SIM118 - a TensorDict is not a container of names
     for number, name in enumerate(names):
         found[f"{name}/mean_step_reward"] = reward_FA[:, number].mean()
         if not has_values:

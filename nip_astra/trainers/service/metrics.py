@@ -26,7 +26,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory, advantages_of
 from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.scenario_base.tasks.base import Episode
-from nip_astra.scenario_base.tasks.rewards import reward_figures
+from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
 
 Metrics = MutableMapping[str, Any]
@@ -47,7 +47,7 @@ def log_rollout_metrics(
     `rollout/reward_{mean,std,min,max}` over trajectories with a reward, `rollout/num_trajectories`,
     `rollout/num_groups`, `rollout/prompt_tokens_mean`, `rollout/response_tokens_{mean,max}` and,
     where they are known, `rollout/cut_share`: of trajectories in which a turn had no room to end,
-    and `rollout/entropy`: nats a token of the policy that sampled, estimated from its samples
+    and `rollout/entropy`: nats per token of the policy that sampled, estimated from its samples
     (`-log pi`, without bias where it samples at temperature 1).
     """
     metrics = {} if metrics is None else metrics
@@ -100,7 +100,7 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Differences between the log-probabilities of sampler and trainer.
 
-    `mismatch/kl` (k3 of KL(sampler || policy), nats a token), `mismatch/largest_gap` (nats) and
+    `mismatch/kl` (k3 of KL(sampler || policy), nats per token), `mismatch/largest_gap` (nats) and
     `mismatch/effective_sample_size` (share; 1 where the two agree).
     """
     weights_BT = importance_weights(
@@ -211,7 +211,7 @@ class Tally:
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
-        figures |= reward_figures(self.episodes)
+        figures |= episode_figures(self.episodes)
         return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import kv_cache, sessions
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 OPTIONS = SamplingOptions(max_new_tokens=5)
 
@@ -24,7 +25,13 @@ def fold_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def _grow(
-    model: HuggingFaceLanguageModel, *, cached: bool, width: int, branching: int, seed: int
+    model: HuggingFaceLanguageModel,
+    *,
+    cached: bool,
+    width: int,
+    branching: int,
+    seed: int,
+    dropping: bool = False,
 ) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
     """Play three levels of a tree of ragged contexts and give what was said and scored."""
     chance = random.Random(seed)
@@ -54,16 +61,27 @@ def _grow(
             for row, words in enumerate(ids)
             for _ in range(branching)
         ]
+        if dropping:
+            are_kept = [row % 2 == 0 for row in range(len(ids))]
+            session.keep(are_kept)
+            kept = [is_kept for is_kept in are_kept for _ in range(branching)]
+            contexts = list(compress(contexts, kept))
     return found
 
 
 @pytest.mark.parametrize(("width", "branching"), [(1, 1), (3, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dropping"), [(0, False), (1, False), (2, True), (3, True)])
 def test_a_tree_is_the_same_with_and_without_caches(
-    tiny_model: HuggingFaceLanguageModel, fold_tokens: int, width: int, branching: int, seed: int
+    tiny_model: HuggingFaceLanguageModel,
+    fold_tokens: int,
+    width: int,
+    branching: int,
+    seed: int,
+    dropping: bool,
 ) -> None:
-    with_caches = _grow(tiny_model, cached=True, width=width, branching=branching, seed=seed)
-    without = _grow(tiny_model, cached=False, width=width, branching=branching, seed=seed)
+    shape = {"width": width, "branching": branching, "seed": seed, "dropping": dropping}
+    with_caches = _grow(tiny_model, cached=True, **shape)
+    without = _grow(tiny_model, cached=False, **shape)
     for ours, plain in zip(with_caches, without, strict=True):
         assert ours[0] == plain[0]
         assert torch.allclose(ours[1], plain[1], atol=1e-4)
@@ -98,6 +116,11 @@ def test_each_token_of_a_tree_is_forwarded_once(tiny_model: HuggingFaceLanguageM
         session.generate(longer, 1, torch.rand(6, 4), options)
     # The last token of each turn, two more, and three of the new turn.
     assert second.forwarded == 6 * (1 + 2 + 3)
+    session.keep([True, False, False, True, False, False])
+    kept = session._cached
+    with tiny_model.counting() as third:
+        session.generate([[*row, 6, 12, 13] for row in kept], 1, torch.rand(2, 4), options)
+    assert third.forwarded == 2 * (3 + 3)
 
 
 def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLanguageModel) -> None:

@@ -18,7 +18,7 @@ from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenario_base.tasks.base import Episode, Task, TrainingProgress, rate_episodes
 from nip_astra.scenario_base.tasks.dataset import DatasetTask, RowEnvironment, hold_out
-from nip_astra.scenario_base.tasks.rewards import REWARDS, reward_figures
+from nip_astra.scenario_base.tasks.rewards import REWARDS, episode_figures
 from nip_astra.scorers.base import Message
 from tests.scenario_base.tasks.test_tasks import task_of
 
@@ -126,7 +126,7 @@ def test_functions_of_trl_get_what_it_gives_them(tmp_path: Path) -> None:
     assert second.rewards["for_math"] is None
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
     assert [one.extra["upper"] for one in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
-    figures = reward_figures([first, second])
+    figures = episode_figures([first, second])
     assert figures["step"] == 3.0
     assert figures["progress"] == 0.25
     assert figures["rewards/for_math/mean"] == 1.0

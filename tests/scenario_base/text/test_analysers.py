@@ -27,7 +27,7 @@ from nip_astra.scenario_base.text.analysers import (
     subjects_of,
 )
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.text_games import FakeChatModel, build_text_game, play
+from tests.kit.text_games import FakeChatModel, build_text_game, play
 
 QUESTIONS = {
     "prover_role_conformance": "convince the verifier to accept",
@@ -82,7 +82,7 @@ def test_a_subject_is_what_an_agent_sent_in_a_channel_amid_what_it_read(tmp_path
         "answer 1",
     ]
     assert (verifier.role, verifier.stance) == ("verifier", "")
-    assert prover.datapoint == {"claim": "the sky is blue"}, "the label is no column"
+    assert prover.datapoint == {"claim": "the sky is blue"}, "the label is not a column"
     hiding = Cast(cast.protocol, cast.human_names, ("claim",))
     assert next(subjects_of(rollouts, hiding)).datapoint == {}
     second = verifier.own[1]

@@ -20,7 +20,7 @@ from nip_astra.trainers.protocol.statistics import (
     num_samples,
     whole_episodes,
 )
-from tests.protocol_games import build_game
+from tests.kit.protocol_games import build_game
 
 
 def play(
@@ -172,9 +172,9 @@ def test_a_pair_of_graphs_is_told_by_its_edges() -> None:
         "graphs": [
             {"num_nodes": 3, "edges": [[0, 1], [1, 2]]}, {"num_nodes": 4, "edges": [[0, 3]]},
         ],
-        "note": "refinement tells the graphs apart in round 2",
+        "note": "refinement distinguishes the graphs in round 2",
     }  # fmt: skip
-    for score, note in ((-1, ""), (6, "5 rounds of refinement do not tell the graphs apart")):
+    for score, note in ((-1, ""), (6, "5 rounds of refinement do not distinguish the graphs")):
         row["wl_score"] = torch.tensor(score)
         assert kind.describe_datapoint(kind.Parameters(), row)["note"] == note
 

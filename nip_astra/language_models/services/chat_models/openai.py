@@ -155,7 +155,7 @@ class OpenAIChatModel(ChatModel):
             )
             found = json.loads(response.http_response.text)
         except (ValueError, RecursionError) as error:
-            return _failed(request, FailureReason.MALFORMED, f"the answer is no JSON: {error}")
+            return _failed(request, FailureReason.MALFORMED, f"the answer is not JSON: {error}")
         except Exception as error:
             # Errors of the package; others are raised again.
             failure = connection.failure_of(error)
@@ -164,7 +164,9 @@ class OpenAIChatModel(ChatModel):
         if not isinstance(choices, list) or not choices:
             shown = connection.shown(json.dumps(found))
             return _failed(
-                request, FailureReason.MALFORMED, f"{shown!r} is no chat completion with an answer"
+                request,
+                FailureReason.MALFORMED,
+                f"{shown!r} is not a chat completion",
             )
         missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
         read = [_read_choice(choice) for choice in choices[: request.num_samples]]

@@ -123,7 +123,7 @@ def _statuses() -> Iterator[tuple[str, Misbehaviour]]:
     for status in (204, 205, 206, 299):
         yield f"status {status}", Misbehaviour(reply("", status), (*WRONG, *LOST))
     yield "status 999", Misbehaviour(reply("no", 999), (*LOST, *WRONG))
-    yield "status that is no number", Misbehaviour(raw(b"HTTP/1.1 abc Said\r\n\r\n"), LOST)
+    yield "status that is not a number", Misbehaviour(raw(b"HTTP/1.1 abc Said\r\n\r\n"), LOST)
     for wait in ("100000", "1e9", "inf", "nan", "-5", "", "soon", "9" * 400, "1e309"):
         name = f"retry-after {wait[:9]}"
         yield name, Misbehaviour(reply("no", 429, headers={"Retry-After": wait}), BUSY)

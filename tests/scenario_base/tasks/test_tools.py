@@ -1,0 +1,396 @@
+"""Tools within an episode: calls, wrong calls, masks and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import torch
+from pydantic import Field
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nip_astra.errors import ConfigurationError, SandboxUnavailableError, TaskError
+from nip_astra.language_models.base import SamplingOptions
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.tokens import TokenCount
+from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
+from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
+from nip_astra.scenario_base.conversation.tokens import ChatFormat
+from nip_astra.scenario_base.tasks import tools
+from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
+from nip_astra.scenario_base.tasks.library import calculator
+from nip_astra.scenario_base.tasks.rewards import episode_figures
+from nip_astra.scenario_base.tasks.tools import (
+    Tool,
+    ToolParameters,
+    ToolUseParameters,
+    build_tools,
+    python,
+    tool_of,
+)
+from nip_astra.scorers.base import Message
+from nip_astra.utils import sandbox
+
+# As that of Qwen 2.5.
+TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\nYou are helpful.\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == "assistant" and m.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
+        {%- for call in m.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+PLAIN_TEMPLATE = (
+    "{%- for m in messages %}{{- '<|im_start|>' + {'user': 'u', 'assistant': 'a'}[m.role] + "
+    "m.content + '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"
+)
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def add(a: Annotated[int, Field(description="First number.")], b: int = 1) -> int:
+    """Sum of two
+    numbers.
+
+    Not for the policy.
+    """
+    return a + b
+
+
+class Sums(Environment):
+    """A sum, with tools; one of them ends the episode."""
+
+    def __init__(self) -> None:
+        self.tools = [add, self.submit, self.shout]
+        self.log: list[str] = []
+
+    def reset(self) -> Sequence[Message]:
+        return [Message("user", "2+3?")]
+
+    def step(self, message: str) -> Reaction:
+        return Reaction(reward=float(message == "5"))
+
+    def submit(self, number: int) -> Reaction:
+        """Give the answer."""
+        return Reaction(reward=float(number == 5))
+
+    def shout(self, text: str, times: int = 1) -> str:
+        """Repeat a text."""
+        if times < 0:
+            raise ValueError("times is negative")
+        self.log.append(text)
+        return text.upper() * times
+
+
+class SumTask(Task):
+    """The sum."""
+
+    def environment(self, split: object, index: int) -> Environment:
+        return Sums()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
+    """A random model with a token a character."""
+    folder = tmp_path_factory.mktemp("tools")
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    words = [*special, "\n", *map(chr, range(32, 127))]
+    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.4,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    parameters = HuggingFaceLanguageModel.Parameters(model=str(folder))
+    loaded: Any = load_language_model(
+        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
+    )
+    return loaded
+
+
+@pytest.fixture
+def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plays one episode in which the model says what is given."""
+
+    def run(
+        *turns: str,
+        template: str = TEMPLATE,
+        max_turns: int = 5,
+        offered: Sequence[Tool] = (),
+        **options: Any,
+    ) -> tuple[TaskRollout, TokenCount]:
+        tokenizer = model.tokenizer
+        tokenizer.chat_template = template
+        said = [token for turn in turns for token in (*tokenizer.encode(turn), 2)]
+        queue = iter(said)
+
+        def draw(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            token = torch.tensor([next(queue)])
+            return token, logits.log_softmax(1)[0, token]
+
+        monkeypatch.setattr(model.token_sampler, "draw", draw)
+        task = SumTask(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
+        task.tools, task.tool_use = offered, ToolUseParameters(**options)
+        agent = ConversationAgent("policy", model, ChatFormat(tokenizer), SamplingOptions(400))
+        plan = TaskPlan("train", 1, max_turns, key=(0,))
+        with torch.no_grad(), model.counting() as spent:
+            return play_task(agent, task, [0], plan), spent
+
+    return run
+
+
+def texts(rollout: TaskRollout) -> list[str]:
+    """Results that the policy read."""
+    return [one.text for one in rollout.episodes[0].messages if one.role == "tool"]
+
+
+def test_a_function_is_described_by_its_docstring_and_type_hints() -> None:
+    tool = tool_of(add)
+    assert (tool.name, tool.description) == ("add", "Sum of two numbers.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "First number."},
+            "b": {"type": "integer", "default": 1},
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert "self" not in tool_of(Sums().shout).parameters["properties"]
+
+
+def test_options_are_keyword_only_arguments() -> None:
+    def scale(number: int, *, factor: int = 2) -> int:
+        return factor * number
+
+    tool = tool_of(scale, "triple", {"factor": 3})
+    assert tool.function(number=2) == 6
+    assert list(tool.parameters["properties"]) == ["number"]
+    for options in ({"factor": "x"}, {"number": 1}):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            tool_of(scale, options=options)
+
+
+def test_what_has_no_schema_is_no_tool() -> None:
+    async def later(a: int) -> int:
+        return a
+
+    for function in (lambda *numbers: 0, lambda a, **more: 0, later):
+        with pytest.raises(ConfigurationError, match="schema"):
+            tool_of(function)
+    with pytest.raises(TaskError, match="'add'"):
+        tools.Toolbox.of([add, tool_of(calculator, "add")])
+    broken = Tool("broken", "", {"type": "nothing"}, add)
+    with pytest.raises(TaskError, match="broken"):
+        broken.fault_of({})
+
+
+def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
+    play: Any, model: HuggingFaceLanguageModel
+) -> None:
+    calls = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n' + ADD
+    rollout, spent = play(calls, "5")
+    (one,) = rollout.trajectories
+    tokenizer = model.tokenizer
+    function = {"name": "add", "arguments": {"a": 2}}
+    expected = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "2+3?"},
+            {
+                "role": "assistant",
+                "content": "Hm.",
+                "tool_calls": [
+                    {"function": function},
+                    {"function": function | {"arguments": {"a": 2, "b": 3}}},
+                ],
+            },
+            {"role": "tool", "content": "3"},
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": "5"},
+        ],
+        tools=[json.loads(tool_of(f).described) for f in (add, Sums().submit, Sums().shout)],
+        tokenize=False,
+    )
+    assert tokenizer.decode(one.tokens) == expected.removesuffix("\n")
+    own = tokenizer.decode(one.tokens[one.loss_mask])
+    assert own == f"{calls}<|im_end|>5<|im_end|>"
+    assert one.reward == 1.0
+    assert one.num_turns == 2
+    assert [role for role, _ in rollout.episodes[0].messages] == [
+        *("user", "assistant", "tool", "tool", "assistant")
+    ]
+    # Each token but the last is forwarded once.
+    assert spent.forwarded == len(one) - 1
+    plain = model.logprobs(
+        one.tokens[None, :1],
+        torch.ones(1, 1, dtype=torch.bool),
+        one.tokens[None, 1:],
+        torch.ones(1, len(one) - 1, dtype=torch.bool),
+    )[0].detach()
+    assert one.logprobs is not None
+    torch.testing.assert_close(
+        one.logprobs[one.loss_mask], plain[one.loss_mask[1:]], atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "fact"),
+    [
+        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "unknown", "add, submit"),
+        ('<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>', "malformed", "JSON"),
+        ('<tool_call>{"name": "add"}</tool_call>', "malformed", "JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "2"}}</tool_call>', "arguments", "'2'"),
+        ('<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>', "arguments", "'c'"),
+        (
+            '{"name": "shout", "arguments": {"text": "a", "times": -1}}',
+            "failed",
+            "ValueError: times is negative",
+        ),
+        ('{"name": "shout", "arguments": {"text": "ab", "times": 99}}', "long", "198"),
+        (ADD * 5, "many", "4 of 5"),
+    ],
+)
+def test_a_wrong_call_is_answered_and_counted_and_the_episode_goes_on(
+    play: Any, said: str, kind: str, fact: str
+) -> None:
+    rollout, _ = play(said, "5", max_calls=4, max_result_tokens=100)
+    answers = texts(rollout)
+    assert fact in answers[-1]
+    assert len(answers) == (5 if kind == "many" else 1)
+    assert rollout.episodes[0].reward == 1.0
+    figures = episode_figures(rollout.episodes)
+    assert figures["tools/calls_mean"] == len(answers)
+    assert figures[f"tools/{kind}_share"] == figures["tools/error_share"] == 1 / len(answers)
+
+
+def test_methods_keep_state_and_may_end_the_episode(play: Any) -> None:
+    shout = '{"name": "shout", "arguments": {"text": "hey"}}'
+    rollout, _ = play(shout, '{"name": "submit", "arguments": {"number": 5}}')
+    (episode,) = rollout.episodes
+    assert episode.environment.log == ["hey"]
+    assert texts(rollout) == ["HEY"]
+    assert episode.reward == 1.0
+    assert episode.tool_counts == {"calls": 2}
+
+
+def test_calls_take_turns(play: Any) -> None:
+    rollout, _ = play(ADD, ADD, "5", max_turns=2)
+    assert rollout.episodes[0].reward == 0.0
+    assert texts(rollout) == ["5", "5"]
+
+
+def test_a_template_without_tools_has_them_in_text(
+    play: Any, model: HuggingFaceLanguageModel
+) -> None:
+    offered = [tool_of(calculator, "calc")]
+    rollout, _ = play(
+        "calc(2+3*4)", 'add({"a": 4})', "add(4)", "shout()", "5", template=PLAIN_TEMPLATE,
+        offered=offered,
+    )  # fmt: skip
+    answers = texts(rollout)
+    assert answers[:2] == ["14", "5"]
+    assert all(answer.startswith("Error: ") for answer in answers[2:])
+    assert rollout.episodes[0].tool_counts == {"calls": 4, "malformed": 1, "arguments": 1}
+    assert rollout.episodes[0].reward == 1.0
+    text = model.tokenizer.decode(rollout.trajectories[0].tokens)
+    assert "calc(expression): Value of" in text
+    assert text.count("calc(expression)") == 1
+    assert "<|im_start|>u14<|im_end|>" in text
+    # An answer may look like a call of a tool that does not exist.
+    silent, _ = play("f(5)", template=PLAIN_TEMPLATE, offered=offered, describe=False)
+    assert not texts(silent)
+    text = model.tokenizer.decode(silent.trajectories[0].tokens)
+    assert text == "<|im_start|>u2+3?<|im_end|><|im_start|>af(5)<|im_end|>"
+
+
+@pytest.mark.parametrize("has_bubblewrap", [True, False])
+def test_programs_run_in_the_sandbox_or_the_interpreter(
+    has_bubblewrap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_bubblewrap and sandbox.why_no_bubblewrap():
+        pytest.skip(sandbox.why_no_bubblewrap())
+    if not has_bubblewrap:
+        pytest.importorskip("pydantic_monty")
+        monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
+    (tool,) = build_tools(
+        ToolUseParameters(
+            offered={"run": ToolParameters(function="python", options={"cpu_seconds": 1})}
+        ),
+        None,
+    )
+    assert list(tool.parameters["properties"]) == ["code"]
+    assert tool.concurrency > 1
+    box = tools.Toolbox.of([tool])
+    outcomes = [
+        box.execute(tools.ToolCall("run", {"code": code}))
+        for code in ("print(6 * 7)", "print(1)\n1 / 0", "while True: pass")
+    ]
+    assert outcomes[0] == ("42\n", "")
+    assert [one.error for one in outcomes[1:]] == ["failed", "failed"]
+    assert "ZeroDivisionError" in outcomes[1].value
+
+
+def test_without_any_sandbox_programs_are_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
+    monkeypatch.setattr(sandbox, "why_no_interpreter", lambda: "pydantic-monty is missing")
+    offered = ToolUseParameters(offered={"run": ToolParameters(function="python")})
+    with pytest.raises(SandboxUnavailableError):
+        build_tools(offered, None)
+    with pytest.raises(SandboxUnavailableError):
+        python("print(1)")
+
+
+def test_tools_are_named_by_file_or_registered_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def half(n: float) -> float:\n    return n / 2\n")
+    offered = {
+        "halve": ToolParameters(function=f"{tmp_path}/mine.py:half"),
+        "calc": ToolParameters(function="calculator"),
+    }
+    halve, calc = build_tools(ToolUseParameters(offered=offered), None)
+    assert (halve.name, halve.function(n=3.0)) == ("halve", 1.5)
+    assert calc.function(expression="2*(3-1)") == "4"
+    with pytest.raises(Exception, match="calculator"):
+        build_tools(ToolUseParameters(offered={"x": ToolParameters(function="calculate")}), None)
