@@ -51,9 +51,9 @@ class Status(StrEnum):
     WARNING = "warning"
     """Works with restrictions."""
     BROKEN = "broken"
-    """Needed, and does not work."""
+    """Required, and does not work."""
     INFO = "info"
-    """Neither good nor bad."""
+    """Information only."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Diagnosis(Printable):
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything that is needed works."""
+        """Whether all required parts work."""
         return not any(one.status is Status.BROKEN for one in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,12 +93,12 @@ class Diagnosis(Printable):
         return {"is_sound": self.is_sound, "findings": [asdict(one) for one in self.findings]}
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a finding."""
+        """A row per finding."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.to_dict()["findings"])
         return frame
 
     def tables(self) -> list[Any]:
-        """A table an area, and a sentence about all, for a terminal."""
+        """A table per area and a summary, for a terminal."""
         found: list[Any] = []
         for area in dict.fromkeys(one.area for one in self.findings):
             table = plain_table(area, "", "", "")
@@ -109,11 +109,11 @@ class Diagnosis(Printable):
                     table.add_row(Text(one.name), Text(word, STYLES[one.status]), Text(one.text))
             found += [table, ""]
         if not self.is_sound:
-            last = "Something that is needed does not work; see the lines marked broken."
+            last = "A required part does not work; see the lines marked broken."
         elif any(one.status is Status.WARNING for one in self.findings):
-            last = "Everything that is needed works; see the lines marked warning."
+            last = "All required parts work; see the lines marked warning."
         else:
-            last = "Everything that is needed works."
+            last = "All required parts work."
         return [*found, last]
 
 
@@ -147,7 +147,7 @@ def examine(runs_dir: Path, *, is_online: bool = False) -> list[Finding]:
         "sandbox": _sandbox,
     }
     findings: list[Finding] = []
-    # Messages of libraries, for instance about a download, are not true here.
+    # Messages of libraries, for instance about a download, do not apply here.
     with closed_network(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         for area, check in checks.items():
             try:
@@ -321,8 +321,8 @@ def _network(is_online: bool) -> Findings:
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
     given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
     is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
-    hub = "serves no models" if is_offline else "serves models that are not here"
-    text = f"the hub {hub}; {', '.join(given) or 'no variable says otherwise'}"
+    hub = "serves no models" if is_offline else "serves models that are not on this machine"
+    text = f"the hub {hub}; {', '.join(given) or 'no variable changes it'}"
     yield Finding("network", "offline", Status.INFO, text)
     if not is_online:
         text = "not checked without --online"

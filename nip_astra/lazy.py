@@ -117,7 +117,7 @@ _PROVIDED: dict[str, str] = {}
 
 
 def provide(name: str, home: str) -> None:
-    """Say where something stands that modules on floors below use, without importing it.
+    """Provide an object to lower layers without importing its module.
 
     Parameters
     ----------

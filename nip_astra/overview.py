@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.table import Table
 from rich.text import Text
 
 from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError, plural
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
-from nip_astra.parameters.content import find_scenario, scenario_names
+from nip_astra.parameters.content import content_root, find_scenario, scenario_names
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_files
-from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.parameters.parameters_base import TRL_OPTIONS, PolymorphicParameters, SubParameters
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
 from nip_astra.registry import ALL_REGISTRIES
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from nip_astra.resolving.resolution import ResolvedExperiment
     from nip_astra.scenario_base.text.game import TextEpisode, TextGame, TurnOptions
 
+SCHEMA_FILE = "parameters/schema.json"
+"""Of every trainer and scenario that ships, in the content of the package."""
 _REGISTRY = re.compile(r'Registry\(\s*"(\w+)"')
 _REGISTERED = re.compile(
     r'^@register_(\w+)\((?:\w+\.)?"?(\w+)"?\)\n(?:class|def) .*?"""([^\n]*?)(?:"""|\n)', re.M | re.S
@@ -80,7 +85,7 @@ class ExperimentView(Printable):
         return to_yaml(self.experiment.hyper_params.to_dict()).rstrip("\n")
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a parameter."""
+        """One row per parameter."""
         columns = list(Parameter._fields)
         frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
         return frame
@@ -143,7 +148,7 @@ def show(**experiment: Any) -> ExperimentView:
 
 @dataclass(frozen=True)
 class DryRun(Printable):
-    """What a run would take.
+    """Estimated time, memory and cost of a run.
 
     Attributes
     ----------
@@ -157,7 +162,7 @@ class DryRun(Printable):
     device_price: float | None = None
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a figure."""
+        """One row per figure."""
         rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
         frame: pd.DataFrame = import_pandas().DataFrame(rows)
         return frame
@@ -186,6 +191,91 @@ def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> Dr
         return DryRun(trainer.dry_run(), trainer.settings.device_price)
 
 
+class Described(NamedTuple):
+    """A parameter, setting, command or option of one, and what it does."""
+
+    name: str
+    value: str
+    meaning: str
+
+    def relevance(self, words: Sequence[str]) -> float:
+        """How well it fits words in lower case; 0 unless it has all of them."""
+        of_name, of_last = _words_of(self.name), _words_of(re.split("[. ]", self.name)[-1])
+        meaning = self.meaning.lower()
+        total = 0.0
+        for word in words:
+            stem = word.removesuffix("s")
+            places = (
+                (5, word in of_last),
+                (4, any(stem in one for one in of_last)),
+                (2, any(stem in one for one in of_name)),
+                (1, any(one.startswith(stem) for one in _words_of(meaning))),
+            )
+            points = next((points for points, is_there in places if is_there), 0)
+            if not points:
+                return 0.0
+            total += points
+        phrase = " ".join(words)
+        total += 2 * (phrase in meaning) + meaning.startswith(phrase) + 2 * (of_last == list(words))
+        is_general = self.name.startswith(("training.", "--settings"))
+        return total + 3 * is_general - len(of_name) / 2
+
+
+def _words_of(text: str) -> list[str]:
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+def find_described(text: str, described: Iterable[Described]) -> list[Described]:
+    """Those with all words of a text, the most relevant first."""
+    words = _words_of(text)
+    ours = TRL_OPTIONS.get("_".join(words))
+    ranked = {
+        one: math.inf if one.name == ours else one.relevance(words) for one in described if words
+    }
+    return sorted((one for one in ranked if ranked[one] > 0), key=lambda one: -ranked[one])
+
+
+def every_parameter() -> list[Described]:
+    """The parameters and settings of every trainer and scenario, from the shipped schema."""
+    found: dict[str, Described] = {}
+    described = json.loads((content_root() / SCHEMA_FILE).read_text(encoding="utf-8"))
+    definitions = described["definitions"]
+
+    def walk(group: Mapping[str, Any], prefix: str, above: tuple[str, ...]) -> None:
+        reference = group.get("$ref", "").rpartition("/")[2]
+        if reference in above:
+            return
+        if reference:
+            group, above = definitions[reference], (*above, reference)
+        for one in (*group.get("anyOf", ()), *([group["items"]] if "items" in group else ())):
+            walk(one, prefix, above)
+        for name, one in group.get("properties", {}).items():
+            value = _short(one["default"]) if "default" in one else ""
+            meaning = one.get("description", "")
+            is_setting = prefix.startswith("settings.")
+            shown = f"--settings {name}" if is_setting else f"{prefix}{name}"
+            found.setdefault(shown, Described(shown, value, meaning))
+            walk(one, f"{prefix}{name}.", above)
+
+    walk(described, "", ("Reference",))
+    return list(found.values())
+
+
+def every_setting() -> list[Described]:
+    """The settings of a run, which do not change its results."""
+    start = "--settings "
+    found = [one for one in every_parameter() if one.name.startswith(start)]
+    return [one._replace(name=one.name.removeprefix(start)) for one in found]
+
+
+def described_table(described: Iterable[Described]) -> Table:
+    """Names, values and meanings, for a terminal."""
+    table = plain_table(None, "name", "value", "what it is")
+    for one in described:
+        table.add_row(*map(Text, one))
+    return table
+
+
 def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
     """Hidden parameters by their groups; those of groups that are shown in part by themselves."""
     in_part = {path.rpartition(".")[0] for path in shown}
@@ -194,7 +284,7 @@ def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What each parameter of a group means, and where it is read, by its dotted path."""
+    """Meaning of each parameter of a group, and where it is read, by dotted path."""
     for name, field in type(group).model_fields.items():
         path, value = f"{prefix}{name}", getattr(group, name)
         conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
@@ -313,7 +403,7 @@ def first_turn(
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name: where it comes from, and what it is."""
+    """A registered name with its origin and description."""
 
     kind: str
     name: str

@@ -90,7 +90,7 @@ class ResumeCheck(NamedTuple):
 
 
 def random_places(num_kills: int, seed: int) -> Places:
-    """So many different operations, drawn from all."""
+    """A random sample of distinct operations."""
 
     def places(count: int) -> list[int]:
         draw = random.Random(derive_seed(seed, "kills"))
@@ -117,8 +117,8 @@ def check_resume(
     Parameters
     ----------
     folder : str or Path
-        Gets a folder a run, `whole` for the uninterrupted one and its number for each kill, and the
-        output of each process as `<number>.txt`.
+        Gets one folder per run (`whole` for the uninterrupted one, else the kill's number)
+        and the output of each process as `<number>.txt`.
     places : Callable, optional
         From the number of operations to those to kill at; random ones by default.
     max_iterations : int or None
@@ -180,7 +180,7 @@ def _run(
     name: str,
     number: int = 0,
 ) -> None:
-    """Run to the end and keep the names of operations, or be killed before one of them."""
+    """Run to the end and record the operations, or be killed before one of them."""
     with killed_at(number) as operations:
         run_experiment(resolved, runs_dir=str(folder / name), run_id=RUN, **settings)
     (folder / f"{name}.json").write_text(json.dumps(operations))
@@ -189,7 +189,7 @@ def _run(
 def _uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> None:
     if in_process:
         _seed_generators()
-        # What it imports, later ones have.
+        # Later processes inherit its imports.
         run()
     elif status := in_a_fork(run, log):
         raise WorkerProcessError(
@@ -205,7 +205,7 @@ def _kill(
     number: int,
     expected: Mapping[str, bytes],
 ) -> str:
-    """Kill a run, go on with it, and say what differs."""
+    """Kill a run, resume it, and return the differences."""
     log = folder / f"{number}.txt"
     status, again = in_a_fork(run, log), in_a_fork(resume, log)
     difference = fault_of(folder / str(number), expected)
@@ -339,11 +339,11 @@ def what_was_found(run: Path) -> dict[str, bytes]:
 
 
 _OF_A_CHECKPOINT = ("state.json", "manifest.json")
-"""The first is compared apart; the other holds digests of all."""
+"""The first is compared separately; the other has digests of all."""
 
 
 class _Texts:
-    """The texts of a run without its place, key and `jobs` (replacements by name)."""
+    """The texts of a run without its path, key and `jobs` (replacements by name)."""
 
     def __init__(self, run: Path) -> None:
         self.places = sorted({str(run), str(run.absolute()), str(run.resolve())}, key=len)[::-1]
@@ -360,7 +360,7 @@ class _Texts:
         return self.neutral(json.dumps(_without_own(content), indent=1)).encode()
 
     def neutral(self, text: str) -> str:
-        """A text without the run's place and the names of its jobs."""
+        """A text without the run's path and the names of its jobs."""
         for place in self.places:
             text = text.replace(place, "RUN")
         text = text.replace(self.key, "KEY") if self.key else text

@@ -100,7 +100,7 @@ def prepare_experiment(
     settings: ExperimentSettings | None = None,
     **settings_fields: Any,
 ) -> PreparedExperiment:
-    """Build all components and the trainer, and write nothing.
+    """Build all components and the trainer; writes nothing.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def _resolved_again(
 def _check_settings(
     directory: RunDirectory, stored: ExperimentSettings, given: Mapping[str, Any]
 ) -> None:
-    """Ask about settings of a run of others that reach outside of its folder."""
+    """Ask about settings of an untrusted run that reach outside its folder."""
     path = directory.path / files.SETTINGS
     outside = {name: value for name, value in stored.outside().items() if name not in given}
     StoredSource(str(path), is_own(path, SETTINGS_SIGNATURE), outside=outside).check_outside()
@@ -301,7 +301,7 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
 
 
 def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
-    """Train as a process that does not lead: write, track and show nothing."""
+    """Train as a non-leading process: write, track and show nothing."""
     shared = settings.team.broadcast({"run": "", "checkpoint": ""})
     silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
     prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
@@ -438,7 +438,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
     if not directory.has_ended:
-        # Why it failed before.
+        # The reason of an earlier failure.
         (directory.path / files.RESULTS).unlink(missing_ok=True)
     base_run = trainer.hyper_params.base_run
     try:

@@ -1,4 +1,4 @@
-"""Make texts of models, services and files of others safe to show, in a terminal or anywhere.
+"""Make untrusted text of models, services and files safe to display.
 
 A text of another may hold characters that a terminal obeys, that turn the direction of what
 follows, or that nobody sees. Shown, each of them becomes a picture or its number; in JSON and YAML,
@@ -24,7 +24,7 @@ _LINE_ENDS = re.compile("\r\n|[\n\v\f\r\x85\u2028\u2029]")
 
 
 def safe_text(text: object) -> str:
-    """Return a text in which no character acts: each that would can be seen instead.
+    """Return a text whose control characters are replaced by visible ones.
 
     Line feeds and tabs stay. Other C0 controls become their pictures (ESC is U+241B); of the rest
     the number is written, U+202E as backslash, u and 202e.
@@ -38,7 +38,7 @@ def safe_line(text: object) -> str:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Return JSON that is safe to show and gives back the very same texts."""
+    """Return JSON that is safe to show and decodes to the same texts."""
     return _UNSAFE.sub(_escape, json.dumps(value, ensure_ascii=False, **options))
 
 
@@ -51,7 +51,7 @@ def valid_text(text: str) -> str:
 
 
 def has_unsafe(text: str) -> bool:
-    """Say whether a text holds a character that `safe_text` replaces."""
+    """Whether `safe_text` would replace a character of the text."""
     return _UNSAFE.search(text) is not None
 
 

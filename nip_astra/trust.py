@@ -77,7 +77,7 @@ class StoredSource:
     outside: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, what: str, verb: str) -> None:
-        """Refuse something that a run of others names.
+        """Refuse something that an untrusted run names.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class StoredSource:
             )
 
     def check_outside(self, section: str = "") -> None:
-        """Refuse parameters and settings of a run of others that reach outside of its folder.
+        """Refuse parameters and settings of an untrusted run that reach outside its folder.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ def is_signed(content: bytes, signature: object) -> bool:
 
 
 def refuse_links_outside(folder: Path) -> None:
-    """Refuse a folder of others in which a symbolic link leads outside of it.
+    """Refuse an untrusted folder with a symbolic link that leads outside.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def _key_path() -> Path | None:
 
 
 def _read_key() -> bytes | None:
-    """Return the key, unless others could have written or read it."""
+    """Return the key, unless other users could have written or read it."""
     path = _key_path()
     if path is None:
         return None

@@ -12,9 +12,9 @@ import torch
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.utils.sandbox import why_no_bubblewrap
-from tests.command_line import CommandLine, plugins_forgotten_after
-from tests.tiny import make_language_model, write_scenario
-from tests.toy_scenario import toy_scenario_in
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
+from tests.kit.tiny import make_language_model, write_scenario
+from tests.kit.toy_scenario import toy_scenario_in
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

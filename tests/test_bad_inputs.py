@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from tests.command_line import CommandLine, plugins_forgotten_after
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
 
 VALUES = (
     *("\N{SUPERSCRIPT TWO}", "1e400", ".nan", "-1", "1" + "0" * 30, "9" * 5000, "true", "0", "1.5"),

@@ -19,9 +19,9 @@ import pytest
 import typer
 
 from nip_astra.cli import app as cli
-from tests.chat_service import behind_an_address, pocket_target
-from tests.command_line import CommandLine, plugins_forgotten_after
-from tests.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
+from tests.kit.chat_service import behind_an_address, pocket_target
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
+from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 SMALL = (

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from nip_astra.parameters.content import content_root
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import to_yaml
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((content_root() / "parameters").glob("*/*.yaml"))

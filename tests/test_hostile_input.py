@@ -18,7 +18,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 ROOT = Path(__file__).resolve().parents[1]
 

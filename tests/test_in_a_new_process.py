@@ -13,8 +13,8 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from tests.documents import ROOT
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.kit.documents import ROOT
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 CODE = """
 import json, sys
@@ -22,7 +22,7 @@ from nip_astra.overview import schema
 # First, because the rest registers names.
 shipped = schema()
 from tests.test_in_a_new_process import attacker_metrics, numbers_of_a_game
-from tests.toy_protocol_scenario import toy_kind
+from tests.kit.toy_protocol_scenario import toy_kind
 with toy_kind():
     numbers = numbers_of_a_game(3)
 metrics = attacker_metrics(*sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from nip_astra.resume_check import (
     killed_at,
     what_was_found,
 )
-from tests.command_line import CommandLine, Said, plugins_forgotten_after, refused
-from tests.resuming import SHORT_TRAINERS, short_experiment
-from tests.toy_scenario import toy_scenario_in
+from tests.kit.command_line import CommandLine, Said, plugins_forgotten_after, refused
+from tests.kit.resuming import SHORT_TRAINERS, short_experiment
+from tests.kit.toy_scenario import toy_scenario_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
@@ -85,7 +86,7 @@ def test_a_run_of_chat_models_is_killed_all_over(trainer: str, killed: Killing) 
 def a_run(folder: Path, changed: str = "") -> Path:
     """The files of a run that are compared, with another number in the one that is changed."""
     texts = {
-        "results.json": '{"after": {"rate": NUMBER}, "services": 1, "seconds": 2.0}',
+        "results.json": '{"after": {"rate": NUMBER}, "seconds": SECONDS}',
         "metrics.jsonl": '{"step": 1, "loss": NUMBER}\n',
         "rollouts/train_0000/answers.jsonl": '{"id": NUMBER}\n',
         "checkpoints/latest": "step_00000002\n",
@@ -97,6 +98,7 @@ def a_run(folder: Path, changed: str = "") -> Path:
     for name, text in texts.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
+        text = text.replace("SECONDS", str(time.perf_counter()))
         file.write_text(text.replace("NUMBER", "5" if name == changed else "4"))
     (folder / "model" / "agent").mkdir(parents=True)
     weights = folder / "model" / "agent" / "model.safetensors"
@@ -183,6 +185,7 @@ def test_the_command_says_what_a_trainer_forgets(cli: CommandLine) -> None:
     """Exit codes: 0 where all are equal, 1 where one differs, 2 where nothing could be run."""
     plugin = cli.write("forgetful.py", FORGETFUL)
     noisy = cli.write("noisy.py", FORGETFUL.replace("NOISE = 0.0", "NOISE = 1.0"))
+    broken = cli.write("broken.py", FORGETFUL.replace("self.total += 1", "1 / 0"))
     kept = cli.folder / "kept"
 
     def check(folder: str, trainer: str, *more: str) -> Said:
@@ -201,5 +204,6 @@ def test_the_command_says_what_a_trainer_forgets(cli: CommandLine) -> None:
     unlike = check("c", "forgetful", "--plugin", noisy)
     assert unlike.code == 1
     assert "two uninterrupted runs differ: results.json: after.total" in unlike.out
+    assert "ZeroDivisionError" in refused(check("f", "forgetful", "--plugin", broken))
     refused(check("d", "toy_trainer", "--settings", "checkpoint_period=5"))
     refused(check("e", "toy_trainer", "--set", "toy_trainer.offset=none"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nip_astra import resolve_experiment, run_experiment
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 SHORT = {
     "stress_testing": (

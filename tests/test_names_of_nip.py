@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 GUIDE = ROOT / "doc" / "guides" / "coming-from-nip.md"
 KEPT = [

@@ -28,10 +28,10 @@ from nip_astra.run import prepare_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.text.statistics import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
 from tests.nip_scripts.uses import uses
 from tests.test_names_of_nip import find
-from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
 
 SCRIPTS = Path(__file__).parent / "nip_scripts"
 NAMES: dict[str, list[str]] = json.loads((SCRIPTS / "names.json").read_text(encoding="utf-8"))
@@ -401,7 +401,10 @@ def test_expert_iteration_of_ones_own_submits_supervised_jobs(method: str, tmp_p
         "text_rl": {"verifier_guess_replacement_proportion": 0.5},
     }
     parts = _parts(tmp_path, "own_ei", groups=groups)
-    build_text_trainer(parts, RunDirectory.create(tmp_path, "run")).train()
+    trainer = build_text_trainer(parts, RunDirectory.create(tmp_path, "run"))
+    trainer.train()
+    assert isinstance(trainer, PureTextRlTrainer)
+    assert trainer._get_verifier_guess_replacement_proportion(0) == 0.5
     jobs = {key: examples for key, _, examples, options in parts.service.submitted}
     assert list(jobs) == ["run/prover/0", "run/verifier/0"]
     assert all(one.messages[-1]["role"] == "assistant" for one in jobs["run/prover/0"])
@@ -419,12 +422,14 @@ def test_trees_of_ones_own_make_pairs_and_tables(tmp_path: Path) -> None:
     trainer = build_text_trainer(parts, run)
     trainer.train()
     assert {options.method for *_, options in parts.service.submitted} == {"dpo"}
+    kept = NestedArrayDict.load(run.path / "rollouts" / "train_0000" / "rollouts.json")
     for key, _, pairs, _ in parts.service.submitted:
         assert pairs, key
         assert all(pair.preferred != pair.rejected for pair in pairs)
         assert all(pair.messages[-1]["role"] == "user" for pair in pairs)
+        raw = kept["agents", "raw_message"][..., trainer.agent_names.index(key.split("/")[1])]
+        assert {text for pair in pairs for text in pair[1:]} <= set(raw.ravel()), key
     assert (run.path / "rollouts" / "expected_reward_by_round.jsonl").exists()
-    kept = NestedArrayDict.load(run.path / "rollouts" / "train_0000" / "rollouts.json")
     # Two ways in each of four rounds, fewer where a conversation ended.
     assert 4 < len(kept) <= 4 * 2**4
     assert PureTextRlTrainer._get_log_stats(trainer, as_nip(kept)), "`train` may be left out"

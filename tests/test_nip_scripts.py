@@ -14,7 +14,7 @@ from nip_astra.parameters import HyperParameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenario_base.text.models import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 from tests.nip_scripts import ei_cv, ppo_gi, solo_agents_gi
 
 GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 PACKAGE = ROOT / "tests" / "plugin_package"
 

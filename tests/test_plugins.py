@@ -14,7 +14,7 @@ from nip_astra import plugins
 from nip_astra.errors import PluginError
 from nip_astra.plugins import load_plugin, loaded_plugins, module_of
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from tests.messages import says
+from tests.kit.messages import says
 
 REGISTER = """from nip_astra.registry import ALL_REGISTRIES
 

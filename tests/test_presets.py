@@ -21,7 +21,7 @@ from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
-from tests.chat_service import behind_an_address, pocket_target
+from tests.kit.chat_service import behind_an_address, pocket_target
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()

@@ -29,8 +29,8 @@ from nip_astra.recipes import (
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
-from tests.chat_service import behind_an_address, pocket_target
-from tests.command_line import CommandLine, refused
+from tests.kit.chat_service import behind_an_address, pocket_target
+from tests.kit.command_line import CommandLine, refused
 
 MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
 REWARDS_FILE = """

@@ -19,7 +19,7 @@ from nip_astra.errors import (
 )
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.trainers.registry import TRAINERS, register_trainer
-from tests.messages import says
+from tests.kit.messages import says
 
 MakeModule = Callable[[str, str], Path]
 

@@ -37,8 +37,8 @@ from nip_astra.run import (
 )
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
-from tests.command_line import CommandLine, plugins_forgotten_after
-from tests.messages import says
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
+from tests.kit.messages import says
 from tests.tracking.wandb_log import WandbLog
 
 REPOSITORY = Path(__file__).parents[1]

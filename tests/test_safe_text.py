@@ -25,7 +25,7 @@ from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory, log_file, to_yaml
 from nip_astra.tracking.wandb_runs import _cells
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 from tests.report.runs import evaluation, failing, results, write_run
 
 CLEAR, TITLE = "\x1b[2J", "\x1b]0;owned\x07"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,11 @@ from types import ModuleType
 
 import pytest
 
+from nip_astra.cli.app import command_tree
 from nip_astra.overview import every_section
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.trainers.registry import TRAINERS
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +76,72 @@ def test_modules_of_the_api_are_there() -> None:
             assert importlib.import_module(module).__doc__
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_every_option_of_every_command_stands_on_one_page() -> None:
+    sections = _module("command_page").command_page().split("\n## ")[1:]
+    by_name = {one.partition("\n")[0].strip("`"): one for one in sections}
+    assert {"run", "sweep", "compare-dumps", "dataset create"} <= set(by_name)
+    for name, command in command_tree():
+        for option in command.params:
+            names = option.opts if option.param_type_name == "option" else [option.metavar or ""]
+            assert all(f"`{one}" in by_name[name] for one in names), (name, names)
+
+
+SEARCHES = {
+    **dict.fromkeys(
+        ("learning rate", "warmup", "batch size", "gradient accumulation", "epochs"),
+        "reference/parameters/shared-groups/training/",
+    ),
+    "multi-gpu": "guides/scaling/",
+    "mlflow": "guides/first-run/",
+    "reward function": "guides/training-on-services/",
+    "checkpoint": "guides/first-run/",
+    "resume": "guides/first-run/",
+    "vllm": "guides/scaling/",
+    "fail-if": "reference/commands/",
+}
+"""Words that users type, and the page that answers them."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_right_page_within_three_results(site: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node runs the site's search")
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    index = site / "search" / "search_index.json"
+    script = ROOT / "tests" / "site_search.mjs"
+    done = subprocess.run(
+        [node, str(script), str(worker), str(index), *SEARCHES],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    first = {words: pages[:3] for words, pages in found.items()}
+    missed = {words: first[words] for words, page in SEARCHES.items() if page not in first[words]}
+    assert missed == {}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(site: Path) -> None:
     for page in ("index.html", "glossary/index.html", "guides/first-run/index.html"):
-        assert (tmp_path / page).is_file()
-    training = tmp_path / "reference" / "parameters" / "shared-groups" / "training" / "index.html"
+        assert (site / page).is_file()
+    training = site / "reference" / "parameters" / "shared-groups" / "training" / "index.html"
     assert "training.lr" in training.read_text(encoding="utf-8")
-    api = tmp_path / "reference" / "api" / "trainers" / "index.html"
+    api = site / "reference" / "api" / "trainers" / "index.html"
     assert "attach_progress_bar" in api.read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ def killed(folder: Path, trainer: str, *points: str) -> list[dict[str, Any]]:
     """What became of runs that were killed with SIGKILL at operations of these names."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.text_killing", str(folder), trainer, *points],
+        [sys.executable, "-m", "tests.kit.text_killing", str(folder), trainer, *points],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | quiet,
         capture_output=True,

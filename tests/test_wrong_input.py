@@ -12,8 +12,8 @@ import torch
 
 from nip_astra.parameters.content import scenario_names
 from nip_astra.trainers.registry import TRAINERS
-from tests.command_line import CommandLine, refused
-from tests.messages import says
+from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 # ---- names
 

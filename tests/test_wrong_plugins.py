@@ -9,9 +9,10 @@ import yaml
 from safetensors.torch import load_file
 
 from nip_astra import plugins
+from nip_astra.resume_check import in_a_fork
 from nip_astra.scorers.base import SCORERS
-from tests.command_line import CommandLine, Said, refused, registered_names
-from tests.messages import says
+from tests.kit.command_line import CommandLine, Said, refused, registered_names
+from tests.kit.messages import says
 
 SCORER = """
     from nip_astra.scorers.base import Scorer
@@ -240,10 +241,15 @@ TASK = """
 def test_an_environment_that_ends_the_program_or_rewards_with_nan_ends_the_run_with_an_error(
     cli: CommandLine, body: str, fact: str
 ) -> None:
-    said = cli(
-        *("--plugin", cli.write("mine.py", TASK.format(body=body)), "--run-id", "one"),
-        *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
-        *("--set", "task.task={_type: mine}", "--set", "task.evaluation.num_problems=2"),
-    )
-    assert fact in refused(said)
+    def run() -> None:
+        said = cli(
+            *("--plugin", cli.write("mine.py", TASK.format(body=body)), "--run-id", "one"),
+            *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
+            *("--set", "task.task={_type: mine}", "--set", "task.evaluation.num_problems=2"),
+        )
+        cli.write("refusal.txt", refused(said))
+
+    # Otherwise the end of the program would be that of the tests, with 0.
+    in_a_fork(run)
+    assert fact in (cli.folder / "refusal.txt").read_text()
     assert fact in (cli.folder / "runs" / "one" / "log.txt").read_text()

@@ -14,11 +14,28 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 from api_pages import api_pages
+from command_page import PATH as COMMANDS
+from command_page import command_page
 from parameter_pages import parameter_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = ROOT / "doc"
 SCENARIOS = ROOT / "scenarios"
+BOOSTS = {"guides/": 2.0, "reference/parameters/shared-groups/": 2.0, "reference/api/": 0.2}
+"""How much more a page counts in the search, by the start of its path; others count half."""
+KEYWORDS = {
+    "guides/first-run.md": ("resume", "mlflow", "trackio", "tensorboard", "wandb", "checkpoint"),
+    "guides/scaling.md": ("multi-gpu", "several GPUs", "torchrun", "FSDP", "Ray", "vLLM"),
+    "guides/training-on-services.md": ("reward function", "GRPO", "TRL", "verifiable rewards"),
+    "reference/parameters/shared-groups/training.md": (
+        *("learning rate", "warmup", "batch size", "gradient accumulation", "epochs"),
+        *("weight decay", "gradient clipping", "optimizer", "scheduler"),
+    ),
+    "reference/parameters/shared-groups/settings.md": ("checkpoint", "device", "wandb", "mlflow"),
+    "reference/parameters/tasks/dataset.md": ("reward function", "own data", "JSONL"),
+    "reference/commands.md": ("resume", "CLI", "command line"),
+}
+"""Words of other tools by which a page is found."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -56,6 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add generated pages, and those outside doc/."""
     for page in config.extra.pop("pages_of_parameters"):
         files.append(File.generated(config, page.path, content=page.text))
+    files.append(File.generated(config, COMMANDS, content=command_page()))
     for _, path, text in api_pages():
         files.append(File.generated(config, path, content=text))
     for source in _extra_pages():
@@ -65,7 +83,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to pages of the site; links to other files become plain text."""
+    """Rewrite links to pages of the site; links to other files become plain text.
+
+    The search is given a page's weight and keywords as its metadata.
+    """
+    place = page.file.src_uri
+    boost = next((BOOSTS[start] for start in BOOSTS if place.startswith(start)), 0.5)
+    page.meta.setdefault("search", {"boost": boost})
+    page.meta.setdefault("tags", list(KEYWORDS.get(place, ())))
     source = _source(page.file.src_uri)
 
     def lead(match: re.Match[str]) -> str:

@@ -11,11 +11,10 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -38,11 +37,13 @@ from nip_astra.cli.options import (
     Trainer,
     Trust,
     Wandb,
+    complete_runs,
     open_console,
     print_outcome,
     say,
     settings_of,
     train_or_estimate,
+    trainer_names,
 )
 from nip_astra.cli.options import show as show_parts
 from nip_astra.cli.sweep import sweep
@@ -57,12 +58,16 @@ from nip_astra.errors import (
     WorkerProcessError,
     nearest_names,
 )
-from nip_astra.progress import showing
 from nip_astra.safe_text import safe_text, to_json
+
+if TYPE_CHECKING:
+    from nip_astra.overview import Described
 
 RUNS_DIFFER = 1
 """Exit code if a resumed run differs from an uninterrupted one."""
-ROOT_OPTIONS = ("--help", "-h", "--version")
+ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+MOST_FOUND = 12
+"""Results of a search that are shown."""
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
 MOST_ALIKE = 3
 """Warnings of one kind that are shown; a run's log has all of them."""
@@ -72,8 +77,12 @@ class RunByDefault(TyperGroup):
     """Commands, where options without a command are those of `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing and not args:  # a command is being completed
+            return super().parse_args(ctx, args)
         if not args or (args[0].startswith("-") and args[0] not in ROOT_OPTIONS):
             args = ["run", *args]
+        elif ctx.resilient_parsing:
+            pass
         elif not args[0].startswith("-") and args[0] not in self.commands:
             advice = "Without a command, options are those of `run`."
             raise UnknownNameError("command", args[0], self.commands, advice)
@@ -89,6 +98,11 @@ class RunByDefault(TyperGroup):
         except Exception as error:
             _advise_on_option(error)
             raise
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        run = self.commands["run"]
+        with run.make_context("run", [], parent=ctx, resilient_parsing=True) as context:
+            return super().shell_complete(ctx, incomplete) + run.shell_complete(context, incomplete)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -137,7 +151,6 @@ def _advise_on_option(error: Exception) -> None:
 
 app = typer.Typer(
     cls=RunByDefault,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="nip_astra: models trained against and with each other. Without a command: run.",
@@ -198,6 +211,8 @@ def run(
         num_threads=num_threads,
         test_run=test_run or None,
     )
+    from nip_astra.progress import showing
+
     with showing("Loading", enabled=given.get("progress") is not False):
         from nip_astra.resolving.resolution import resolve_experiment
 
@@ -207,7 +222,12 @@ def run(
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="Run id, or run directory, e.g. runs/<run id>.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Run id, or run directory, e.g. runs/<run id>.", autocompletion=complete_runs
+        ),
+    ],
     plugin: Plugins = None,
     trust: Trust = False,
     device: Device = None,
@@ -219,6 +239,8 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
+    from nip_astra.progress import showing
+
     with showing("Loading"):
         from nip_astra.run import resume_experiment
 
@@ -326,7 +348,16 @@ def show(
     plugin: Plugins = None,
     trust: Trust = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each parameter is.")] = False,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="[TEXT]", help="Search parameters, settings and commands for it."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what each parameter is; [TEXT]: search.")
+    ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="List the settings, which `--settings A=B` sets.")
+    ] = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="Show those as well that nothing in the run reads.")
     ] = False,
@@ -337,9 +368,24 @@ def show(
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
     given = _experiment_arguments(locals())
+    from nip_astra import overview
     from nip_astra.overview import prompts_of
     from nip_astra.overview import show as show_experiment
 
+    if settings:
+        show_parts(lambda: [overview.described_table(overview.every_setting())], dict)
+        return
+    if text is not None:
+        described = [*overview.every_parameter(), *described_commands()]
+        found = overview.find_described(text, described)
+        if not found:
+            raise ConfigurationError(
+                f"nothing is described by {text!r}. Try one word of it, or list all by --explain."
+            )
+        show_parts(lambda: [overview.described_table(found[:MOST_FOUND])], dict)
+        if len(found) > MOST_FOUND:
+            say(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
+        return
     if prompts:
         say(prompts_of(**given))
         return
@@ -378,7 +424,7 @@ def time_parts(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
-    from nip_astra.trainers.timing import time_components
+    from nip_astra.trainers.dry_run import time_components
 
     given = settings_of(device=device, num_threads=num_threads)
     prepared = prepare_experiment(resolve_experiment(**experiment), **given)
@@ -415,11 +461,33 @@ app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 
+def command_tree() -> Iterator[tuple[str, Any]]:
+    """Each command by its name, in the order of the help; those of groups as `dataset create`."""
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", {})
+        yield from ((f"{name} {one}", inner[one]) for one in inner)
+        if not inner:
+            yield name, command
+
+
+def described_commands() -> Iterator[Described]:
+    """Commands, and their options."""
+    from nip_astra.overview import Described
+
+    for name, command in command_tree():
+        yield Described(f"nip-astra {name}", "", " ".join((command.help or "").split()))
+        for one in command.params:
+            value = "" if one.default in (None, False, ()) or one.required else str(one.default)
+            is_option = one.param_type_name == "option"
+            label = max(one.opts, key=len) if is_option else one.metavar or one.name.upper()
+            yield Described(f"nip-astra {name} {label}", value, one.help or "")
+
+
 def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
     from nip_astra.parameters.content import find_scenario
     from nip_astra.parameters.files import parse_overrides, read_yaml_layers
-    from nip_astra.parameters.types import TrainerType
 
     trainer, scenario = given.get("trainer"), given.get("scenario")
     file, overrides, plugins = (given.get(one) for one in ("parameters", "overrides", "plugin"))
@@ -430,8 +498,7 @@ def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     # A plug-in, also one of the scenario, may register trainers.
     has_plugin = bool(plugins or file) or (folder is not None and (folder / "plugin.py").is_file())
     if trainer is not None and not has_plugin:
-        installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
-        known = [*map(str, TrainerType), *sorted(installed)]
+        known = trainer_names()
         if trainer not in known:
             raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
     return {

@@ -10,7 +10,6 @@ import typer
 
 from nip_astra.cli.options import Debug
 from nip_astra.errors import ConfigurationError
-from nip_astra.progress import showing
 
 if TYPE_CHECKING:
     from nip_astra.scenarios.graphs.generation import GraphPairs
@@ -43,6 +42,7 @@ def create(
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from nip_astra.progress import showing
     from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
 
     path = _new_file(output)
@@ -82,6 +82,7 @@ def download(
     debug: Debug = False,
 ) -> None:
     """Fetch images from the Hugging Face hub before a run asks for them."""
+    from nip_astra.progress import showing
     from nip_astra.scenarios.images.data import download_images
 
     for name in names:
@@ -105,6 +106,7 @@ def convert(
     """Convert pairs of graphs that neural-interactive-proofs published; runs nothing of theirs."""
     import numpy as np
 
+    from nip_astra.progress import showing
     from nip_astra.scenarios.graphs.generation import pair_hashes
     from nip_astra.scenarios.graphs.pair_files import padded_to, read_published_pairs
 

@@ -39,6 +39,7 @@ from nip_astra.cli.options import (
     Untrained,
     Wandb,
     complain,
+    complete_runs,
     say,
     settings_of,
     show,
@@ -144,7 +145,12 @@ def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
 
 
 def score(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run directory, or an evaluation.", autocompletion=complete_runs
+        ),
+    ],
     scorers: Scorers = None,
     name: EvaluationName = None,
     threshold: Threshold = None,
@@ -171,7 +177,12 @@ def score(
 
 def compare(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN RUN...", help="Run directories or evaluations.")
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Run directories or evaluations.",
+            autocompletion=complete_runs,
+        ),
     ],
     fail_if: FailIf = None,
     out: Annotated[
@@ -196,7 +207,12 @@ def compare(
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run directories; several are compared.",
+            autocompletion=complete_runs,
+        ),
     ],
     output: Annotated[
         str | None,
@@ -221,7 +237,12 @@ def report(
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run, evaluation, or checkpoint.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run, evaluation, or checkpoint.", autocompletion=complete_runs
+        ),
+    ],
     form: Annotated[
         str,
         typer.Option(
@@ -266,7 +287,12 @@ def doctor(
 
 def analyse(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory of a trainer of chat models.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run directory of a trainer of chat models.",
+            autocompletion=complete_runs,
+        ),
     ],
     analysers: Annotated[
         list[str] | None,
@@ -343,7 +369,12 @@ def analyse(
 
 
 def compare_dumps(
-    one: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or folder of dumps.")],
+    one: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run directory, or folder of dumps.", autocompletion=complete_runs
+        ),
+    ],
     other: Annotated[str, typer.Argument(metavar="RUN", help="The one to compare it with.")],
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", min=0, help="Difference of numbers that is none.")

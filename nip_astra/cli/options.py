@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,23 +22,76 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or pipe."""
 
+
+def trainer_names() -> list[str]:
+    """Trainers that ship or are installed; nothing is imported for it."""
+    from nip_astra.parameters.types import TrainerType
+
+    installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
+    return [*map(str, TrainerType), *sorted(installed)]
+
+
+def _scenario_names() -> list[str]:
+    from nip_astra.parameters.content import scenario_names
+
+    return scenario_names()
+
+
+def _presets() -> list[str]:
+    from nip_astra.parameters.content import content_root
+
+    root, here = content_root(), Path.cwd()
+    files = sorted(root.glob("parameters/*/*.yaml"))
+    return [str(one.relative_to(here) if one.is_relative_to(here) else one) for one in files]
+
+
+def _runs() -> list[str]:
+    from nip_astra.tracking.run_directory import HYPER_PARAMETERS
+
+    return sorted(file.parent.name for file in Path("runs").glob(f"*/{HYPER_PARAMETERS}"))
+
+
+def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """The shell's completion of a value; without a name that fits it completes files."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
+complete_runs = _completed(_runs)
 Runs = Annotated[
     list[str],
     typer.Argument(
-        metavar="RUN...", help="Runs, checkpoints, models, lists of probes, or chat models."
+        metavar="RUN...",
+        help="Runs, checkpoints, models, lists of probes, or chat models.",
+        autocompletion=complete_runs,
     ),
 ]
 Trainer = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Registered trainer, e.g. ast_dpo.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Registered trainer, e.g. ast_dpo.",
+        autocompletion=_completed(trainer_names),
+    ),
 ]
 ScenarioName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Scenario: a name, or a folder with a scenario.yaml."),
+    typer.Option(
+        metavar="NAME",
+        help="Scenario: a name, or a folder with a scenario.yaml.",
+        autocompletion=_completed(_scenario_names),
+    ),
 ]
 ParameterFile = Annotated[
     str | None,
     typer.Option(
-        "--parameters", metavar="FILE", help="YAML file, in place of the trainer's preset."
+        "--parameters",
+        metavar="FILE",
+        help="YAML file, in place of the trainer's preset.",
+        autocompletion=_completed(_presets),
     ),
 ]
 Overrides = Annotated[

@@ -61,7 +61,7 @@ class Matrix(Printable):
         return self.evaluations[place]
 
     def to_frame(self) -> pd.DataFrame:
-        """A row an evaluation: its `label`, and figures as columns `a.b`."""
+        """One row per evaluation: its `label`, and figures as columns `a.b`."""
         rows = [{"label": one.label, **one.values} for one in self.evaluations]
         frame: pd.DataFrame = import_pandas().json_normalize(rows)
         return frame
@@ -109,7 +109,7 @@ class Comparison(Printable):
         return self.evaluations[label].values | compared
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a metric of each evaluation."""
+        """One row per metric of each evaluation."""
         rows = [
             {"label": label, "metric": name, **metric}
             for label, metrics in self.comparisons.items()
@@ -120,7 +120,7 @@ class Comparison(Printable):
         return frame
 
     def tables(self) -> list[Any]:
-        """A line a metric of each evaluation, and the warnings, for a terminal."""
+        """One line per metric of each evaluation, and the warnings, for a terminal."""
         return comparison_tables(vars(self))
 
 

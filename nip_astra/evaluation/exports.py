@@ -139,7 +139,7 @@ def write_csv(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("jsonl")
 def write_jsonl(material: Material, folder: Path) -> list[Path]:
-    """A line about the run, one a row with its whole texts, and an end line with their number."""
+    """A line about the run, one per row with its full texts, and an end line with their number."""
     _require(material, "jsonl", has=material.rows)
     head = {
         "v": SCHEMA_VERSION,
@@ -157,7 +157,7 @@ def write_jsonl(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("parquet")
 def write_parquet(material: Material, folder: Path) -> list[Path]:
-    """A row a unit, which `datasets.load_dataset` reads."""
+    """One row per unit, which `datasets.load_dataset` reads."""
     _require(material, "parquet", has=material.rows)
     try:
         import pyarrow

@@ -109,7 +109,7 @@ class RunResults:
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one a row: `when`, `name`, `value`, `low`, `high`."""
+        """The figures, one per row: `when`, `name`, `value`, `low`, `high`."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
         return frame
 

@@ -1,6 +1,6 @@
 """Files of an evaluation in `RUN/evaluations/<name>/`: configuration, rows, figures and table.
 
-Rows are JSON objects, one a turn, appended part by part. The turns of an episode stand in order, so
+Rows are JSON objects, one per turn, appended part by part. The turns of an episode are in order, so
 a file that a kill cut off still begins with whole episodes.
 """
 
@@ -28,7 +28,7 @@ ROWS = "rows.jsonl"
 PROBABILITY_ROWS = "probability_rows.jsonl"
 PARTS = "parts.jsonl"
 TASK_ROWS = "problems.jsonl"
-"""A line a run of a problem: prompt, answer and reward."""
+"""One line per run of a problem: prompt, answer and reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _RENAMED = {"strategy": "proposal"}
 """Columns in files of older versions, and their names now."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from nip_astra.language_models.sequences import (
     RunningSequence,
     TokenRecord,
 )
+from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tokens import TokenCount
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import (
@@ -193,12 +195,7 @@ class BatchEngine:
         for place, (request, prompt, length) in enumerate(parts):
             prompt.num_read += length
             if prompt.num_read == len(prompt.ids):
-                rows = [
-                    RunningSequence(
-                        request, index, self.tokenizer, self._end_ids, device=self.device
-                    )
-                    for index in range(request.num_samples)
-                ]
+                rows = [self._sequence(request, index) for index in range(request.num_samples)]
                 self._keep_prompt(prompt, request)
                 if request.max_tokens == 0:
                     if not all(math.isfinite(one.logprob) for one in request.prompt_tokens[1:]):
@@ -216,6 +213,20 @@ class BatchEngine:
         self.rows += started
         drawn = self._draw(last_RX[torch.tensor(places, device=self.device)], started)
         return progress + drawn
+
+    def _sequence(self, request: GenerationRequest, index: int) -> RunningSequence:
+        grammar = request.grammar
+        matcher = None if grammar is None else self.grammars.matcher(grammar)
+        return RunningSequence(
+            *(request, index, self.tokenizer, self._end_ids),
+            device=self.device,
+            matcher=matcher,
+        )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of its vocabulary; raises as `Grammars`."""
+        return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
 
     def _score_prompts(
         self, hidden_NX: Tensor, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]
@@ -324,7 +335,11 @@ class BatchEngine:
         self.token_count.head_rows += len(rows)
         self.token_count.generated += len(rows)
         logits_RV = self._weights.head(hidden_RX).float()
-        for row, record in zip(rows, draw_tokens(logits_RV, rows, self._banned_ids), strict=True):
+        if any(row.matcher is not None for row in rows):
+            records = draw_tokens(logits_RV, rows, self._banned_ids, self.grammars.mask)
+        else:
+            records = draw_tokens(logits_RV, rows, self._banned_ids)
+        for row, record in zip(rows, records, strict=True):
             if math.isfinite(record.logprob):
                 row.append(record)
             else:
@@ -347,11 +362,15 @@ def failed_progress(request: GenerationRequest, index: int, reason: str) -> Prog
 
 
 def draw_tokens(
-    logits_RV: Tensor, rows: Sequence[RunningSequence], banned_ids: Tensor
+    logits_RV: Tensor,
+    rows: Sequence[RunningSequence],
+    banned_ids: Tensor,
+    mask: Callable[[Tensor, Sequence[Any]], None] | None = None,
 ) -> list[TokenRecord]:
     """Draw one token per row by its request's options; uses up the logits (float32).
 
-    A log-probability is not finite if the row's logits are not.
+    `mask` excludes the tokens that a row's grammar rejects. A log-probability is not finite if the
+    row's logits are not.
     """
     requests = [row.request for row in rows]
     logprobs_RV = logits_RV.log_softmax(dim=1)
@@ -361,6 +380,8 @@ def draw_tokens(
     elif texts:
         index = torch.tensor(texts, device=logits_RV.device)
         logits_RV[index[:, None], banned_ids] = float("-inf")
+    if mask is not None:
+        mask(logits_RV, [row.matcher for row in rows])
     tokens_R = sample_with_noise(
         logits_RV,
         temperatures=[one.temperature for one in requests],

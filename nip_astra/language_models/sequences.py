@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from nip_astra.language_models.sampling import SamplingOptions
+from nip_astra.language_models.structured import advance
 from nip_astra.language_models.tree_engine.routed_weights import Adapter
 from nip_astra.utils.seeding import SeedPart, derived_generator
 
@@ -53,6 +54,8 @@ class Progress:
     """None while the answer continues."""
     error: str | None = None
     """Set if the finish reason is "error"."""
+    is_request_fault: bool = False
+    """Whether the request caused the error, not the model."""
 
 
 Listener = Callable[[Sequence[Progress]], None]
@@ -92,6 +95,8 @@ class GenerationRequest:
     """The answer begins with the prompt and, if log-probabilities are requested, its tokens."""
     prompt_tokens: list[TokenRecord] = field(default_factory=list)
     """For `echo`: the prompt's tokens with their log-probabilities, as the engine finds them."""
+    grammar: str | None = None
+    """Grammar that the answer keeps to, if it is not cut; see `structured.Grammars`."""
     adapter: Adapter | None = None
     """Low-rank adapter that prompt and answer go through."""
     is_cancelled: bool = False
@@ -126,13 +131,15 @@ class RunningSequence:
         end_ids: frozenset[int],
         *,
         device: torch.device,
+        matcher: Any = None,
     ) -> None:
-        self.request, self.index = request, index
+        self.request, self.index, self.matcher = request, index, matcher
         self.generator = derived_generator(*request.seed_key(index), device=device)
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.is_request_fault = False
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
         self._detokenizer = IncrementalDetokenizer(tokenizer, ())
@@ -157,6 +164,11 @@ class RunningSequence:
         """Add the next token."""
         self.last = record.token
         self.num_tokens += 1
+        fault = None if self.matcher is None else advance(self.matcher, record.token)
+        if fault is not None:
+            self.fail(f"no text of the requested form continues the answer: {fault}")
+            self.is_request_fault = True
+            return
         is_end = record.token in self._end_ids
         is_full = self.num_tokens == self.request.max_tokens
         if self.request.returns_token_ids:
@@ -173,6 +185,9 @@ class RunningSequence:
         if self._detokenizer.is_stopped:
             self._cut_tokens()
             self.finish_reason = "stop"
+        elif self.matcher is not None and self.matcher.is_stopped():
+            # Nothing can follow, not even where the model has no end of a turn.
+            self._finish("stop")
         elif is_full:
             self._finish("length")
 
@@ -240,6 +255,7 @@ class RunningSequence:
             self.num_tokens,
             self.finish_reason,
             self.error,
+            self.is_request_fault,
         )
         self._text, self._records = "", []
         return progress

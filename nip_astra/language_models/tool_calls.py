@@ -10,12 +10,14 @@ one call in JSON, or a list of them. `parameters` is another name of `arguments`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sequences import overlap
 from nip_astra.language_models.services.chat import render_chat
+from nip_astra.language_models.structured import json_rule
 from nip_astra.safe_text import valid_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -135,17 +137,51 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+class ToolForm(NamedTuple):
+    """The form of calls that a chat template teaches."""
+
+    is_tagged: bool
+    """Hermes' form; otherwise the plain one."""
+    arguments: str
+    """The name of the arguments."""
+
+
+def tool_form(tokenizer: Any) -> ToolForm | None:
+    """The form in which the tokenizer's chat template shows calls; None if it shows no tools."""
+    call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"probe_value": 1}}}
+    schema = {"type": "object", "properties": {}}
+    function = {"name": "probe_tool", "description": "", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    question: dict[str, Any] = {"role": "user", "content": "hello"}
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        offer = render_chat(tokenizer, [question], opens_answer=True, tools=tools)
+        text = render_chat(tokenizer, [question, answer], opens_answer=False, tools=tools)
+    except ModelLoadError:
+        return None
+    before = text[: text.find("probe_value")]
+    if "probe_tool" not in offer:
+        return None
+    names = re.findall('"(arguments|parameters)"', before)
+    return ToolForm(re.search(rf"{OPEN}\s*{{[^<]*$", before) is not None, ["arguments", *names][-1])
+
+
 def supports_tools(tokenizer: Any) -> bool:
     """Whether the tokenizer's chat template shows tools to the model."""
-    probe: Mapping[str, Any] = {
-        "name": "probe_of_tools",
-        "description": "",
-        "parameters": {"type": "object", "properties": {}},
-    }
-    messages = [{"role": "user", "content": "hello"}]
-    tools = [{"type": "function", "function": probe}]
-    try:
-        text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
-    except ModelLoadError:
-        return False
-    return probe["name"] in text
+    return tool_form(tokenizer) is not None
+
+
+def call_rules(
+    tools: Sequence[Mapping[str, Any]], form: ToolForm, *, allows_several: bool
+) -> list[str]:
+    """Rules of a grammar for `calls`: one call of a function or, in Hermes' form, several."""
+    begin, end = (f"{OPEN}\n", f"\n{CLOSE}") if form.is_tagged else ("", "")
+    further = ' ("\\n" call)*' if allows_several and form.is_tagged else ""
+    rules = [f"calls: call{further}"]
+    rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}")
+    for place, tool in enumerate(tools):
+        head = f'{begin}{{"name": {json.dumps(tool["name"])}, "{form.arguments}": '
+        schema = {"type": "object", **tool.get("parameters", {})}
+        tail = json.dumps(f"}}{end}")
+        rules.append(f"call_{place}: {json.dumps(head)} {json_rule(schema)} {tail}")
+    return rules

@@ -464,7 +464,7 @@ def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
 
 
 SUSPICIOUS_GAP = 0.1
-"""Mean difference, nats a token, beyond which the engine can hardly hold the trainer's weights;
+"""Mean difference, nats per token, beyond which the engine can hardly hold the trainer's weights;
 0.012 has been reported for bfloat16 (huggingface/trl issue 4772)."""
 
 
@@ -503,7 +503,7 @@ class SamplerGap:
         }
         if mean > SUSPICIOUS_GAP:
             logger.warning(
-                "the log-probabilities of sampling are %.2f nats a token from the trainer's; "
+                "the log-probabilities of sampling are %.2f nats per token from the trainer's; "
                 "does the engine hold the same weights?",
                 mean,
             )

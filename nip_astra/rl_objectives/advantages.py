@@ -542,7 +542,7 @@ def tree_gae(
     values_NT : Tensor
         Expected return before each token.
     mask_NT : Tensor
-        bool, right-padded; True on sampled tokens, at least one a turn.
+        bool, right-padded; True on sampled tokens, at least one per turn.
     gamma, lam : float
         In [0, 1].
 

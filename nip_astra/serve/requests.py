@@ -31,7 +31,7 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "best_of": (1,),
-    "tools": ([],),
+    "functions": ([],),
     "suffix": ("",),
     "modalities": (["text"],),
     "top_k": (-1, 0),
@@ -176,8 +176,10 @@ def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
 
 def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
     # The path also names members of unions; no option begins with these.
-    path = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list["))]
-    name = ".".join(part for part in path if part not in ("str", "int", "Text"))[:200]
+    unions = ("function-", "list[", "literal[")
+    path = [str(part) for part in fault["loc"] if not str(part).startswith(unions)]
+    members = ("str", "int", "Text", "ChosenTool")
+    name = ".".join(part for part in path if part not in members)[:200]
     if fault["type"] == "extra_forbidden":
         near = nearest_names(path[-1], kind.model_fields, 1) if len(path) == 1 else []
         hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."

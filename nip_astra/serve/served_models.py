@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from nip_astra.language_models.sources import (
     load_model,
     round_weights,
 )
+from nip_astra.language_models.structured import Grammars
+from nip_astra.language_models.tool_calls import ToolForm, tool_form
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
@@ -81,6 +84,16 @@ class Engine:
         with self._changed:
             request.is_cancelled = True
             self._changed.notify()
+
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of its vocabulary; raises as `Grammars`."""
+        return self._batch.grammars
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """The form of calls of tools; None if its chat template shows no tools."""
+        return tool_form(self.tokenizer)
 
     @property
     def num_waiting(self) -> int:

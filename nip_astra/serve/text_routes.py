@@ -13,20 +13,29 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    ModelAbilityError,
+    ModelLoadError,
+)
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
+from nip_astra.language_models.structured import json_rule
+from nip_astra.language_models.tool_calls import ToolCall, ToolCallParser, ToolForm, call_rules
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.requests import (
+    ApiError,
     Body,
     Metadata,
     check_body,
     failed,
     overloaded,
+    parse_json,
     read_body,
     wrong,
 )
@@ -36,6 +45,7 @@ from nip_astra.serve.settings import ServiceSettings
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
 MAX_STOPS = 4
+MAX_TOOLS = 128
 _CLIENT_LEFT = 499
 
 # ---- requests
@@ -43,6 +53,7 @@ _CLIENT_LEFT = 499
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Label = Annotated[str, Field(max_length=512)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Part = TypeVar("Part")
 AtLeastOne = Annotated[list[Part], Field(min_length=1)]
 Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
@@ -70,7 +81,6 @@ class InertBody(Body):
     """Options of OpenAI that do not affect an answer: billing, abuse, storage, caches, latency."""
 
     metadata: Metadata = {}
-    parallel_tool_calls: bool = True
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -115,15 +125,141 @@ class Message(Body):
     content: str | AtLeastOne[TextPart]
 
     def plain(self) -> dict[str, str]:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return plain_message(self.role, self.content)
+
+
+def plain_message(role: str, content: str | Sequence[TextPart]) -> dict[str, str]:
+    """A message with one text, for a chat template."""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+class CalledFunction(Body):
+    """A function with the arguments of a call, as JSON."""
+
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, arguments: str) -> str:
+        try:
+            is_valid = isinstance(parse_json(arguments.encode()), dict)
+        except ApiError:
+            is_valid = False
+        if not is_valid:
+            raise ValueError("arguments must be the text of a JSON object")
+        return arguments
+
+
+class CallPart(Body):
+    """A call of a tool in a message."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatTurn(Body):
+    """A message of a conversation with tools."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | AtLeastOne[TextPart] = ""
+    name: Label | None = None
+    tool_calls: AtLeastOne[CallPart] | None = None
+    tool_call_id: Label | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        # Clients send back messages of answers with all their fields.
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value not in (None, [])}
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> ChatTurn:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("only messages of the role assistant have tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("messages of the role tool, and only those, need tool_call_id")
+        if "content" not in self.model_fields_set and self.tool_calls is None:
+            raise ValueError("the message needs content")
+        return self
+
+    @property
+    def uses_tools(self) -> bool:
+        return self.role == "tool" or self.tool_calls is not None
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {**plain_message(self.role, self.content), **more}
+
+
+class Function(Body):
+    """A function that a model may call; `parameters` is a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ChosenTool(Body):
+    """A tool that a model must call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class JsonSchema(Body):
+    """A named JSON schema; it is always enforced, as by `strict`."""
+
+    name: FunctionName
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer."""
+
+    type: Literal["json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        return {"type": "object"} if self.json_schema is None else self.json_schema.json_schema
 
 
 class ChatBody(SamplingBody):
     """A request of /v1/chat/completions."""
 
-    messages: AtLeastOne[Message]
+    messages: AtLeastOne[ChatTurn]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -134,7 +270,35 @@ class ChatBody(SamplingBody):
             raise ValueError("top_logprobs need logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens are one option; give one")
+        if self.must_call and not self.called_tools:
+            raise ValueError("tool_choice names no function of tools; give it among tools")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def called_tools(self) -> list[Function]:
+        """The functions that the answer may call."""
+        functions = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, ChosenTool):
+            return [one for one in functions if one.name == self.tool_choice.function.name]
+        return functions if self.tool_choice != "none" else []
+
+    def grammar(self, form: ToolForm | None) -> str | None:
+        """The grammar of the answer; None for any text."""
+        answers: list[str] = []
+        rules: list[str] = []
+        if self.called_tools and form is not None and (self.must_call or self.response_format):
+            is_one = isinstance(self.tool_choice, ChosenTool) or not self.parallel_tool_calls
+            functions = [one.model_dump(exclude_none=True) for one in self.called_tools]
+            rules = call_rules(functions, form, allows_several=not is_one)
+            answers.append("calls")
+        if self.response_format is not None and not self.must_call:
+            answers.append("answer")
+            rules.append(f"answer: {json_rule(self.response_format.schema_of_answer)}")
+        return "\n".join([f"start: {' | '.join(answers)}", *rules]) if answers else None
 
 
 class CompletionBody(SamplingBody):
@@ -187,10 +351,14 @@ class TextReply:
         prompts: Sequence[Sequence[int]],
         *,
         returns_token_ids: bool,
+        num_calls_allowed: int = 0,
     ) -> None:
         self.is_chat = kind == "chatcmpl"
         self.tokenizer = tokenizer
         self._prompts = [list(prompt) for prompt in prompts] if returns_token_ids else None
+        self._num_calls_allowed = num_calls_allowed
+        self._parsers: dict[int, ToolCallParser] = {}
+        self._calls: dict[int, list[Reply]] = {}
         self._head = {
             "id": f"{kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -208,9 +376,10 @@ class TextReply:
         choices = [
             {
                 "index": place,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "message": {"role": "assistant", "content": None, "refusal": None}
+                | self._delta(place, one),
                 "logprobs": self._chat_logprobs(one),
-                "finish_reason": one.finish_reason,
+                "finish_reason": self._finish_reason(place, one),
                 **self._token_ids(one),
             }
             for place, one in enumerate(answers)
@@ -243,11 +412,36 @@ class TextReply:
             return self._completion(place, progress, offset)
         return {
             "index": place,
-            "delta": {"content": progress.text} if progress.text or progress.tokens else {},
+            "delta": self._delta(place, progress),
             "logprobs": self._chat_logprobs(progress),
-            "finish_reason": progress.finish_reason,
+            "finish_reason": self._finish_reason(place, progress),
             **self._token_ids(progress),
         }
+
+    def _delta(self, place: int, progress: Progress) -> Reply:
+        """Content and calls that a step adds to an answer."""
+        if not self._num_calls_allowed:
+            return {"content": progress.text}
+        parser = self._parsers.setdefault(place, ToolCallParser())
+        parts = list(parser.push(progress.text))
+        if progress.finish_reason is not None:
+            parts += parser.finish()
+        calls = self._calls.setdefault(place, [])
+        first = len(calls)
+        for part in parts:
+            if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
+                call = part.as_message_part(f"call_{secrets.token_hex(12)}")
+                # Only streams number their calls.
+                calls.append(
+                    {"index": len(calls), **call} if progress.request.is_streamed else call
+                )
+        content = "".join(part for part in parts if isinstance(part, str))
+        found: Reply = {"tool_calls": calls[first:]} if calls[first:] else {}
+        return {"content": content, **found} if content else found
+
+    def _finish_reason(self, place: int, progress: Progress) -> str | None:
+        is_call = progress.finish_reason == "stop" and self._calls.get(place)
+        return "tool_calls" if is_call else progress.finish_reason
 
     def _chat_logprobs(self, progress: Progress) -> Reply | None:
         if progress.request.num_top is None:
@@ -475,7 +669,7 @@ class EngineClient:
         try:
             async for place, one in progress:
                 if one.finish_reason == "error":
-                    raise failed(f"the answer failed: {one.error}")
+                    raise _error_of(one)
                 answers[place] = one
         finally:
             await progress.aclose()
@@ -535,13 +729,30 @@ class _TextRoutes:
         body = await read_body(request, ChatBody)
         engine = self._models.get(body.model).engine
         messages = [message.plain() for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
-        prompt = await _maybe_in_thread(size, lambda: chat_prompt(engine.tokenizer, messages))
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.called_tools]
+        needs_form = bool(tools) or any(message.uses_tools for message in body.messages)
+        form = engine.tool_form if needs_form else None
+        if needs_form and form is None:
+            raise wrong(
+                f"the chat template of {body.model!r} does not show tools to the model. Leave out "
+                "tools and their messages, or serve a model with such a template.",
+                "tools",
+                "unsupported_parameter",
+            )
+        size = sum(len(message["content"]) for message in messages) + len(str(tools))
+        prompt = await _maybe_in_thread(
+            size, lambda: chat_prompt(engine.tokenizer, messages, tools)
+        )
+        grammar = body.grammar(form)
+        if grammar is not None:
+            await asyncio.to_thread(_compile, engine, grammar, body)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
         return await self._answer_text(
             *("chatcmpl", request, body, [prompt], num_top, max_tokens),
+            num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
             keeps_tokens=body.return_token_ids,
+            grammar=grammar,
         )
 
     async def completions(self, request: Request) -> Response:
@@ -565,6 +776,8 @@ class _TextRoutes:
         prompts: Sequence[Sequence[int]],
         num_top: int | None,
         max_tokens: int | None,
+        *,
+        num_calls_allowed: int = 0,
         **options: Any,
     ) -> Response:
         served = self._models.get(body.model)
@@ -581,6 +794,7 @@ class _TextRoutes:
         reply = TextReply(
             *(kind, body.model, served.engine.tokenizer, prompts),
             returns_token_ids=body.return_token_ids,
+            num_calls_allowed=num_calls_allowed,
         )
         if body.stream:
             return await self._stream(served.engine, requests, body, reply)
@@ -652,7 +866,7 @@ class _TextRoutes:
                 while one is not None:
                     place, step = one
                     if step.finish_reason == "error":
-                        yield _event(failed(f"the answer failed: {step.error}").body)
+                        yield _event(_error_of(step).body)
                         return
                     offset = lengths.get(place, 0)
                     lengths[place] = offset + sum(len(record.text) for record in step.tokens)
@@ -673,6 +887,11 @@ class _TextRoutes:
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
+def _error_of(progress: Progress) -> ApiError:
+    text = f"the answer failed: {progress.error}"
+    return wrong(text, code="form_not_reached") if progress.is_request_fault else failed(text)
+
+
 def _event(content: Reply) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
@@ -686,7 +905,24 @@ async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
+    """Compile the grammar of an answer; raises `ApiError` if that cannot be enforced."""
+    param = "response_format" if body.response_format is not None else "tool_choice"
+    try:
+        engine.grammars.matcher(grammar)
+    except (MissingDependencyError, ModelAbilityError) as error:
+        text = f"{param} is not supported by the model {body.model!r}: {error}"
+        raise wrong(text, param, "unsupported_parameter") from error
+    except ConfigurationError as error:
+        text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
+        raise wrong(text, param, "invalid_value") from error
+
+
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """The tokens before the assistant's next message, by the tokenizer's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise wrong(
@@ -696,7 +932,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[i
             "no_chat_template",
         )
     try:
-        text = render_chat(tokenizer, messages, opens_answer=True)
+        text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
     except ModelLoadError as error:
         raise wrong(str(error), "messages", "refused_by_template") from error
     return list(tokenizer.encode(text, add_special_tokens=False))

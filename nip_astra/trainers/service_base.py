@@ -38,6 +38,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
@@ -526,6 +528,16 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
+
+    def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
+        """Set the `advantages` of distillation and `teacher_logprobs`; the divergence, to log."""
+        options = self.parameters.distillation
+        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
+        batch.values["advantages"] = reverse_kl_advantages(
+            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
+        )
+        return {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
 
     def load_teacher(self) -> TokenScorer:
         """The frozen model that `distillation.teacher` names."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 
 class Models(NamedTuple):

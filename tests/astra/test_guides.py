@@ -17,7 +17,7 @@ from nip_astra.astra.ext.transformers.hf_ast_problem import HFASTConfiguration, 
 from nip_astra.astra.logging import logger
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, says
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 
 def small(**changes: Any) -> TrainingConfiguration:

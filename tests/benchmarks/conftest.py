@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 FOLDER = ROOT / "benchmarks"
 

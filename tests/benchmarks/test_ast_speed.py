@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 
 class Modules(NamedTuple):

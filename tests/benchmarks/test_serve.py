@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 
 @pytest.mark.slow  # two services, each of which imports torch

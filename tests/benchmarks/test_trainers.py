@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from nip_astra.trainers.registry import TRAINERS
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 SMALL = ("training.num_iterations=1", "ast_chat.evaluation.num_episodes=2")
 

@@ -14,7 +14,7 @@ from nip_astra.checkpoints.shards import load_shards, load_whole, save_shards, s
 from nip_astra.distributed.team import open_team
 from nip_astra.errors import CheckpointError
 from tests.distributed.processes import together
-from tests.messages import says
+from tests.kit.messages import says
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from nip_astra.cli.app import main
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.cli.trained_run import SMALL
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 
 @pytest.fixture(scope="session")

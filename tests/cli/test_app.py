@@ -19,7 +19,7 @@ from nip_astra.cli.app import main
 from nip_astra.errors import plural
 from nip_astra.overview import registered
 from nip_astra.registry import ALL_REGISTRIES
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 REPOSITORY = Path(__file__).parents[2]
 

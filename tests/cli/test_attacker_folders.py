@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine, refused
-from tests.tiny import make_language_model
+from tests.kit.command_line import CommandLine, refused
+from tests.kit.tiny import make_language_model
 
 SMALL = (
     *("--num-episodes", "6", "--probability-episodes", "0"),

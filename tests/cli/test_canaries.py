@@ -24,7 +24,7 @@ from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.sweep.plan import SweepPlan
 from nip_astra.sweep.runner import SweepRunner
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 ROOT = Path(nip_astra.__file__).parent
 CANARY = "NIP_ASTRA_CANARY"

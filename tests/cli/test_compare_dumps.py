@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 SMALL = (
     "training.num_episodes_per_experience=2",

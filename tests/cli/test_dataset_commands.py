@@ -14,7 +14,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import load_pairs
 from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 from tests.scenarios.graph_isomorphism.published import write_published
 
 FEW = {"num_train": 30, "num_test": 10}

@@ -19,9 +19,9 @@ from nip_astra.samplers import executor, trees
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
-from tests import actors_here
 from tests.cli.trained_run import SMALL, figures_of
-from tests.command_line import CommandLine, refused
+from tests.kit import actors_here
+from tests.kit.command_line import CommandLine, refused
 
 SCORER = """
 from nip_astra.scorers.base import Scorer

@@ -13,8 +13,8 @@ from nip_astra.evaluation.exports import Material, write_csv, write_jsonl
 from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.safe_text import safe_text
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine, refused
 from tests.evaluation.rows_by_hand import episode, judged
+from tests.kit.command_line import CommandLine, refused
 
 FEW = ("--num-episodes", "6", "--probability-episodes", "0")
 

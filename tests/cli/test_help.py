@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import CommandLine
+from nip_astra.cli.app import app
+from tests.kit.command_line import CommandLine
 
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
 COMMANDS = (
@@ -48,3 +49,28 @@ def test_help_names_the_options_of_a_command(cli: CommandLine, command: str) -> 
     assert said.code == 0
     for option in OPTIONS[command]:
         assert option in said.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "proposed"),
+    [
+        ("nip-astra ev", {"evaluate"}),
+        ("nip-astra --scen", {"--scenario"}),
+        ("nip-astra --trainer ast_dp", {"ast_dpo"}),
+        ("nip-astra --trainer ast_dpo --scenario pocket_c", {"pocket_chat", "pocket_chat_api"}),
+        ("nip-astra evaluate m", {"mine"}),
+        ("nip-astra report other", set()),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, typed: str, proposed: set[str]
+) -> None:
+    (cli.folder / "runs" / "mine").mkdir(parents=True)
+    cli.write("runs/mine/hyper_parameters.yaml", "")
+    (cli.folder / "runs" / "other").mkdir()
+    monkeypatch.setenv("_NIP_ASTRA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    with pytest.raises(SystemExit):
+        app(prog_name="nip-astra")
+    assert set(cli.capsys.readouterr().out.split()) == proposed

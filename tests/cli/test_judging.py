@@ -9,7 +9,7 @@ import pytest
 
 from nip_astra.parameters.content import find_scenario
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 FEW = ("--num-episodes", "3", "--probability-episodes", "0")
 

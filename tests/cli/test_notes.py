@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from nip_astra.cli.app import NoteHandler
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 TRAINER = """
     from nip_astra import RemoteApiTrainer

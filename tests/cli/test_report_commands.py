@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 from tests.report.runs import write_run
 
 

@@ -14,7 +14,7 @@ from nip_astra.evaluation import playing
 from nip_astra.evaluation.storage import Row, encode_rows, read_rows
 from nip_astra.scorers.base import SCORERS
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 LENGTH = """
 from nip_astra.scorers.base import Scorer

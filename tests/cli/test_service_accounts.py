@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
+from tests.kit.tiny import write_scenario
 from tests.scorers.chat_stub import Reply, chat_stub, rating
-from tests.tiny import write_scenario
 
 PRICES = {"prompt": 1000.0, "completion": 2000.0}
 TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices": PRICES}

@@ -9,7 +9,7 @@ import yaml
 
 from nip_astra.errors import ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 TOY = """
     trainer: ast_dpo

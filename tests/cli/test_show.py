@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.overview import meanings_of
+from nip_astra.cli.app import described_commands
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.overview import every_parameter, find_described, meanings_of
 from nip_astra.parameters.files import flatten
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 
 def shown(said: str) -> set[str]:
@@ -53,6 +55,39 @@ def test_explain_says_what_each_is_and_where_it_is_read(cli: CommandLine) -> Non
     said = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
     assert "Discount per round." in said
     assert "loss_type is kl_penalty" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("learning rate", "training.lr"),
+        ("batch size", "training.minibatch_size"),
+        ("warmup", "training.num_warmup_steps"),
+        ("max_steps", "training.num_iterations"),  # of TRL
+        ("checkpoint", "--settings checkpoint_period"),
+        ("resume", "nip-astra resume"),
+        ("fail if", "nip-astra evaluate --fail-if"),
+    ],
+)
+def test_a_text_is_searched_in_parameters_settings_and_commands(text: str, first: str) -> None:
+    described = [*every_parameter(), *described_commands()]
+    assert find_described(text, described)[0].name == first
+
+
+def test_explain_with_a_text_prints_what_fits_best_without_loading_torch(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nip_astra.overview.show", None)
+    lines = cli("show", "--explain", "warmup").out.splitlines()
+    assert lines[1].split()[0] == "training.num_warmup_steps"
+    assert "'qqq'" in refused(cli("show", "--explain", "qqq"))
+
+
+def test_settings_are_listed_with_their_defaults(cli: CommandLine) -> None:
+    names = {line.split()[0]: line for line in cli("show", "--settings").out.splitlines()}
+    fields = {name for name, one in ExperimentSettings.model_fields.items() if not one.exclude}
+    assert fields <= set(names)
+    assert " 10 " in names["checkpoint_period"]
 
 
 @pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])

@@ -13,7 +13,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 SMALL = (
     "training.num_iterations=2",

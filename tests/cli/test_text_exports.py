@@ -13,7 +13,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 # The prover tells the word and says "damn"; the verifier asks once and accepts.
 PLAYER = (

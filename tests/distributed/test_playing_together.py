@@ -17,7 +17,7 @@ from nip_astra.run import prepare_experiment
 from nip_astra.samplers import executor, trees
 from nip_astra.samplers.trees import TreeSampler
 from tests.distributed.processes import together
-from tests.resuming import short_experiment
+from tests.kit.resuming import short_experiment
 
 CPU = torch.device("cpu")
 MORE = (

@@ -24,8 +24,8 @@ from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.trainers.language_model_base import check_can_be_sharded
 from tests.distributed.processes import together
-from tests.messages import says
-from tests.resuming import short_experiment
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
 
 CPU = torch.device("cpu")
 

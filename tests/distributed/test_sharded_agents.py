@@ -22,8 +22,8 @@ from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.trainer_base import Trainer
 from tests.distributed.processes import together
 from tests.distributed.test_training_together import gap_of, in_float64, weights_of
-from tests.messages import says
-from tests.resuming import short_experiment
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
 
 CPU = torch.device("cpu")
 GRAPHS = (

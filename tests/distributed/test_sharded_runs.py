@@ -24,8 +24,8 @@ from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.trainers.trainer_base import Trainer
 from tests.distributed.processes import together
-from tests.messages import says
-from tests.resuming import short_experiment
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
 
 pytestmark = pytest.mark.usefixtures("no_plugins_left")
 

@@ -19,12 +19,12 @@ from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend.engine import Request
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment
-from tests.command_line import plugins_forgotten_after
 from tests.distributed.processes import together
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.messages import says
+from tests.kit.resuming import AST_OVERRIDES
+from tests.kit.tiny import make_language_model, write_scenario
 from tests.language_models import fake_vllm
-from tests.messages import says
-from tests.resuming import AST_OVERRIDES
-from tests.tiny import make_language_model, write_scenario
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
 from nip_astra.utils.processor import num_cores
 from tests.distributed.processes import together
-from tests.messages import says
+from tests.kit.messages import says
 
 CPU = torch.device("cpu")
 

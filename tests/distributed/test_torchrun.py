@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 
 pytestmark = pytest.mark.slow
 SHORT = (

@@ -20,8 +20,8 @@ from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.trainer_base import Trainer
 from tests.distributed.processes import together
-from tests.messages import says
-from tests.resuming import short_experiment
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
 
 AGENTS = ("vanilla_ppo", "mappo", "reinforce")
 CPU = torch.device("cpu")

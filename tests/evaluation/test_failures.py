@@ -36,7 +36,7 @@ def make_chains(
     scores: Sequence[float],
     nll: Sequence[Sequence[float]] | None = None,
 ) -> RolloutTree:
-    """Chains that do not branch: probes by depth, then by prompt; `nll` holds nats a token."""
+    """Chains that do not branch: probes by depth, then by prompt; `nll` holds nats per token."""
     count, num_episodes = len(probes), len(prompts)
     nll = nll or [[1.0]] * count
     width = max(len(tokens) for tokens in nll)

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 from nip_astra.errors import ModelLoadError, ParameterError
 from nip_astra.language_models import embeddings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
-from tests.tiny import make_classifier, make_tokenizer
+from tests.kit.tiny import make_classifier, make_tokenizer
 
 TEXTS = ["how are you", "hello", "the cat sat on a mat .", "", "you are silly", "hello"]
 STRANGE = ["", " ", "?", "\u732b", "\U0001f642", "\ud800", "caf\u00e9", "x" * 3000, "\x00"]

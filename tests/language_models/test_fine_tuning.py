@@ -17,7 +17,7 @@ from nip_astra.language_models.fine_tuning import (
     fine_tune,
     token_rows,
 )
-from tests.tiny import make_tokenizer
+from tests.kit.tiny import make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
 CAT = ({"role": "user", "content": "the cat"},)

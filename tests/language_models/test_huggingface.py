@@ -11,7 +11,7 @@ from nip_astra.errors import CheckpointError, ModelLoadError
 from nip_astra.language_models.base import SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, resolve_model
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=8)

@@ -18,9 +18,9 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import layers_of
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model_base import distribute
-from tests.messages import says
-from tests.resuming import short_experiment
-from tests.tiny import make_language_model, make_tokenizer
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
+from tests.kit.tiny import make_language_model, make_tokenizer
 
 CPU = torch.device("cpu")
 ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU))

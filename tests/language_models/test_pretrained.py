@@ -23,7 +23,7 @@ from nip_astra.language_models.sources import (
     load_model,
     load_tokenizer,
 )
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 IDS = torch.tensor([[6, 7, 8, 9]])
 

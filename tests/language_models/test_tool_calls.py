@@ -11,9 +11,12 @@ from nip_astra.language_models.sources import load_tokenizer
 from nip_astra.language_models.tool_calls import (
     ToolCall,
     ToolCallParser,
+    ToolForm,
     parse_tool_calls,
     supports_tools,
+    tool_form,
 )
+from tests.tiny import make_byte_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 CALL = ToolCall("add", {"a": 1})
@@ -71,10 +74,10 @@ def test_text_is_not_held_back_longer_than_needed() -> None:
 
 
 def test_a_template_either_shows_tools_or_is_known_not_to(tiny_model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_model_dir))
-    assert not supports_tools(tokenizer)
-    tokenizer.chat_template = (
-        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-        "{% for one in messages %}{{ one.content }}{% endfor %}"
-    )
+    assert not supports_tools(load_tokenizer(str(tiny_model_dir)))
+    tokenizer = make_byte_tokenizer()
     assert supports_tools(tokenizer)
+    assert tool_form(tokenizer) == ToolForm(is_tagged=True, arguments="arguments")
+    for old, new in (("<tool_call>", ""), ('"arguments"', '"parameters"')):
+        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    assert tool_form(tokenizer) == ToolForm(is_tagged=False, arguments="parameters")

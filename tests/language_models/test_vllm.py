@@ -24,8 +24,8 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
+from tests.kit.tiny import make_language_model
 from tests.language_models import fake_vllm
-from tests.tiny import make_language_model
 
 CPU = torch.device("cpu")
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]

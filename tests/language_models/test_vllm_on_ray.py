@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 from tests.serve.servers import VLLM
 
 SECONDS = 600
@@ -64,7 +64,7 @@ def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 def test_engines_sample_from_the_weights_of_now(tmp_path: Path, kind: str) -> None:
     first, second = run(tmp_path / "x", 2, kind)
     assert first["loss"] != second["loss"]
-    # At this learning rate a rollout by weights of before is some nats a token off.
+    # At this learning rate a rollout by weights of before is some nats per token off.
     for line in (first, second):
         assert line["tokens/generated"] > 100
         assert line["sampler_gap/mean"] < 1e-3

@@ -26,7 +26,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
-from tests.tiny import make_language_model, write_scenario
+from tests.kit.tiny import make_language_model, write_scenario
 
 CPU = torch.device("cpu")
 FAST = (
@@ -95,7 +95,7 @@ def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
 
 
 def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
-    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats a token, is
+    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats per token, is
     from what transformers computes with the weights in a folder.
     """
     exact = HuggingFaceLanguageModel.load(

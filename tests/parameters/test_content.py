@@ -17,7 +17,7 @@ from nip_astra.parameters.content import (
     resolve_reference,
     scenario_names,
 )
-from tests.messages import says
+from tests.kit.messages import says
 
 ROOT = Path(__file__).resolve().parents[2]
 

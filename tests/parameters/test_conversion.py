@@ -19,7 +19,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.version import __version__
-from tests.messages import says
+from tests.kit.messages import says
 
 PLAIN = HyperParameters.with_sections({})
 VERSIONS = ("0.0", "0.1")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ParameterError
-from tests.messages import says
+from tests.kit.messages import says
 from tests.parameters.groups import Drawing, Paint
 
 SHAPE = {"_type": "circle", "radius": 1.0}

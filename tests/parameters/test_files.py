@@ -22,7 +22,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import validate_layers
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.messages import says
+from tests.kit.messages import says
 from tests.parameters.groups import Drawing, Paint
 
 Write = Callable[[str, str], Path]

@@ -15,7 +15,7 @@ from nip_astra.parameters.conversion import forget_conversion, register_conversi
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
-from tests.messages import says
+from tests.kit.messages import says
 from tests.parameters.groups import Circle, Drawing, Paint
 
 BASE = {"trainer": "mine", "scenario": "here"}

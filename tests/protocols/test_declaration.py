@@ -24,7 +24,7 @@ from nip_astra.protocols.registry import (
     register_protocol_handler,
 )
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
-from tests.messages import says
+from tests.kit.messages import says
 from tests.protocols.playing import build
 
 

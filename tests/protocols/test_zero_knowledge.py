@@ -19,7 +19,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
-from tests.messages import says
+from tests.kit.messages import says
 from tests.protocols.playing import LETTERS, build, play
 
 ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 3.0}

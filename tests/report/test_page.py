@@ -21,7 +21,7 @@ from nip_astra.report import evaluations, page, sections, summary
 from nip_astra.report.evaluations import turns_to_failure
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
-from tests.documents import ROOT
+from tests.kit.documents import ROOT
 from tests.report.runs import (
     ATTACK,
     chains,

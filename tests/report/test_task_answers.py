@@ -11,7 +11,7 @@ from nip_astra.report.page import render_report
 from nip_astra.report.records import RunRecord, read_run
 from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES, Table, tables_of
 from nip_astra.run import run_experiment
-from tests.resuming import short_experiment
+from tests.kit.resuming import short_experiment
 
 
 def make_run(folder: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:

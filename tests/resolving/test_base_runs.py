@@ -26,8 +26,8 @@ from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import wandb_runs
 from nip_astra.version import __version__
-from tests.messages import says
-from tests.toy_protocol_scenario import KIND, SMALL, toy_scenario_folder
+from tests.kit.messages import says
+from tests.kit.toy_protocol_scenario import KIND, SMALL, toy_scenario_folder
 from tests.tracking.test_wandb_runs import FakeApi, FakeArtifact
 
 PARAMETERS, RERUN = "base_run_type=parameters", "base_run_type=rerun_tests"

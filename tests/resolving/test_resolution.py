@@ -19,7 +19,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.sweep.plan import grid_of
 from nip_astra.tracking.run_directory import to_yaml
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 TERM = """
 from nip_astra.reward_terms.likelihood_terms import EntropyBonus

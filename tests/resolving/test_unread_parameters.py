@@ -21,7 +21,7 @@ from nip_astra.resolving.resolution import SHARED_GROUPS, _walk, resolve_experim
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
-from tests.messages import says
+from tests.kit.messages import says
 
 STRESS_TEST = {"trainer": "ast_dpo"}
 PROOF = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from nip_astra.errors import ParameterError, RewardTermError
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_terms
-from tests.messages import says
+from tests.kit.messages import says
 from tests.reward_terms.rollouts import rollout
 
 

@@ -19,8 +19,8 @@ from nip_astra.language_models.embeddings import (
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.novelty import ProbeHistory
 from nip_astra.utils.diversity import bleu_against
+from tests.kit.tiny import make_classifier
 from tests.reward_terms.rollouts import rollout, term_of
-from tests.tiny import make_classifier
 
 KINDS: list[dict[str, Any]] = [
     {"name": "self_bleu_novelty"},

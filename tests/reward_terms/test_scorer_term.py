@@ -12,8 +12,8 @@ import pytest
 from nip_astra.errors import ScorerError
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
+from tests.kit.tiny import make_classifier
 from tests.reward_terms.rollouts import rollout, term_of
-from tests.tiny import make_classifier
 
 
 class SillyScorer(Scorer):

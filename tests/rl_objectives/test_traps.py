@@ -19,8 +19,8 @@ from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.ast_dpo import select_pairs
 from nip_astra.trainers.service.metrics import log_rollout_metrics
+from tests.kit.tiny import make_language_model
 from tests.rollouts.test_tree_and_pairs import make_tree
-from tests.tiny import make_language_model
 
 DOUBLE = torch.float64
 

@@ -264,7 +264,8 @@ def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
     assert len(batch) == batch.metadata["batch_size"] == 2
     assert batch.values["prompts"].tolist() == [[5], [5]]
     assert batch.values["responses"].tolist() == [[6, 7], [8, 0]]
-    assert (batch.values["group_id"], batch.values["run_id"]) == (["a", "a"], [0, 1])
+    for names in (("group_id", "run_id"), ("group_ids", "run_ids")):
+        assert [batch.values[name] for name in names] == [["a", "a"], [0, 1]]
     assert batch.values["loss_mask"].dtype == torch.bool
     assert batch.metadata["temperature"] == 0.5
     first, second = batch.to_trajectories()

@@ -19,8 +19,8 @@ from nip_astra.samplers import executor
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
-from tests import actors_here
-from tests.actors_here import ActorsHere
+from tests.kit import actors_here
+from tests.kit.actors_here import ActorsHere
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
 from tests.samplers.test_executor import counted
 from tests.samplers.test_trees import build
@@ -194,7 +194,7 @@ def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInst
             assert_equal(sample(sampler), expected)
             actors = get_actors()
             assert isinstance(actors, Actors)
-            killed = actors.process_ids()[0]
+            killed = actors.call([os.getpid], [])[0]
             marker = Path(os.environ.get("TMPDIR", "/tmp")) / f"killed-{killed}"
             results = actors.call([partial(_end_once, marker, number) for number in range(4)], [])
             assert results == [0, 1, 2, 3]

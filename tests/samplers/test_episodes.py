@@ -10,7 +10,7 @@ import torch
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
-from tests.protocol_games import build_game
+from tests.kit.protocol_games import build_game
 
 
 def sampler_of(game: ScenarioInstance, seed: int = 0) -> EpisodeSampler:

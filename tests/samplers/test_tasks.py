@@ -18,7 +18,7 @@ from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
 from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment
 from nip_astra.scorers.base import Message
-from tests.tiny import make_tokenizer
+from tests.kit.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer(["guess", "to", "higher", "lower", "number?", *map(str, range(1, 17))])
 END = TOKENIZER.eos_token_id

@@ -25,7 +25,7 @@ from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment, GuessN
 from nip_astra.scorers.base import Message
 from nip_astra.utils.actors import ActorOptions, using_actors
 from nip_astra.utils.forked import can_fork, using_processes
-from tests import actors_here
+from tests.kit import actors_here
 
 PLAN = TaskPlan("train", num_runs=2, max_turns=4, key=(0, "parts"))
 PROBLEMS = [4, 0, 7, 2, 9]

@@ -27,7 +27,7 @@ from nip_astra.samplers.text_rollouts import (
 )
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
+from tests.kit.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
 
 
 def _say(request: ChatRequest, number: int) -> str:

@@ -237,7 +237,7 @@ def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
 def test_long_conversations_are_cut_by_whole_turns_and_counted(
     tmp_path: Path,
 ) -> None:
-    from tests.tiny import make_language_model, write_scenario
+    from tests.kit.tiny import make_language_model, write_scenario
 
     scenario = write_scenario(tmp_path)
     make_language_model(tmp_path / "target", seed=2, window=32)
@@ -248,7 +248,7 @@ def test_long_conversations_are_cut_by_whole_turns_and_counted(
 
 
 def test_models_with_different_tokenizers_exchange_text(tmp_path: Path) -> None:
-    from tests.tiny import WORDS, make_tokenizer, write_scenario
+    from tests.kit.tiny import WORDS, make_tokenizer, write_scenario
 
     scenario = write_scenario(tmp_path)
     make_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "target")

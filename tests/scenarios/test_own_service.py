@@ -23,8 +23,8 @@ from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scenario_base.text.models import open_text_models
+from tests.kit.tiny import write_scenario
 from tests.language_models.services.requests import saying
-from tests.tiny import write_scenario
 
 for package in ("openai", "fastapi", "uvicorn"):
     pytest.importorskip(package)

@@ -10,7 +10,7 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from tests.chat_service import behind_an_address, pocket_target
+from tests.kit.chat_service import behind_an_address, pocket_target
 
 pytest.importorskip("openai")
 

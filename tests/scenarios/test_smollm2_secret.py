@@ -13,7 +13,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.utils.ngrams import word_tokens
-from tests.tiny import make_language_model, make_tokenizer
+from tests.kit.tiny import make_language_model, make_tokenizer
 
 SCENARIO = "smollm2_secret"
 TEMPLATE = (

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
-from tests.toy_protocol_scenario import (
+from tests.kit.toy_protocol_scenario import (
     ToyProtocolScenario,
     merged,
     toy_hyper_params,

@@ -14,7 +14,7 @@ import torch
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
-from tests.messages import says
+from tests.kit.messages import says
 
 
 class FakeScorer(Scorer):

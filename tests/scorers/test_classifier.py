@@ -16,9 +16,9 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError,
 from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.classifier import ClassifierScorer, ModelScorer, find_label
 from nip_astra.utils.actors import ActorOptions, using_actors
-from tests import actors_here
-from tests.messages import says
-from tests.tiny import make_classifier
+from tests.kit import actors_here
+from tests.kit.messages import says
+from tests.kit.tiny import make_classifier
 
 TEXTS = ["hello you", "the cat sat on a mat .", "good", "how are you fine thanks"]
 

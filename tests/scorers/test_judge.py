@@ -22,7 +22,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.messages import says
+from tests.kit.messages import says
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 pytest.importorskip("openai")

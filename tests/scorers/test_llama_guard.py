@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message, build_scorer
 from nip_astra.scorers.llama_guard import GuardPrompts, LlamaGuardScorer
-from tests.messages import says
+from tests.kit.messages import says
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 
 HELLO = (Message("user", "hello how are you"),)

@@ -15,7 +15,7 @@ import torch
 from nip_astra.errors import ConfigurationError, ParameterError, PluginError, ScorerError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.python import PythonScorer
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
 

@@ -19,7 +19,7 @@ from nip_astra.scorers.base import (
     WeightedScorer,
     register_scorer,
 )
-from tests.messages import says
+from tests.kit.messages import says
 
 
 class TableScorer(Scorer):

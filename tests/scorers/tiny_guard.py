@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.tiny import WORDS, make_tokenizer
+from tests.kit.tiny import WORDS, make_tokenizer
 
 # As in guards: the user begins, turns alternate, and the question names whose turn is judged.
 TEMPLATE = (

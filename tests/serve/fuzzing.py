@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -33,6 +34,7 @@ NAMES = [
     *("model", "messages", "prompt", "max_tokens", "n", "seed", "stop", "top_p", "temperature"),
     *("logprobs", "top_logprobs", "stream", "stream_options", "logit_bias", "metadata", "suffix"),
     *("method", "hyperparameters", "training_file", "tools", "__class__", "", "\u202e", "a" * 999),
+    *("tool_choice", "response_format", "name", "tool_calls", "tool_call_id", "schema", "strict"),
     *("echo", "user", "top_k", "return_token_ids", "service_tier", "reasoning_effort", "best_of"),
     *("type", "kind", "path", "ttl_seconds", "user_metadata", "overwrite", "files", "options"),
 ]
@@ -226,6 +228,42 @@ class Fuzzed:
 
 
 MESSAGES = [{"role": "user", "content": "hello you"}]
+PLAIN = {
+    "model": "tiny",
+    "messages": MESSAGES,
+    "max_tokens": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "n": 1,
+    "temperature": 1.0,
+    "stop": ["x"],
+    "seed": 1,
+    "metadata": {"a": "b"},
+    "return_token_ids": True,
+}
+FORM_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FORMED = {
+    "model": "bytes",
+    "messages": MESSAGES,
+    "max_tokens": 9,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": FORM_SCHEMA, "strict": True},
+    },
+}
+CALLING = {
+    "model": "bytes",
+    "messages": [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "x", "tool_call_id": "c"},
+    ],
+    "max_tokens": 9,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": FORM_SCHEMA}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+}
 
 
 class FuzzedTexts(Fuzzed):
@@ -233,20 +271,9 @@ class FuzzedTexts(Fuzzed):
 
     def __init__(self, url: str, app: FastAPI, client: httpx.Client) -> None:
         super().__init__(url, app, client)
+        chats = itertools.cycle([PLAIN, FORMED, PLAIN, CALLING])
         self.bodies = {
-            "/v1/chat/completions": lambda: {
-                "model": "tiny",
-                "messages": MESSAGES,
-                "max_tokens": 2,
-                "logprobs": True,
-                "top_logprobs": 2,
-                "n": 1,
-                "temperature": 1.0,
-                "stop": ["x"],
-                "seed": 1,
-                "metadata": {"a": "b"},
-                "return_token_ids": True,
-            },
+            "/v1/chat/completions": lambda: next(chats),
             "/v1/completions": lambda: {
                 "model": "tiny",
                 "prompt": ["hello", "good day"],
@@ -298,8 +325,7 @@ class FuzzedTexts(Fuzzed):
             self.upload()
 
     def check(self) -> None:
-        body = self.bodies["/v1/chat/completions"]()
-        reply = self.client.post(self.url + "/v1/chat/completions", json=body)
+        reply = self.client.post(self.url + "/v1/chat/completions", json=PLAIN)
         assert reply.status_code == 200, reply.text
 
 

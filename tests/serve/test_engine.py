@@ -200,7 +200,7 @@ def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: P
 def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from tests.tiny import make_tokenizer
+    from tests.kit.tiny import make_tokenizer
 
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
         tmp_path

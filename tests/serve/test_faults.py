@@ -25,10 +25,10 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
+from tests.kit.tiny import write_scenario
 from tests.language_models.services.requests import ask, saying
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
 from tests.serve.running import Running
-from tests.tiny import write_scenario
 
 NEVER = threading.Event()
 KEY = "key-that-nobody-writes"

@@ -26,13 +26,17 @@ from tests.serve.fuzzing import (
 )
 from tests.serve.running import Running, running
 from tests.serve.training.running import training_server
+from tests.tiny import make_byte_tokenizer, make_language_model
 
 RIGHT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def service(tiny_model_dir: Path) -> Iterator[Running]:
-    with running({"tiny": str(tiny_model_dir)}, max_answers=8, max_body_bytes=20_000) as service:
+def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("bytes")
+    make_language_model(folder, window=512, tokenizer=make_byte_tokenizer())
+    models = {"tiny": str(tiny_model_dir), "bytes": str(folder)}
+    with running(models, max_answers=8, max_body_bytes=20_000) as service:
         yield service
 
 

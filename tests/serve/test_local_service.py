@@ -22,7 +22,7 @@ from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 
 def is_gone(pid: int) -> bool:

@@ -300,8 +300,7 @@ def test_a_client_that_leaves_frees_its_places(
 NOT_SUPPORTED = {
     "logit_bias": {"1": 1},
     "frequency_penalty": 0.5,
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "response_format": {"type": "json_object"},
+    "modalities": ["audio"],
 }
 
 
@@ -328,8 +327,8 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
     ("changes", "text"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
         ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window of 96"),
         ({"temperature": -1}, "temperature"),
@@ -354,6 +353,13 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
 def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         ask(client, **changes)
+
+
+@pytest.mark.parametrize("prompt", ["", ["good day", ""], [[7], []]])
+def test_a_prompt_without_tokens_is_refused(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=prompt)
+    assert caught.value.param == "prompt"
 
 
 def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:

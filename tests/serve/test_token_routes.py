@@ -88,7 +88,7 @@ def test_without_log_probabilities_tokens_alone_are_told(service: Running) -> No
 @pytest.mark.parametrize(
     ("sampling", "changes", "status", "told"),
     [
-        ({"top_k": 5}, {}, 400, "'top_k' is not supported"),
+        ({"top_k": -2}, {}, 400, "'top_k' is -2"),
         ({"stop": ["x"]}, {}, 400, "'stop' is not supported"),
         ({"max_tokens": 0}, {}, 400, "'max_tokens' is 0"),
         ({}, {"token_ids": []}, 400, "'token_ids' is []"),

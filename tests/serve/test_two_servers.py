@@ -24,9 +24,9 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
+from tests.kit.tiny import make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
-from tests.tiny import make_language_model
 
 HELLO = [{"role": "user", "content": "hello you"}]
 pytestmark = pytest.mark.slow

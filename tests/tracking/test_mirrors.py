@@ -1,4 +1,4 @@
-"""Trackers with their real packages, offline; see tests/third_party.py."""
+"""Trackers with their real packages, offline; see tests/kit/third_party.py."""
 
 from __future__ import annotations
 

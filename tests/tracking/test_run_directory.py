@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from nip_astra.errors import RunDirectoryError
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
-from tests.messages import says
+from tests.kit.messages import says
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from nip_astra.errors import RunDirectoryError
 from nip_astra.tracking import run_lock as module
 from nip_astra.tracking.run_lock import LOCK, run_lock
-from tests.messages import says
+from tests.kit.messages import says
 
 HOLDER = """
 import sys

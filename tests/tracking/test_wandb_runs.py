@@ -16,7 +16,7 @@ from nip_astra.tracking.wandb_runs import (
     parse_reference,
     read_config,
 )
-from tests.messages import says
+from tests.kit.messages import says
 
 
 class FakeArtifact:

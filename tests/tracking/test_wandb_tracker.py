@@ -16,7 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.tracking.wandb_runs import _cells, offline_runs
-from tests.messages import says
+from tests.kit.messages import says
 from tests.tracking.wandb_log import WandbLog
 
 pytest.importorskip("wandb")

@@ -16,7 +16,7 @@ from nip_astra.run import prepare_experiment
 from nip_astra.scenarios.ast_chat import AstChatScenario
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
-from tests.tiny import experience_of, write_scenario
+from tests.kit.tiny import experience_of, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",

@@ -17,7 +17,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast_base import AstState, AstTrainer
-from tests.tiny import experience_of, learn, write_scenario
+from tests.kit.tiny import experience_of, learn, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",

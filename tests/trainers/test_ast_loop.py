@@ -23,7 +23,7 @@ from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_base import rollout_token_metrics
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.tiny import experience_of
+from tests.kit.tiny import experience_of
 
 QUIET = {"progress": False}
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")

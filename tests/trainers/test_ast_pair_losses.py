@@ -10,7 +10,7 @@ import torch
 
 from nip_astra.errors import ParameterError
 from nip_astra.rollouts.samples import Sample
-from tests.tiny import experience_of
+from tests.kit.tiny import experience_of
 from tests.trainers.test_ast_family import _trainer
 
 BETA = 0.5

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nip_astra.plugins import load_plugin
-from tests.command_line import plugins_forgotten_after
-from tests.tiny import experience_of
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.tiny import experience_of
 from tests.trainers.test_ast_family import _trainer
 
 PLUGIN = '''

@@ -15,9 +15,9 @@ from nip_astra.errors import StopRequested
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
+from tests.kit.tiny import write_scenario
 from tests.language_models import fake_vllm
 from tests.language_models.vllm_on_ray import compared_generate
-from tests.tiny import write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",

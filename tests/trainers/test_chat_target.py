@@ -26,8 +26,8 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
-from tests.command_line import CommandLine
-from tests.tiny import experience_of, scenario_section, write_scenario
+from tests.kit.command_line import CommandLine
+from tests.kit.tiny import experience_of, scenario_section, write_scenario
 
 asked: list[ChatRequest] = []
 SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}

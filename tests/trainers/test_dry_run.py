@@ -12,7 +12,7 @@ from nip_astra.distributed.placement import PLACEMENT
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.dry_run import model_memory, state_per_weight
-from tests.resuming import short_experiment
+from tests.kit.resuming import short_experiment
 
 
 class Holder:

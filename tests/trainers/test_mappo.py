@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 from tests.trainers.test_vanilla_ppo import LEARNING
 
 

@@ -30,8 +30,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.samples import samples_of
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.service.contract import check_batch
-from tests.command_line import plugins_forgotten_after
-from tests.documents import ROOT
+from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.documents import ROOT
 
 BLOCKS = [
     block.partition("\n")[2]

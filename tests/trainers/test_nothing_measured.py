@@ -31,8 +31,8 @@ from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scenario_base.tasks.base import Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, ArithmeticTask
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
-from tests.command_line import CommandLine, refused
-from tests.tiny import write_scenario
+from tests.kit.command_line import CommandLine, refused
+from tests.kit.tiny import write_scenario
 
 PLACE = "http://nowhere.test/v1"
 FINE = ChatAnswer("you are silly")

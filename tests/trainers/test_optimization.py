@@ -11,7 +11,7 @@ from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 PLUGIN = """
 import torch

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 LEARNING = {
     "num_iterations": 60,

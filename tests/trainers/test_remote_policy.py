@@ -17,8 +17,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.tracking.run_directory import RunDirectory
-from tests.command_line import CommandLine
-from tests.resuming import SERVICE_OVERRIDES
+from tests.kit.command_line import CommandLine
+from tests.kit.resuming import SERVICE_OVERRIDES
 from tests.serve.training.running import POLICY, Server, training_server
 from tests.serve.training.test_http_training import iterate
 from tests.trainers.test_service_trainers import trainer_of

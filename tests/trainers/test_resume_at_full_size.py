@@ -10,7 +10,7 @@ import pytest
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
-from tests.resuming import copy_as_killed_after
+from tests.kit.resuming import copy_as_killed_after
 
 SHORT = (
     "ast_chat.evaluation.num_episodes=20",

@@ -22,7 +22,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import Observation
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from tests.toy_protocol_scenario import (
+from tests.kit.toy_protocol_scenario import (
     SMALL,
     ToyBody,
     merged,

@@ -28,7 +28,7 @@ from nip_astra.trainers.trainer_base import (
     attach_progress_bar,
 )
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
-from tests.toy_protocol_scenario import (
+from tests.kit.toy_protocol_scenario import (
     KIND,
     toy_kind,
     toy_trainer,

@@ -21,7 +21,7 @@ from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer
 from nip_astra.trainers.service_base import ServiceTrainer
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 SMALL = (
     "training.num_episodes_per_experience=8",

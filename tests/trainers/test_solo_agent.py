@@ -21,7 +21,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.solo import training
 from nip_astra.trainers.solo.training import CACHE_DIR
-from tests.toy_protocol_scenario import (
+from tests.kit.toy_protocol_scenario import (
     ToyPolicyHead,
     ToyProtocolScenario,
     toy_kind,
@@ -330,7 +330,7 @@ def test_a_bodys_code_is_that_of_its_classes_as_well(
     monkeypatch.setattr(training, "digest_of_code", lambda names: modules.update(names) or "code")
     pretrained(tmp_path)
     assert {
-        "tests.toy_protocol_scenario",
+        "tests.kit.toy_protocol_scenario",
         "nip_astra.scenario_base.protocol.tensordict_agents",
     } <= modules
     assert not any(name.startswith("torch") for name in modules)

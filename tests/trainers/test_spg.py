@@ -16,7 +16,7 @@ from nip_astra.rl_objectives.objective import frames_of
 from nip_astra.rl_objectives.spg import shaping_losses
 from nip_astra.rl_objectives.stackelberg import VARIANTS, agent_updates
 from nip_astra.trainers.spg import SpgTrainer, policy_weights
-from tests.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
 
 CALM = {"ppo": {"entropy_weight": 0.0, "normalize_advantage": False}}
 WORD_AND_VERDICT = {

@@ -10,7 +10,7 @@ import pytest
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody
-from tests.toy_protocol_scenario import merged, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import merged, toy_kind, toy_trainer
 
 LEARNING = {
     "num_iterations": 16,

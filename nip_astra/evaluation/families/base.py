@@ -171,7 +171,7 @@ class Evaluation(Printable):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """A row a turn, an episode of a protocol, or a run of a problem."""
+        """One row per turn, episode of a protocol, or run of a problem."""
         return self.family.rows(self)
 
     @cached_property

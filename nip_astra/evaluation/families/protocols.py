@@ -58,7 +58,7 @@ from nip_astra.utils.formatting import decimal, is_share, percent
 
 VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
-"""A line an episode, without its messages."""
+"""One line per episode, without its messages."""
 EPISODES = "episodes.jsonl"
 """A sample of whole episodes, for reports."""
 DECISIONS = {0: "reject", 1: "accept"}

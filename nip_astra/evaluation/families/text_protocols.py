@@ -50,7 +50,7 @@ VERSION = 1
 ROLLOUTS = "rollouts.json"
 ANSWERS = "answers.jsonl"
 SCORES = "scores.jsonl"
-"""A line an answer, with its scores."""
+"""One line per answer, with its scores."""
 DEFAULT_THRESHOLD = 0.5
 """Score from which an answer counts among the high ones."""
 NUM_ROWS = 24

@@ -194,7 +194,7 @@ def _fault_of_advantage(one: Trajectory) -> str | None:
     value = one.advantage
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "fiub":
         value = torch.as_tensor(value.astype(np.float64))
-    wanted = "and must be a number, or a tensor with one a token"
+    wanted = "and must be a number, or a tensor with one per token"
     if value is None:
         return f"trajectory.advantage is missing {wanted}"
     if isinstance(value, Tensor) and value.ndim == 1:

@@ -41,7 +41,7 @@ def log_rollout_metrics(
     `rollout/reward_{mean,std,min,max}` over trajectories with a reward, `rollout/num_trajectories`,
     `rollout/num_groups`, `rollout/prompt_tokens_mean`, `rollout/response_tokens_{mean,max}` and,
     where they are known, `rollout/cut_share`: of trajectories in which a turn had no room to end,
-    and `rollout/entropy`: nats a token of the policy that sampled, estimated from its samples
+    and `rollout/entropy`: nats per token of the policy that sampled, estimated from its samples
     (`-log pi`, without bias where it samples at temperature 1).
     """
     metrics = {} if metrics is None else metrics
@@ -94,7 +94,7 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Differences between the log-probabilities of sampler and trainer.
 
-    `mismatch/kl` (k3 of KL(sampler || policy), nats a token), `mismatch/largest_gap` (nats) and
+    `mismatch/kl` (k3 of KL(sampler || policy), nats per token), `mismatch/largest_gap` (nats) and
     `mismatch/effective_sample_size` (share; 1 where the two agree).
     """
     weights_BT = importance_weights(

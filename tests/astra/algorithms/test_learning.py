@@ -26,7 +26,7 @@ from tests.astra.toys import (
     hf_problem,
     says,
 )
-from tests.tiny import write_scenario
+from tests.kit.tiny import write_scenario
 
 LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
 

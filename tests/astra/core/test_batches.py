@@ -19,7 +19,7 @@ from nip_astra.astra import (
 from nip_astra.astra.core.batches import in_parts
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, SHORT, Finds, ValuedWordProblem, WordProblem, texts_of
-from tests.tiny import make_tokenizer
+from tests.kit.tiny import make_tokenizer
 
 GIB = 2**30
 

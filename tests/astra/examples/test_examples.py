@@ -24,8 +24,8 @@ from tests.astra.examples import (
     ppo,
 )
 from tests.astra.toys import Finds
+from tests.kit.tiny import make_tokenizer
 from tests.scorers.tiny_guard import make_guard
-from tests.tiny import make_tokenizer
 
 
 class Cats(Finds):

@@ -149,7 +149,7 @@ def test_a_subclass_may_say_otherwise_and_is_then_played_through_its_methods(
 def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: Any) -> None:
     from transformers import AutoTokenizer
 
-    from tests.tiny import make_language_model
+    from tests.kit.tiny import make_language_model
 
     folder = make_language_model(tmp_path / "base", seed=3)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -13,7 +13,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.utils.actors import ActorOptions, using_actors
-from tests import actors_here
+from tests.kit import actors_here
 from tests.language_models.services.requests import ask, failure, saying, texts
 
 

@@ -1,6 +1,6 @@
 """Clients of servers that misbehave: each request ends in time, with the outcome that it must have.
 
-The default tests take a sample of the list in `tests.misbehaving`, the slow ones all of it.
+The default tests take a sample of the list in `tests.kit.misbehaving`, the slow ones all of it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from nip_astra.language_models.services.http_client import MIB
 from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.language_models.services.training import TrainServiceParameters
+from tests.kit.misbehaving import MISBEHAVIOURS, misbehaving
 from tests.language_models.services.requests import ask, saying
-from tests.misbehaving import MISBEHAVIOURS, misbehaving
 
 SEED, NUM_SAMPLED, LONGEST = 31, 20, 5.0
 LIMITS = LimitParameters(

@@ -42,7 +42,7 @@ from nip_astra.language_models.tree_engine.decoder import (
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
-from tests.tiny import make_tokenizer
+from tests.kit.tiny import make_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -209,7 +209,7 @@ def test_a_large_frozen_model_is_held_once_and_says_so(
 ) -> None:
     from nip_astra.errors import ModelLoadError
     from nip_astra.language_models import huggingface
-    from tests.tiny import make_language_model
+    from tests.kit.tiny import make_language_model
 
     path = make_language_model(tmp_path / "model")
     parameters = HuggingFaceLanguageModel.Parameters.from_dict({"model": str(path)})

@@ -12,7 +12,7 @@ import torch
 from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import kv_cache, sessions
-from tests.tiny import make_language_model
+from tests.kit.tiny import make_language_model
 
 OPTIONS = SamplingOptions(max_new_tokens=5)
 

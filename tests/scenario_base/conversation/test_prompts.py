@@ -13,7 +13,7 @@ import pytest
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.scenario_base.conversation.prompts import read_prompts
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 
 
 def written(folder: Path, name: str, text: str) -> str:

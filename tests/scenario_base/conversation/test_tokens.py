@@ -6,7 +6,7 @@ import pytest
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat, Turn
-from tests.tiny import make_tokenizer
+from tests.kit.tiny import make_tokenizer
 
 TEXTS = ["hello", "how are you", "fine thanks .", "the cat sat"]
 

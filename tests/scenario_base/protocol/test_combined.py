@@ -17,7 +17,7 @@ from nip_astra.scenario_base.protocol.combined import (
     num_uniforms,
 )
 from nip_astra.scenario_base.protocol.tensordict_agents import MASKED, PolicyOutput
-from tests.protocol_games import NUM_SYMBOLS, build_game
+from tests.kit.protocol_games import NUM_SYMBOLS, build_game
 
 LINEAR = {"include_linear_message_space": True, "message_size": 2}
 

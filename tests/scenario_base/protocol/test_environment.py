@@ -9,7 +9,7 @@ from torchrl.envs import check_env_specs
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.scenario_base.protocol.environment import DataCycler
-from tests.protocol_games import build_game
+from tests.kit.protocol_games import build_game
 
 PROTOCOLS = [str(member) for member in InteractionProtocolType]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nip_astra.errors import AgentShapeError
-from tests.messages import says
-from tests.toy_protocol_scenario import (
+from tests.kit.messages import says
+from tests.kit.toy_protocol_scenario import (
     ToyBody,
     ToyPolicyHead,
     ToySoloHead,

@@ -19,7 +19,7 @@ from nip_astra.scenario_base.tasks.library import (
     value_of,
 )
 from nip_astra.scorers.base import Message
-from tests.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, refused
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 

@@ -23,7 +23,7 @@ from nip_astra.scenario_base.tasks.base import (
     toolbox_of,
 )
 from nip_astra.scorers.base import Message
-from tests.command_line import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")

@@ -27,7 +27,7 @@ from nip_astra.scenario_base.text.analysers import (
     subjects_of,
 )
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.text_games import FakeChatModel, build_text_game, play
+from tests.kit.text_games import FakeChatModel, build_text_game, play
 
 QUESTIONS = {
     "prover_role_conformance": "convince the verifier to accept",

@@ -23,8 +23,8 @@ from nip_astra.scenario_base.text.game import (
     parse_messages,
     random_stance,
 )
-from tests.protocol_games import build_game
-from tests.text_games import PROMPTS, FakeChatModel, build_text_game, play
+from tests.kit.protocol_games import build_game
+from tests.kit.text_games import PROMPTS, FakeChatModel, build_text_game, play
 
 SEQUENTIAL = {"max_message_rounds": 6, "sequential": True}
 TURNS: dict[str, tuple[str, dict[str, Any], list[set[str]]]] = {

@@ -19,7 +19,7 @@ from nip_astra.scenarios.graphs.generation import (
     switched,
 )
 from nip_astra.scenarios.graphs.wl import ISOMORPHIC, wl_scores
-from tests.messages import says
+from tests.kit.messages import says
 
 MIX = GraphPairParameters(num_train=300, num_test=40, seed=3)
 

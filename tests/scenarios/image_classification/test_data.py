@@ -18,7 +18,7 @@ from nip_astra.scenarios.images.data import (
     split_by_class,
 )
 from nip_astra.scenarios.tensordict_base import Datasets
-from tests.messages import says
+from tests.kit.messages import says
 
 
 def build(**dataset: Any) -> Datasets:

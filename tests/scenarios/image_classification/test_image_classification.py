@@ -22,7 +22,7 @@ from nip_astra.scenarios.image_classification import ImageClassificationScenario
 from nip_astra.scenarios.images.agents import ImageBody
 from nip_astra.scenarios.images.pretrained.base import embedding_key
 from nip_astra.scenarios.images.pretrained.pca import PcaModel
-from tests.messages import says
+from tests.kit.messages import says
 
 KIND = "image_classification"
 SMALL: dict[str, Any] = {"dataset": {"max_train_size": 64}, "initial_num_channels": 4}

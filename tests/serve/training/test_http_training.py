@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import http_training
-from nip_astra.language_models.services.http_training import ROUTE
+from nip_astra.language_models.services.http_training import ROUTE, TrainingConnection
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.serve import training
 from nip_astra.serve.local_service import LocalService
@@ -148,6 +149,8 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path:
     asked = {"contexts": [[3]], "rows_per_context": 1, "uniforms": torch.rand(1, 1)}
     with pytest.raises(ServiceRequestError, match="temperature"):
         trainer.service._do("sample", **asked, options=options)
+    with pytest.raises(ServiceRequestError, match="no tokens"):
+        trainer.service._do("sample", **asked | {"contexts": [[]]}, options={"max_new_tokens": 1})
     wide = torch.ones(1, 9999, dtype=torch.bool)
     with pytest.raises(ServiceRequestError, match="window"):
         trainer.service.logprobs(torch.tensor([[3]]), one, wide.long(), wide)
@@ -189,6 +192,22 @@ def test_too_many_models_are_told() -> None:
         with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
             iterate(trainer, 1)
         distant(server)
+
+
+def test_a_client_reports_until_it_closes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: SimpleQueue[str] = SimpleQueue()
+    notify = TrainingConnection.notify
+
+    def noted(connection: TrainingConnection, method: str, path: str) -> None:
+        notify(connection, method, path)
+        sent.put(method)
+
+    monkeypatch.setattr(http_training, "SECONDS_BETWEEN_REPORTS", 0.01)
+    monkeypatch.setattr(TrainingConnection, "notify", noted)
+    service = distant(server).service
+    assert [sent.get(timeout=10) for _ in range(2)] == ["GET", "GET"]
+    service.close()
+    assert "DELETE" in iter(lambda: sent.get(timeout=10), "")
 
 
 def test_a_client_that_reports_makes_room_soon_after_it_died(

@@ -357,6 +357,13 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
         training.save_weights_and_get_sampling_client(kind="inflight").result()
 
 
+def test_an_empty_prompt_is_a_wrong_request(server: Server) -> None:
+    """Without the SDK, which repeats a request that meets a fault of the service for minutes."""
+    body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "policy"}
+    reply = httpx.post(f"{server.url}/api/v1/asample", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:
     training = training_client(client)
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
@@ -365,6 +372,8 @@ def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Serv
     # As a service of an earlier version wrote it.
     (about,) = Path(server.settings["state_dir"]).rglob("kept/checkpoint.json")
     about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1e15}))
+    # The SDK repeats a request that meets a fault of the service for minutes.
+    assert httpx.get(f"{server.url}/api/v1/checkpoints").status_code == 200
     rest = client.create_rest_client()
     assert path in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
 

@@ -32,6 +32,7 @@ from nip_astra.serve import training
 from nip_astra.serve.requests import Body
 from nip_astra.serve.tinker import host
 from nip_astra.serve.tinker.bodies import (
+    PromptBody,
     SampleBody,
     SaveBody,
     SaveForSamplerBody,
@@ -127,12 +128,13 @@ def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
         # Preparing so many samples would hold the event loop, and so late a date cannot be written.
         (SampleBody, "num_samples", 30_000_000),
         *((one, "ttl_seconds", 10**15) for one in (SaveBody, SaveForSamplerBody, TtlBody)),
+        *((PromptBody, "chunks", [chunk]) for chunk in (3, "text", None, {"type": "image"})),
     ],
 )
-def test_a_number_without_a_use_is_refused_by_name(kind: type[Body], name: str, value: int) -> None:
+def test_a_value_without_a_use_is_refused_by_name(kind: type[Body], name: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate({name: value})
-    assert (name,) in [fault["loc"] for fault in caught.value.errors()]
+    assert name in [fault["loc"][0] for fault in caught.value.errors()]
 
 
 def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server: Server) -> None:

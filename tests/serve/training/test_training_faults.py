@@ -23,7 +23,7 @@ from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve.requests import ApiError
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.training import WorkQueue
-from tests.resuming import short_experiment
+from tests.kit.resuming import short_experiment
 from tests.serve.training.dying import DEATHS, dying_server
 from tests.serve.training.running import POLICY, Server, training_server
 from tests.serve.training.test_tinker_training import trainer_at

@@ -19,7 +19,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.rollouts import node_samples
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import experience_of, learn, write_scenario
+from tests.kit.tiny import experience_of, learn, write_scenario
 
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)

@@ -23,9 +23,9 @@ from nip_astra.trainers.ast.behaviour import (
     correct_for_staleness,
 )
 from nip_astra.trainers.language_model_base import LanguageModelState
-from tests import actors_here
-from tests.resuming import copy_as_killed_after, short_experiment
-from tests.tiny import write_scenario
+from tests.kit import actors_here
+from tests.kit.resuming import copy_as_killed_after, short_experiment
+from tests.kit.tiny import write_scenario
 
 TRAINERS = ("ast_reinforce", "ast_grpo", "ast_ppo", "ast_dpo", "ast_sft")
 CORRECTED = TRAINERS[:3]

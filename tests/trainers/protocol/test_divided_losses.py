@@ -23,7 +23,7 @@ from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
-from tests.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import changed, weights_of
 
 pytestmark = [

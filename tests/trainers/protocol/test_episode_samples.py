@@ -20,7 +20,7 @@ from nip_astra.trainers.protocol.statistics import (
     num_samples,
     whole_episodes,
 )
-from tests.protocol_games import build_game
+from tests.kit.protocol_games import build_game
 
 
 def play(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nip_astra.errors import NonFiniteLossError
 from nip_astra.parameters.agents import LrFactors
-from tests.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import AGENTS, changed, parts_changed, weights_of
 
 

@@ -19,7 +19,7 @@ from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.trainers.protocol.message_regression import MessageRegression
-from tests.protocol_games import build_game
+from tests.kit.protocol_games import build_game
 
 PLAIN = HyperParameters.with_sections({})
 NUM_SYMBOLS = 6

@@ -25,7 +25,7 @@ from nip_astra.trainers.protocol.statistics import (
     policy_figures,
     read,
 )
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 NAMES = ("prover", "verifier")
 

@@ -15,7 +15,7 @@ from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experimen
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers import trainer_base
 from nip_astra.trainers.service_base import ServiceTrainer
-from tests.command_line import CommandLine
+from tests.kit.command_line import CommandLine
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 SMALL = (

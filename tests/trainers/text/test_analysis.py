@@ -22,8 +22,8 @@ from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisPa
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
-from tests.command_line import CommandLine, refused
-from tests.text_games import Script, build_text_parts, build_text_trainer
+from tests.kit.command_line import CommandLine, refused
+from tests.kit.text_games import Script, build_text_parts, build_text_trainer
 
 PLAYER = (
     "{_type: scripted, when: {'Now decide': ['Decision: accept'], 'Ask for': ['the word?']}, "

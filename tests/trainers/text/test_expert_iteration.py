@@ -12,7 +12,7 @@ from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.parameters.trainers import TextRlParameters, guess_replacement_proportion
 from nip_astra.trainers.pure_text_ei import above_threshold, sampling_weights, weighted_sample
 from nip_astra.trainers.text.statistics import episode_returns
-from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
+from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
 
 
 def _always_accepts(name: str) -> Script:

@@ -9,8 +9,8 @@ from torch.nn import Module
 
 from nip_astra.resume_check import what_was_found
 from nip_astra.run import run_experiment
-from tests import actors_here
-from tests.resuming import short_experiment
+from tests.kit import actors_here
+from tests.kit.resuming import short_experiment
 
 
 def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(

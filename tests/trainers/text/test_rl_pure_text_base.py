@@ -25,7 +25,7 @@ from nip_astra.scenario_base.agents import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import STAGES, PureTextRlTrainer, Stage
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.text_games import (
+from tests.kit.text_games import (
     CLAIMS,
     FakeFineTuning,
     Script,

@@ -130,7 +130,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
     def save(self, step: int | None, tag: str = "step") -> Path:
         """Write attacker and tokenizer to `<ckpt_dir>/<tag>`, and give that folder.
 
-        The tags `best` and `last` have one folder, which is replaced; another has one a step.
+        The tags `best` and `last` have one folder, which is replaced; another has one per step.
         """
         name = tag if tag in ("best", "last") else f"{tag}-{step}"
         folder, temporary = self.ckpt_dir / name, self.ckpt_dir / f".tmp-{name}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -77,11 +77,39 @@ def learn(trainer: AstTrainer) -> None:
         trainer._run_train_loop()
 
 
+TOOL_TEMPLATE = (
+    "<bos>{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    '{% for call in m.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<end>'
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes, which can write any text, with a chat template for tools."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<unk>", "<bos>", "<end>", *alphabet]
+    raw = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<bos>", eos_token="<end>"
+    )
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
+
+
 def make_language_model(
-    directory: Path, *, seed: int = 0, window: int = 96, head_size: int = 8
+    directory: Path,
+    *,
+    seed: int = 0,
+    window: int = 96,
+    head_size: int = 8,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Write a random Llama of two layers with its tokenizer, and give its folder."""
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -165,7 +165,7 @@ def toy_kind() -> Iterator[None]:
 
 PLUGIN = """
 from nip_astra.scenarios.registry import SCENARIOS
-from tests.toy_protocol_scenario import KIND, ToyProtocolScenario
+from tests.kit.toy_protocol_scenario import KIND, ToyProtocolScenario
 
 if KIND not in SCENARIOS.names():
     SCENARIOS.register(KIND)(ToyProtocolScenario)

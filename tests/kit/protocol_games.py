@@ -13,7 +13,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, Observation
 from nip_astra.scenario_instance import ScenarioInstance
-from tests.toy_protocol_scenario import KIND, ToyProtocolScenario
+from tests.kit.toy_protocol_scenario import KIND, ToyProtocolScenario
 
 NUM_SYMBOLS = 4
 

@@ -1,8 +1,8 @@
 """Kill runs of chat models behind a service, at stages and between requests, and go on.
 
-Run as `python -m tests.text_killing FOLDER TRAINER POINT=COUNT ...`; points are parts of the names
-of operations, of which so many are taken, the first, the last and some between. One line of JSON a
-kill, and a last one that sums up. Processes are forked from one that has imported all.
+Run as `python -m tests.kit.text_killing FOLDER TRAINER POINT=COUNT ...`; points are parts of the
+names of operations, of which so many are taken, the first, the last and some between. One line of
+JSON a kill, and a last one that sums up. Processes are forked from one that has imported all.
 """
 
 from __future__ import annotations

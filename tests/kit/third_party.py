@@ -1,7 +1,7 @@
 """Run the slow tests of optional packages, each package in a virtual environment of its own.
 
-    python tests/third_party.py mlflow trackio
-    python tests/third_party.py --list
+    python tests/kit/third_party.py mlflow trackio
+    python tests/kit/third_party.py --list
 
 Environments are made in `.third_party/<name>` and kept; delete the folder to start over.
 """
@@ -15,7 +15,7 @@ import venv
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".third_party"
 
 

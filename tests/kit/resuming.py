@@ -9,8 +9,8 @@ from pathlib import Path
 from nip_astra.parameters.types import TrainerType
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.tracking.run_directory import REPORT, RESULTS
-from tests.tiny import write_scenario
-from tests.toy_protocol_scenario import SMALL, toy_scenario_folder
+from tests.kit.tiny import write_scenario
+from tests.kit.toy_protocol_scenario import SMALL, toy_scenario_folder
 
 AST_OVERRIDES = (
     "training.num_episodes_per_experience=2",

@@ -1,0 +1,116 @@
+"""Answers in a given form: grammars, and masks over the vocabulary that enforce them.
+
+A grammar is a text in llguidance's variant of Lark, whose rules may hold JSON schemas. A mask
+leaves the tokens after which the answer can still become a whole text of the grammar.
+
+Shape suffixes: `R` row, `V` vocabulary, `W` group of 32 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelAbilityError
+
+WHITESPACE = r"[ \n\t]{0,12}"
+"""Between the parts of JSON. Without a limit, a weak model may generate nothing else."""
+MAX_COMPILED = 64
+"""Grammars kept for later requests."""
+_PROBE = '{"key": [-1.5, true, null, "\u00e9\\n"]}'
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON texts of a schema."""
+    return f"start: {json_rule(schema)}"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema as part of a rule; its references begin at this schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary; for any thread.
+
+    Raises `MissingDependencyError` without llguidance, and `ModelAbilityError` if the vocabulary
+    cannot express JSON.
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> None:
+        try:
+            import llguidance.hf
+        except ImportError as error:
+            raise MissingDependencyError.of(
+                "an answer in a given form", "llguidance", "structured"
+            ) from error
+        self._library = llguidance
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._executor = llguidance.LLExecutor(torch.get_num_threads())
+        try:
+            self._vocabulary = llguidance.hf.from_tokenizer(
+                tokenizer, n_vocab=vocab_size, eos_token=sorted(end_ids)
+            )
+            ids = self._vocabulary.tokenize_str(_PROBE)
+            is_able = _PROBE == self._vocabulary.decode_str(ids) == tokenizer.decode(ids)
+            reason = f"{_PROBE!r} comes back as {tokenizer.decode(ids)!r}"
+        except ValueError as error:
+            is_able, reason = False, str(error)
+        if not is_able:
+            raise ModelAbilityError(
+                f"the vocabulary of {vocab_size} tokens cannot express JSON: {reason}. Use a model "
+                "with a byte-level or SentencePiece tokenizer."
+            )
+
+    def matcher(self, grammar: str) -> Any:
+        """A matcher at the beginning of a text; `ConfigurationError` for an invalid grammar."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                limits = self._library.LLParserLimits(verbose_errors=False)
+                found = self._library.LLMatcher(
+                    self._vocabulary, grammar, log_level=0, limits=limits
+                )
+                if found.is_error():
+                    raise ConfigurationError(_reason(found))
+                self._compiled[grammar] = found
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return found.deep_copy()
+
+    def mask(self, logits_RV: Tensor, matchers: Sequence[Any | None]) -> None:
+        """Set the logits of tokens that a row's matcher rejects to -inf; None rejects none."""
+        rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+        if not rows:
+            return
+        vocab_size, device = logits_RV.shape[1], logits_RV.device
+        bits_RW = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matchers[row], place) for place, row in enumerate(rows)],
+            bits_RW.ctypes.data,
+            bits_RW.strides[0],
+            len(rows),
+        )
+        words_RW = torch.from_numpy(bits_RW).to(device)
+        places = torch.arange(32, dtype=torch.int32, device=device)
+        is_out_RV = ((words_RW[:, :, None] >> places) & 1 == 0).flatten(1)[:, :vocab_size]
+        index = torch.tensor(rows, device=device)
+        logits_RV[index] = logits_RV[index].masked_fill(is_out_RV, float("-inf"))
+
+
+def advance(matcher: Any, token: int) -> str | None:
+    """Take a token of the answer; the reason if no text of the grammar goes on with it."""
+    return None if matcher.consume_token(token) else _reason(matcher)
+
+
+def _reason(matcher: Any) -> str:
+    return str(matcher.get_error()).split("\n")[0][:300]

@@ -1,0 +1,1 @@
+"""Models, scenarios, services and runs that several tests use."""
