@@ -153,6 +153,8 @@ class OpenEnvEnvironment(Environment):
     episode has no reward.
     """
 
+    figures: Counter[str]
+
     def __init__(
         self, open_session: Callable[[], Any], fields: Fields, seed: int, num_open: int | None
     ) -> None:

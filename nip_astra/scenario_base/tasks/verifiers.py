@@ -50,7 +50,7 @@ class VerifiersEnvironment(Environment):
         self.tools = [
             replace(tool, function=partial(self._call, toolset, tool.function))
             for toolset in toolsets
-            for tool in tools_of(type(toolset))
+            for tool in tools_of(toolset.__class__)
         ]
 
     def reset(self) -> Sequence[Message]:
@@ -240,7 +240,7 @@ def add_messages(trace: Any, messages: Sequence[Message], *, first_own: int = 0)
 
 
 @cache
-def tools_of(toolset_class: type[Any]) -> list[Tool]:
+def tools_of(toolset_class: type) -> list[Tool]:
     """The tools of a toolset, as functions of it."""
     from verifiers.v1.utils.decorators import discover_decorated
 
