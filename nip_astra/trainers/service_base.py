@@ -101,7 +101,8 @@ class ServiceTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     figures: ClassVar[tuple[str, ...] | None] = (
-        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*", "tools/*"),
+        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
+        *("tools/*", "environment/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
     samples_in_training: ClassVar[bool] = True
