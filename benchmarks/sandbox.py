@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +22,14 @@ from typing import Any
 from measuring import options_of, tell
 
 from nip_astra.errors import SandboxUnavailableError
-from nip_astra.scenarios.code.verified import LIMITS, Case, passed_of
 from nip_astra.utils.interpreter import call_in_interpreter, why_no_interpreter
 from nip_astra.utils.sandbox import CallResult, call_in_sandbox, check_sandbox
 
-PROBLEMS = Path(__file__).resolve().parents[1] / "scenarios" / "code_validation" / "problems.jsonl"
+SCENARIO = Path(__file__).resolve().parents[1] / "scenarios" / "code_validation"
+PROBLEMS = SCENARIO / "problems.jsonl"
+sys.path.append(str(SCENARIO))
+from verified import LIMITS, Case, passed_of  # noqa: E402  # beside the data
+
 Task = tuple[str, str, list[Case]]
 
 

@@ -424,7 +424,7 @@ def time_parts(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
-    from nip_astra.trainers.timing import time_components
+    from nip_astra.trainers.dry_run import time_components
 
     given = settings_of(device=device, num_threads=num_threads)
     prepared = prepare_experiment(resolve_experiment(**experiment), **given)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
+from nip_astra.rl_objectives.kl import step_kl_weights
 from nip_astra.rl_objectives.objective import (
     AgentLosses,
     AgentModules,
@@ -21,9 +22,6 @@ from nip_astra.rl_objectives.objective import (
 )
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.reductions import bounded
-
-KL_TOLERANCE = 1.5
-"""The weight of the penalty changes where the divergence is off its target by this factor."""
 
 
 class _PolicyGradientObjective(Objective):
@@ -72,9 +70,8 @@ class IppoObjective(_PolicyGradientObjective):
         loss_entropy = -entropy_weight * mean H
 
     (arXiv:1707.06347, eq. 7 and 8; arXiv:2011.09533 for several agents). The mean of `-log r` under
-    the old policy is `KL(pi_old || pi)`. `beta`, one per agent, is multiplied by kl_increment after
-    an iteration whose mean divergence exceeds kl_target by 1.5 times, and by kl_decrement where it
-    falls short of it by as much. Beyond 20 nats (`reductions.MAX_LOG_RATIO`) a ratio is held and
+    the old policy is `KL(pi_old || pi)`. `beta`, one per agent, is adapted after each iteration
+    (`kl.step_kl_weights`). Beyond 20 nats (`reductions.MAX_LOG_RATIO`) a ratio is held and
     has no gradient; the penalty still has one.
 
     With normalize_advantage, advantages are shifted and scaled by mean and (unbiased) deviation
@@ -160,11 +157,13 @@ class IppoObjective(_PolicyGradientObjective):
     def finish_iteration(self) -> None:
         """Adapt the weights of the penalty to the divergences of the iteration."""
         if self.ppo.loss_type == "kl_penalty":
-            kl_A = self._kl_sum / self._kl_count.clamp(min=1)
-            is_far_A = kl_A > KL_TOLERANCE * self.ppo.kl_target
-            is_near_A = (kl_A < self.ppo.kl_target / KL_TOLERANCE) & (self._kl_count > 0)
-            self.beta.mul_(torch.where(is_far_A, self.ppo.kl_increment, 1.0))
-            self.beta.mul_(torch.where(is_near_A, self.ppo.kl_decrement, 1.0))
+            step_kl_weights(
+                self.beta,
+                self._kl_sum / self._kl_count,
+                target=self.ppo.kl_target,
+                increment=self.ppo.kl_increment,
+                decrement=self.ppo.kl_decrement,
+            )
         self._kl_sum.zero_()
         self._kl_count.zero_()
 

@@ -1,4 +1,4 @@
-"""The divergence of a policy from its reference, its price, and a controller of that price.
+"""The divergence of a policy from its reference, its price, and controllers of that price.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -16,12 +16,14 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.reductions import bounded, masked_fill_zero, masked_mean, masked_sum
 
 KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
 
 KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
+KL_TOLERANCE = 1.5
+"""`step_kl_weights` changes a weight where the divergence is off its target by this factor."""
 
 
 def kl_estimate(
@@ -139,6 +141,19 @@ class KlParameters(SubParameters):
         return AdaptiveKl(weight=self.weight, target=self.target, horizon=self.horizon)
 
 
+@torch.no_grad()
+def step_kl_weights(
+    weights_A: Tensor, kl_A: Tensor, *, target: float, increment: float, decrement: float
+) -> None:
+    """Multiply, in place, by `increment` where the divergence is far, by `decrement` where near.
+
+    That is where it exceeds the target 1.5 times, or falls short of it by as much (PPO,
+    arXiv:1707.06347, section 4). A divergence that is NaN, not measured, leaves the weight.
+    """
+    weights_A.mul_(torch.where(kl_A > KL_TOLERANCE * target, increment, 1.0))
+    weights_A.mul_(torch.where(kl_A < target / KL_TOLERANCE, decrement, 1.0))
+
+
 class AdaptiveKl:
     """The weight of a KL penalty, adapted to hold the divergence near a target.
 
@@ -189,6 +204,17 @@ class AdaptiveKl:
         error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.weight *= 1.0 + error * min(num_samples / self.horizon, 1.0)
         return self.weight
+
+    def adapt(
+        self, logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor
+    ) -> dict[str, float]:
+        """With a target, adapt to the divergence on samples; it and the weight before, to log."""
+        if self.target is None:
+            return {}
+        kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, "k3", mask_BT=mask_BT)
+        metrics = {"kl/reference": float(masked_mean(kl_BT, mask_BT)), "kl/weight": self.weight}
+        self.update(metrics["kl/reference"], num_samples=len(mask_BT))
+        return metrics
 
     def state(self) -> dict[str, float]:
         """The weight, for a checkpoint."""

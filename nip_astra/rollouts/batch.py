@@ -470,21 +470,20 @@ def _column(
 # ---- padding, found by mask and never by comparing ids
 
 
-def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Tensor:
+def length_mask(lengths: Sequence[int] | Tensor) -> Tensor:
     """Bool `[B, T]`, True on the first `lengths[b]` places of row b."""
     lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
-    if width is None:
-        width = int(lengths_B.max()) if len(lengths_B) else 0
+    width = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(width, device=lengths_B.device) < lengths_B.unsqueeze(1)
 
 
-def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor, fill: float = 0) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor) -> Tensor:
     """Rows of different lengths as one tensor, padded on the right, without a loop over rows.
 
     `mask_BT` is `length_mask` of their lengths.
     """
     flat = torch.cat(list(rows)) if rows else torch.zeros(0)
-    return flat.new_full(mask_BT.shape, fill).masked_scatter_(mask_BT, flat)
+    return flat.new_zeros(mask_BT.shape).masked_scatter_(mask_BT, flat)
 
 
 def compute_position_id_with_mask(attention_mask_BT: Tensor) -> Tensor:

@@ -63,7 +63,6 @@ from nip_astra.trainers.service_use import (
     services_used,
     warnings_about_services,
 )
-from nip_astra.trainers.timing import Components
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
@@ -445,7 +444,7 @@ class AstTrainer(LanguageModelTrainer):
         }
         self.store_results(results)
 
-    def components_to_time(self) -> Components:
+    def components_to_time(self) -> dict[str, Callable[[], object]]:
         """`rollout`, and if it taught something `update`, and `loss` of one batch."""
 
         @torch.no_grad()

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
-from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters, kl_estimate
+from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
     ROW_LOSSES,
@@ -21,7 +21,7 @@ from nip_astra.rl_objectives.policy_losses import (
     PolicyLoss,
     policy_loss,
 )
-from nip_astra.rl_objectives.reductions import LossOutput, Reduction, masked_mean, reduce_loss
+from nip_astra.rl_objectives.reductions import LossOutput, Reduction, reduce_loss
 from nip_astra.rl_objectives.registry import PolicyLossName, has_option
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
@@ -153,11 +153,7 @@ class AstGrpoTrainer(AstTrainer):
             tree.nodes["credit"][nodes_N], group_N, **self.group_options
         )
         self.log_metrics(found.metrics())
-        if self.kl.target is not None:
-            kl_NT = kl_estimate(*learning_logprobs(tree), "k3", mask_BT=tree.nodes["probe_mask"])
-            divergence = float(masked_mean(kl_NT, tree.nodes["probe_mask"]))
-            self.log_metrics({"kl/reference": divergence, "kl/weight": self.kl.weight})
-            self.kl.update(divergence, num_samples=tree.num_nodes)
+        self.log_metrics(self.kl.adapt(*learning_logprobs(tree), tree.nodes["probe_mask"]))
         used = nodes_N[found.is_used_N].tolist()
         return node_samples(tree, used, advantage=found.advantages_N)
 

@@ -1,4 +1,4 @@
-"""Measure the smallest step of a run, and estimate what the whole run takes.
+"""Measure the smallest step of a run or parts of it, and estimate what the whole run takes.
 
 Every estimate uses these names; a family adds counts of its own.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
 from nip_astra.utils.processor import peak_memory_bytes
 
 MAX_DEPTH = 8
@@ -205,3 +208,41 @@ def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
         inner = list(vars(value).values())
     for item in inner:
         yield from _tensors_in(item, seen, depth - 1)
+
+
+# ---- parts of an iteration
+
+
+def time_components(
+    trainer: Trainer, names: Sequence[str], *, num_repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of `num_repeats` runs of parts of an iteration, by name; all parts without `names`.
+
+    One more run is not timed. The trainer learns meanwhile and must not be used afterwards.
+    """
+    with ExitStack() as stack:
+        if isinstance(trainer, TensorDictTrainer):
+            trainer._build_train_context(stack)
+        components = trainer.components_to_time()
+        if not components:
+            raise ConfigurationError(
+                f"the trainer {trainer.hyper_params.trainer!r} has no parts to time. Give it a "
+                "method components_to_time, or choose another trainer."
+            )
+        for name in names:
+            if name not in components:
+                advice = "A part that needs something to learn is there only where there is some."
+                raise UnknownNameError("component", name, components, advice)
+        return {name: _times(components[name], num_repeats) for name in names or components}
+
+
+def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(num_repeats + 1):
+        started = time.perf_counter()
+        component()
+        if torch.cuda.is_available():
+            # Kernels that were started on a device may still be running.
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]

@@ -33,8 +33,11 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.sharded import DataParallelService, ShardedService
+from nip_astra.language_models.services.sharded import (
+    DataParallelService,
+    ShardedService,
+    learner_of,
+)
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
@@ -591,15 +594,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             tokens_per_second=speed,
         )
         is_last = self.state.iteration == context.num_iterations
-        every = self.settings.checkpoint_period
-        if is_best or is_last or (every and self.state.iteration % every == 0):
-            self._save_checkpoint(is_best=is_best)
-        try:
-            self._raise_if_stopped()
-        except StopRequested:
-            if not is_last:
-                self._save_checkpoint()
-            raise
+        self._checkpoint_or_stop(is_last=is_last, is_best=is_best)
 
     # ---- saving
 
@@ -726,9 +721,8 @@ def distribute(
     if settings.sharding == "none":
         return DataParallelService(service, team)
     check_can_be_sharded(policy)
-    learners = [_learner_of(one) for one in (policy, *others)]
-    for model in {id(one): one for one in learners}.values():
-        if isinstance(model, HuggingFaceLanguageModel):
+    for model in map(learner_of, (policy, *others)):
+        if model is not None:
             # Compared log-probabilities need the same forward pass as the sharded one.
             model.scores_by_module = True
     return ShardedService(service, team)
@@ -736,9 +730,9 @@ def distribute(
 
 def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
     """Recompute the layers of the learning model in the backward pass."""
-    learner = _learner_of(policy)
+    learner = learner_of(policy)
     is_here = isinstance(service, LocalTrainingService)
-    if not is_here or not isinstance(learner, HuggingFaceLanguageModel):
+    if not is_here or learner is None:
         held = type(policy if is_here else service).__name__
         raise ConfigurationError(
             f"gradient_checkpointing needs a policy with known layers, not {held}. Set it to false."
@@ -746,14 +740,9 @@ def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
     learner.recompute_layers()
 
 
-def _learner_of(model: object) -> object:
-    """The holder of the weights: the model, or the one beside a sampling engine."""
-    return getattr(model, "scorer", model)
-
-
 def check_can_be_sharded(policy: LanguageModel) -> None:
     """Refuse backends other than huggingface, alone or beside vllm."""
-    if not isinstance(_learner_of(policy), HuggingFaceLanguageModel):
+    if learner_of(policy) is None:
         raise ConfigurationError(
             f"sharding=fsdp needs a policy of _type huggingface or vllm, not "
             f"{type(policy).__name__}. Set sharding to none, or another _type."
@@ -762,6 +751,5 @@ def check_can_be_sharded(policy: LanguageModel) -> None:
 
 def bytes_read(policy: LanguageModel) -> float:
     """Bytes of weights that a pass through the learning model reads, base weights included."""
-    learner = _learner_of(policy)
-    module = getattr(learner, "module", None)
-    return bytes_of([] if module is None else list(module.parameters()))
+    learner = learner_of(policy)
+    return bytes_of([] if learner is None else list(learner.module.parameters()))

@@ -13,9 +13,8 @@ from tensordict import TensorDict
 
 from nip_astra.errors import DataError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.policy_losses import LossParameters, policy_loss
-from nip_astra.rl_objectives.reductions import LossOutput, masked_mean
+from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
@@ -172,16 +171,10 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
-        options = self.parameters.distillation
         batch = Batch.from_trajectories(trajectories)
-        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
-        teacher_BT = self.score(self.teacher, batch)
-        advantages_BT = reverse_kl_advantages(
-            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
-        )
-        for trajectory, advantages_T in zip(trajectories, advantages_BT, strict=True):
+        metrics |= self.imitate(self.teacher, batch)
+        for trajectory, advantages_T in zip(trajectories, batch.values["advantages"], strict=True):
             trajectory.advantage = advantages_T[: len(trajectory)]
-        metrics["opd/reverse_kl"] = float(masked_mean(student_BT - teacher_BT, mask_BT))
         return trajectories
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +28,7 @@ from nip_astra.checkpoints.run_state import (
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.placement import Work
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import ConfigurationError, LostProcessError
+from nip_astra.errors import LostProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -45,13 +44,7 @@ from nip_astra.trainers.dry_run import (
     memory_of,
     model_memory,
 )
-from nip_astra.trainers.protocol.agent_files import (
-    AGENTS_DIR,
-    agent_file_of_run,
-    load_agent,
-    load_agents_from_runs,
-    save_agents,
-)
+from nip_astra.trainers.protocol.agent_files import AgentTrainer, save_agents
 from nip_astra.trainers.protocol.learning import (
     Learner,
     MinibatchBuffer,
@@ -72,8 +65,7 @@ from nip_astra.trainers.protocol.statistics import (
     timings_of,
 )
 from nip_astra.trainers.solo.training import SoloParameters, pretrain_bodies
-from nip_astra.trainers.timing import Components, components_of_protocol
-from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
+from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 from nip_astra.utils.seeding import SeedPart
 
 Gae = nn.Module
@@ -92,7 +84,7 @@ class RlState(RunState):
     last: dict[str, float] = field(default_factory=dict)
 
 
-class TensorDictRlTrainer(TensorDictTrainer):
+class TensorDictRlTrainer(AgentTrainer):
     """Base of trainers that differ in their loss. A subclass gives `_get_loss_module_and_gae`.
 
     Hooks: `_get_loss_module_and_gae`, `_get_replay_buffer`, `_run_train_loop`, `_run_test_loop`,
@@ -136,18 +128,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
-        if not isinstance(instance, ProtocolInstance):
-            raise ConfigurationError(
-                f"the trainer {self.hyper_params.trainer!r} needs agents that play a protocol, "
-                f"which a scenario of kind {instance.kind!r} lacks. Choose another --scenario."
-            )
-        self.scenario_instance: ProtocolInstance = instance
         self.agents = instance.combined_agents
         self.train_environment = instance.train_environment
-        self.test_environment = instance.test_environment
         by_name = {name: self.agents[name] for name in self.agents.names}
-        if not self._has_checkpoint():
-            load_agents_from_runs(by_name.values(), self.settings.runs_dir)
         self.reward_to_go_gamma = self.rl.gamma
         self.loss_module, self.gae = self._get_loss_module_and_gae()
         self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
@@ -287,20 +270,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 self._build_test_context(stack)
                 self.run_on_leader(self._run_test_loop)
         if self.team.is_leader:
-            agents = [self.agents[name] for name in self.agents.names]
-            self._publish_models(partial(save_agents, agents), role="agents")
+            self._publish_models(partial(save_agents, self.saved_agents), role="agents")
             self._write_results()
-
-    def rerun_tests(self, base_run: Path) -> None:
-        """Test the agents of a finished run again and train nothing."""
-        self._set_seed()
-        for name in self.agents.names:
-            path = agent_file_of_run(str(base_run), name, self.settings.runs_dir)
-            load_agent(self.agents[name], path)
-        with ExitStack() as stack:
-            self._build_test_context(stack)
-            self._run_test_loop()
-        self._write_results()
 
     def _build_train_context(self, stack: ExitStack) -> None:
         """Enter the configuration for training, with processes for the agents' losses."""
@@ -452,11 +423,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
             accuracy=statistics.get("mean_accuracy", float("nan")),
             frames_per_second=timings["time/frames_per_second"],
         )
-        self._checkpoint_or_stop(
-            self.state.iteration,
-            is_last=self.state.iteration == context.num_iterations,
-            save=self._save_checkpoint,
-        )
+        self._checkpoint_or_stop(is_last=self.state.iteration == context.num_iterations)
 
     def _log_episodes(self, batch: TensorDict, table: str, step: int) -> None:
         """Record a sample of the whole episodes of a batch [E, T]."""
@@ -470,15 +437,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
         self.tracker.log_table(table, columns, rows, step=step)
 
     # ---- saving
-
-    def save_models(self, directory: Path) -> None:
-        """Write all agents."""
-        save_agents((self.agents[name] for name in self.agents.names), directory / AGENTS_DIR)
-
-    def load_models(self, directory: Path) -> None:
-        """Read all agents."""
-        for name in self.agents.names:
-            load_agent(self.agents[name], directory / AGENTS_DIR / f"{name}.safetensors")
 
     def kept_parts(self) -> dict[str, Part]:
         """Optimizers, loss, minibatches, sampler, unfinished episodes and message regression.
@@ -520,8 +478,23 @@ class TensorDictRlTrainer(TensorDictTrainer):
             }
         )
 
-    def components_to_time(self) -> Components:
-        return components_of_protocol(self)
+    def components_to_time(self) -> dict[str, Callable[[], object]]:
+        """`rollout`, `update`, and `forward`: policies and values of an iteration's frames."""
+        batch = self.collect()
+        frames = batch.flatten()
+
+        def update() -> None:
+            self.agents.train()
+            self.learner.learn(batch, 0)
+            self.agents.eval()
+
+        @torch.no_grad()
+        def forward() -> None:
+            for name in self.agents.names:
+                self.agents.policy(name, frames)
+                self.agents.values(name, frames)
+
+        return {"rollout": self.collect, "update": update, "forward": forward}
 
     def dry_run(self) -> dict[str, Any]:
         """Play and learn from one batch, and estimate a whole run."""

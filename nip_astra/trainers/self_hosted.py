@@ -16,10 +16,10 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
-from nip_astra.rl_objectives.advantages import codes_of, reverse_kl_advantages
-from nip_astra.rl_objectives.kl import AdaptiveKl, kl_estimate
+from nip_astra.rl_objectives.advantages import codes_of
+from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import importance_weights
-from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, masked_sum
+from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
@@ -113,7 +113,8 @@ class SelfHostedTrainer(ServiceTrainer):
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
             reference = agent.token_scorer(to="measure the policy's divergence from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
-            mismatch |= self._adapt_kl(batch)
+            names = ("logprobs", "reference_logprobs", "loss_mask")
+            mismatch |= self.kl.adapt(*(batch.values[name] for name in names))
         if not self._is_checked:
             check_takes(self._prepare_batch, "batch")
         given = self._prepare_batch(batch)
@@ -150,17 +151,6 @@ class SelfHostedTrainer(ServiceTrainer):
         super().load_trainer_state(state)
         if "kl" in state:
             self.kl.load_state(state["kl"])
-
-    def _adapt_kl(self, batch: Batch) -> dict[str, float]:
-        """Adapt the weight of the divergence, where it has a target."""
-        if self.kl.target is None:
-            return {}
-        values = batch.values
-        mask_BT = values["loss_mask"]
-        kl_BT = kl_estimate(values["logprobs"], values["reference_logprobs"], "k3", mask_BT=mask_BT)
-        divergence, weight = float(masked_mean(kl_BT, mask_BT)), self.kl.weight
-        self.kl.update(divergence, num_samples=len(batch))
-        return {"kl/reference": divergence, "kl/weight": weight}
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
         has_other_loss = type(self).loss is not SelfHostedTrainer.loss
@@ -303,11 +293,4 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
         self.teacher = self.load_teacher()
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        options = self.parameters.distillation
-        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
-        teacher_BT = self.score(self.teacher, batch)
-        batch.values["teacher_logprobs"] = teacher_BT
-        batch.values["advantages"] = reverse_kl_advantages(
-            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
-        )
-        return batch, {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
+        return batch, self.imitate(self.teacher, batch)

@@ -38,6 +38,8 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
@@ -56,8 +58,10 @@ from nip_astra.trainers.service.contract import (
     takes_config_alone,
 )
 from nip_astra.trainers.service.metrics import (
+    ANSWER_COLUMNS,
     RECORD_COLUMNS,
     Tally,
+    answer_rows,
     log_rollout_metrics,
     rollout_rows,
 )
@@ -97,7 +101,8 @@ class ServiceTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     figures: ClassVar[tuple[str, ...] | None] = (
-        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*", "tools/*"),
+        *("accuracy", "mean_reward", "pass_at_*", "num_*", "rewards/*"),
+        *("tools/*", "environment/*"),
         *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
     )
     samples_in_training: ClassVar[bool] = True
@@ -421,15 +426,15 @@ class ServiceTrainer(LanguageModelTrainer):
         if not problems:
             return {}
         tally = Tally(options.success_reward)
+        rows: list[tuple[Any, ...]] = []
         for part in parts:
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
             rollout = self.play_held_out("test", some, options.num_runs)
             tally.add(rollout, some, options.num_runs)
-            if part == 0:
-                name = "before" if when == "before" else "evaluation"
-                rows = rollout_rows(rollout, some, self.settings.num_rollout_samples)
-                columns = RECORD_COLUMNS[: len(rows[0])] if rows else RECORD_COLUMNS
-                self.tracker.log_table(name, columns, rows, step=self.state.iteration)
+            rows += answer_rows(rollout, some, options.success_reward)
+        name = "before" if when == "before" else "evaluation"
+        columns = ANSWER_COLUMNS[: len(rows[0])]
+        self.tracker.log_table(name, columns, rows, step=self.state.iteration)
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:
@@ -525,6 +530,16 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
+
+    def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
+        """Set the `advantages` of distillation and `teacher_logprobs`; the divergence, to log."""
+        options = self.parameters.distillation
+        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
+        batch.values["advantages"] = reverse_kl_advantages(
+            student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
+        )
+        return {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
 
     def load_teacher(self) -> TokenScorer:
         """The frozen model that `distillation.teacher` names."""

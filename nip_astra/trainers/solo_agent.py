@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
-from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.trainers import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
-from nip_astra.scenario_instance import ProtocolInstance
-from nip_astra.trainers.protocol.agent_files import (
-    AGENTS_DIR,
-    agent_file_of_run,
-    load_agent,
-    load_agents_from_runs,
-    save_agents,
-)
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.trainers.protocol.agent_files import AgentTrainer, save_agents
 from nip_astra.trainers.protocol.statistics import read
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.solo.training import SoloParameters, SoloTraining
-from nip_astra.trainers.timing import Components, components_of_solo
-from nip_astra.trainers.trainer_base import (
-    IterationContext,
-    TensorDictTrainer,
-    attach_progress_bar,
-)
+from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 OF_PLAY = set(CommonProtocolParameters.model_fields) - {"zero_knowledge"}
 """Parameters of a protocol that do not matter before agents play."""
@@ -45,7 +33,7 @@ class SoloState(RunState):
 
 
 @register_trainer(TrainerType.SOLO_AGENT)
-class SoloAgentTrainer(TensorDictTrainer):
+class SoloAgentTrainer(AgentTrainer):
     """Each agent learns to predict the label by itself, before any message.
 
     `L = mean cross_entropy(logits(body(x)), y)` over the datapoints, for body and head, with an
@@ -73,21 +61,12 @@ class SoloAgentTrainer(TensorDictTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        instance = self.scenario_instance
-        if not isinstance(instance, ProtocolInstance):
-            raise ConfigurationError(
-                f"solo_agent needs datapoints with labels, which a scenario of kind "
-                f"{instance.kind!r} lacks. Choose another --scenario."
-            )
-        self.test_environment = instance.test_environment
-        self.agents = [agent for agent in instance.agents.values() if not agent.is_random]
-        if not self._has_checkpoint():
-            load_agents_from_runs(self.agents, self.settings.runs_dir)
+        self.agents = self.saved_agents
         key = (self.hyper_params.seed, "solo_agent")
         self.trainings = {
             agent.name: SoloTraining(
                 agent,
-                instance.train_environment,
+                self.scenario_instance.train_environment,
                 self.parameters,
                 *key,
                 agent.name,
@@ -96,6 +75,10 @@ class SoloAgentTrainer(TensorDictTrainer):
             )
             for agent in self.agents
         }
+
+    @property
+    def saved_agents(self) -> list[Agent]:
+        return [agent for agent in super().saved_agents if not agent.is_random]
 
     def train(self) -> None:
         """Train all agents, test them, save them."""
@@ -111,18 +94,18 @@ class SoloAgentTrainer(TensorDictTrainer):
         self._publish_models(partial(save_agents, self.agents), role="agents")
         self._write_results()
 
-    def components_to_time(self) -> Components:
-        return components_of_solo(self)
+    def components_to_time(self) -> dict[str, Callable[[], object]]:
+        """`epoch`, of all agents, and `forward`: predictions for the test datapoints."""
 
-    def rerun_tests(self, base_run: Path) -> None:
-        """Test the agents of a finished run again and train nothing."""
-        self._set_seed()
-        for agent in self.agents:
-            load_agent(agent, agent_file_of_run(str(base_run), agent.name, self.settings.runs_dir))
-        with ExitStack() as stack:
-            self._build_test_context(stack)
-            self._run_test_loop()
-        self._write_results()
+        def epoch() -> None:
+            for training in self.trainings.values():
+                training.run_epoch(0)
+
+        def forward() -> None:
+            for training in self.trainings.values():
+                training.test(self.test_environment)
+
+        return {"epoch": epoch, "forward": forward}
 
     @attach_progress_bar(lambda self: self.parameters.num_epochs)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
@@ -140,11 +123,8 @@ class SoloAgentTrainer(TensorDictTrainer):
             self.state.iteration = epoch + 1
             self.state.last = read(metrics)
             self.tracker.log_metrics(self.state.last, step=self.state.iteration)
-            self._checkpoint_or_stop(
-                self.state.iteration,
-                is_last=self.state.iteration == iteration_context.num_iterations,
-                save=self._save_checkpoint,
-            )
+            is_last = self.state.iteration == iteration_context.num_iterations
+            self._checkpoint_or_stop(is_last=is_last)
 
     @attach_progress_bar(lambda self: 1)
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -159,15 +139,6 @@ class SoloAgentTrainer(TensorDictTrainer):
             self.tracker.log_metrics(self.results["after"], step=self.state.iteration)
 
     # ---- saving
-
-    def save_models(self, directory: Path) -> None:
-        """Write all agents."""
-        save_agents(self.agents, directory / AGENTS_DIR)
-
-    def load_models(self, directory: Path) -> None:
-        """Read all agents."""
-        for agent in self.agents:
-            load_agent(agent, directory / AGENTS_DIR / f"{agent.name}.safetensors")
 
     def kept_parts(self) -> dict[str, Part]:
         """The optimizer of each agent."""

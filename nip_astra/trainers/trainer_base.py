@@ -445,22 +445,17 @@ class Trainer(ABC):
         """Parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
         return {}
 
-    def _checkpoint_or_stop(
-        self, num_done: int, *, is_last: bool, save: Callable[[], None]
-    ) -> None:
-        """Save after an iteration where a checkpoint is due, or where a signal stops the run.
-
-        `num_done` iterations are done; after the last one a checkpoint is always due.
-        """
+    def _checkpoint_or_stop(self, *, is_last: bool, is_best: bool = False) -> None:
+        """Save after an iteration if a checkpoint is due, or if a signal stops the run."""
         every = self.settings.checkpoint_period
-        is_due = is_last or (every > 0 and num_done % every == 0)
+        is_due = is_last or is_best or (every > 0 and self.state.iteration % every == 0)
         if is_due:
-            save()
+            self._save_checkpoint(is_best=is_best)
         try:
             self._raise_if_stopped()
         except StopRequested:
             if not is_due:
-                save()
+                self._save_checkpoint()
             raise
 
     def _raise_if_stopped(self) -> None:

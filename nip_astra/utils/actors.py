@@ -209,10 +209,6 @@ class _Actor:
         with torch.set_grad_enabled(has_grad):
             return CallReader(call, self._kept).load()()
 
-    def process_id(self) -> int:
-        """Id of its process."""
-        return os.getpid()
-
 
 class Actors:
     """Actors that keep copies of models and run calls with them."""
@@ -302,10 +298,6 @@ class Actors:
             return results
 
         return run
-
-    def process_ids(self) -> list[int]:
-        """Ids of the actors' processes."""
-        return results_of(self._ray, [actor.process_id.remote() for actor in self._actors])
 
     def close(self) -> None:
         """End the actors."""

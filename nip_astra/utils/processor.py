@@ -18,7 +18,6 @@ MOST_PROCESSES = 4
 """By default: each costs tens of milliseconds per rollout, and more than two were not measured."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_DEFAULT_THRESHOLD = 128 * 1024
 _KEPT_THRESHOLD = 1 << 30
 
 
@@ -65,7 +64,7 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def keep_freed_memory(is_kept: bool = True) -> bool:
+def keep_freed_memory() -> bool:
     """Reuse freed memory instead of returning it to the system; whether the C library can.
 
     By default glibc maps every large tensor again, and first touching its pages takes several times
@@ -76,5 +75,5 @@ def keep_freed_memory(is_kept: bool = True) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    threshold = _KEPT_THRESHOLD if is_kept else _DEFAULT_THRESHOLD
-    return bool(mallopt(_M_MMAP_THRESHOLD, threshold) and mallopt(_M_TRIM_THRESHOLD, threshold))
+    options = (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
+    return all(mallopt(option, _KEPT_THRESHOLD) for option in options)

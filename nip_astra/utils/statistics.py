@@ -13,6 +13,9 @@ from nip_astra.utils.seeding import derive_seed
 
 Array = npt.NDArray[np.float64]
 
+NUM_FLIPS = 10_000
+"""Random flips of signs in `sign_flip_test`."""
+
 
 class FollowUp(NamedTuple):
     """How long episodes were observed."""
@@ -54,26 +57,23 @@ class Survival(NamedTuple):
 
 def kaplan_meier(follow_up: FollowUp) -> Survival:
     """Estimate survival if some episodes were not observed to their failure."""
-    last = np.asarray(follow_up.turns, dtype=int)
-    events = np.asarray(follow_up.is_event, dtype=bool)
-    turns_H = np.arange(1, follow_up.horizon + 1)
-    at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
-    events_H = (last[events, None] == turns_H).sum(axis=0)
-    if events.all() and len(last):
-        survival_H = 1.0 - events_H.cumsum() / len(last)
+    at_risk_H, events_H = event_counts(follow_up)
+    if all(follow_up.is_event) and follow_up.is_event:
+        survival_H = 1.0 - events_H.cumsum() / len(follow_up.turns)
     else:
         survival_H = np.where(at_risk_H > 0, (at_risk_H - events_H) / np.maximum(at_risk_H, 1), 1.0)
         survival_H = survival_H.cumprod()
     # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
     half = np.flatnonzero(survival_H <= 0.5)
-    median = int(turns_H[half[0]]) if len(half) else None
-    return Survival(survival_H.tolist(), median, at_risk_H.tolist())
+    median = int(half[0]) + 1 if len(half) else None
+    return Survival(survival_H.tolist(), median, at_risk_H.astype(int).tolist())
 
 
 def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
     """Episodes at risk and events at each turn, `[H]` each."""
-    last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
+    last = np.asarray(follow_up.turns, dtype=int)
+    events = np.asarray(follow_up.is_event, dtype=bool)
     turns_H = np.arange(1, follow_up.horizon + 1)
     at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
     events_H = (last[events, None] == turns_H).sum(axis=0)
@@ -128,23 +128,21 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
     return float(stats.binomtest(num_only_first, total).pvalue)
 
 
-def sign_flip_test(
-    differences: Sequence[float], clusters: Sequence[int], *, num_flips: int = 10_000, seed: int = 0
-) -> float:
+def sign_flip_test(differences: Sequence[float], clusters: Sequence[int]) -> float:
     """The two-sided p-value of no difference, by flipping the signs of whole clusters.
 
-    1 if no pair differs, and at least `1 / (num_flips + 1)`.
+    1 if no pair differs, and at least `1 / (NUM_FLIPS + 1)`.
     """
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=np.asarray(differences, dtype=np.float64))
     if not np.any(sums):
         return 1.0
-    rng = np.random.default_rng(derive_seed(seed, "sign flips"))
-    signs = rng.integers(0, 2, size=(num_flips, len(sums)), dtype=np.int8) * 2 - 1
+    rng = np.random.default_rng(derive_seed(0, "sign flips"))
+    signs = rng.integers(0, 2, size=(NUM_FLIPS, len(sums)), dtype=np.int8) * 2 - 1
     # A flip that changes nothing but the order of additions must count as equal.
     observed = abs(float(sums.sum())) * (1.0 - 1e-12)
     num_extreme = np.count_nonzero(np.abs(signs @ sums) >= observed)
-    return float((1 + num_extreme) / (num_flips + 1))
+    return float((1 + num_extreme) / (NUM_FLIPS + 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

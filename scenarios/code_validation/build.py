@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from problems import PROBLEMS, Problem
+from sources import apps_rows, buggy_apps_rows, human_eval_rows
 from tqdm import tqdm
-
-from nip_astra.scenarios.code.sources import apps_rows, buggy_apps_rows, human_eval_rows
-from nip_astra.scenarios.code.verified import expected_values, solutions, varied
+from verified import expected_values, solutions, varied
 
 HERE = Path(__file__).parent
 NUM_DRAWS = 200

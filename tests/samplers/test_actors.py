@@ -194,7 +194,7 @@ def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInst
             assert_equal(sample(sampler), expected)
             actors = get_actors()
             assert isinstance(actors, Actors)
-            killed = actors.process_ids()[0]
+            killed = actors.call([os.getpid], [])[0]
             marker = Path(os.environ.get("TMPDIR", "/tmp")) / f"killed-{killed}"
             results = actors.call([partial(_end_once, marker, number) for number in range(4)], [])
             assert results == [0, 1, 2, 3]

@@ -150,7 +150,7 @@ class NoisyDpo(AstDpoTrainer):
 class Walk(TensorDictTrainer):
     """A random walk, with a loop and checkpoints of its own."""
 
-    place, num_done = 0.0, 0
+    place = 0.0
 
     def train(self):
         self._set_seed()
@@ -161,21 +161,22 @@ class Walk(TensorDictTrainer):
 
     @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _walk(self, iteration_context):
-        for number in iteration_context.iterate(self.num_done):
+        for number in iteration_context.iterate(self.state.iteration):
             self.place += np.random.rand() + random.random() + float(torch.randn(()))
-            self.num_done = number + 1
-            self.tracker.log_metrics({"place": self.place}, step=self.num_done)
-            self._checkpoint_or_stop(self.num_done, is_last=False, save=self._save)
+            self.state.iteration = number + 1
+            self.tracker.log_metrics({"place": self.place}, step=self.state.iteration)
+            self._checkpoint_or_stop(is_last=False)
 
-    def _save(self):
-        state = {"place": self.place, "done": self.num_done, "at": self.tracker.position()}
+    def _save_checkpoint(self, *, is_best=False):
+        done = self.state.iteration
+        state = {"place": self.place, "done": done, "at": self.tracker.position()}
         self._checkpoint_store().save(
-            self.num_done, lambda folder: save_state(folder / "own", state), metadata={}
+            done, lambda folder: save_state(folder / "own", state), metadata={}
         )
 
     def resume(self, checkpoint):
         state = load_state(checkpoint / "own")
-        self.place, self.num_done = state["place"], state["done"]
+        self.place, self.state.iteration = state["place"], state["done"]
         self.tracker.rewind(state["at"])
 '''
 

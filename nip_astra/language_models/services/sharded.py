@@ -27,7 +27,7 @@ from nip_astra.distributed.sharding import (
 from nip_astra.distributed.team import LOST, Handler, Team, lost_process_errors
 from nip_astra.errors import CheckpointError, NipAstraError
 from nip_astra.language_models.adapters import has_adapter, learned_weights, saved_weights
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.base import TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import RowReader, layers_of
 from nip_astra.language_models.services.training import (
@@ -160,7 +160,9 @@ class ShardedService(DataParallelService):
 
     def __init__(self, local: LocalTrainingService, team: Team) -> None:
         super().__init__(local, team)
-        self.learner = learner_of(local.model)
+        learner = learner_of(local.model)
+        assert learner is not None
+        self.learner = learner
         whole = list(self.learner.parameters())
         module = copy.deepcopy(self.learner.module) if team.is_leader else self.learner.module
         self.reader = RowReader(
@@ -300,11 +302,10 @@ class ShardedService(DataParallelService):
         return learned_weights(self._module)
 
 
-def learner_of(model: LanguageModel) -> HuggingFaceLanguageModel:
-    """The model of a policy that learns: its scorer, if an engine samples, else itself."""
+def learner_of(model: object) -> HuggingFaceLanguageModel | None:
+    """The holder of a policy's weights: its scorer, if an engine samples, else itself."""
     learner = getattr(model, "scorer", model)
-    assert isinstance(learner, HuggingFaceLanguageModel)
-    return learner
+    return learner if isinstance(learner, HuggingFaceLanguageModel) else None
 
 
 def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:

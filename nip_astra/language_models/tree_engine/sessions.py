@@ -398,11 +398,6 @@ def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
     return len(first)
 
 
-CHECK_PERIOD = 8
-"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
-steps after the last end are wasted."""
-
-
 class _DecodeAttention:
     """Attention of one new token of each unfinished row."""
 

@@ -1,10 +1,5 @@
 """Layers of the graph networks as functions of their weights.
 
-Autograd takes more calls and memory than matrices this small are worth, so derivatives are written
-out: each `torch.autograd.Function` computes the plain formula beside it in fewer calls, and its
-second derivatives are those of the formula. Hyperbolic tangents are `tanh(x) = 2 sigmoid(2 x) - 1`,
-with factors and shift moved to the weights.
-
 Shapes: B frames, n nodes of a graph (padded), S = 2 n nodes of both, G groups (graphs or frames),
 T tokens, D width, E width of a token, R = G n or G T rows, F hidden width, H heads, d = D / H,
 J = H D, Q queries (T x H), K keys, P and L message places (all, and the last message's). Weights
@@ -14,10 +9,9 @@ have outputs first, as torch's do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,100 +19,6 @@ from torch.nn import functional
 
 NORM_EPS = 1e-5
 """Added to variances by layer normalisation, torch's own default."""
-
-_aten = torch.ops.aten
-Gradients = tuple[Tensor | None, ...]
-
-
-def apply(layer: type[torch.autograd.Function], *inputs: Tensor) -> Tensor:
-    """Apply a function of this file."""
-    if not torch.is_grad_enabled():
-        # Nothing is saved, so that memory still in the cache is used again.
-        context = SimpleNamespace(save_for_backward=lambda *tensors: None)
-        return cast(Tensor, layer.forward(context, *inputs))
-    result: Tensor = layer.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's own
-    return result
-
-
-def of_plain_formula(
-    formula: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Sequence[Tensor],
-    gradients: Tensor | Sequence[Tensor],
-) -> Gradients:
-    """Differentiable derivatives of a formula in all its inputs, from those in its results."""
-    with torch.enable_grad():
-        # Views, so that an input from which another was computed gets only its own part.
-        views = [tensor.view_as(tensor) for tensor in inputs]
-        results = formula(*views)
-        pairs = [
-            (result, gradient)
-            for result, gradient in zip(_several(results), _several(gradients), strict=True)
-            # Where some weights do not learn, one of several results may be a constant.
-            if result.requires_grad
-        ]
-        derivatives = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs],
-                [view for view in views if view.requires_grad],
-                [gradient for _, gradient in pairs],
-                create_graph=True,
-                # Weights of absent message places are in no result.
-                allow_unused=True,
-            )
-        )
-    return tuple(next(derivatives) if view.requires_grad else None for view in views)
-
-
-def _several(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-# ---- a perceptron of two layers
-
-
-def tanh_perceptron(values_RD: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`h = sigmoid(2 (X W1' + b1))` and `tanh(X W1' + b1) W2' + b2 = 2 h W2' + (b2 - W2 1)`."""
-    inner_FD, inner_bias_F, outer_DF, outer_bias_D = weights
-    # Factors go to the weights: a product with a factor takes a sixth longer.
-    hidden_RF = torch.addmm(inner_bias_F * 2, values_RD, inner_FD.t() * 2).sigmoid_()
-    bias_D = outer_bias_D - outer_DF.sum(1)
-    return hidden_RF, torch.addmm(bias_D, hidden_RF, outer_DF.t() * 2)
-
-
-def tanh_perceptron_gradients(
-    gradient_RD: Tensor, values_RD: Tensor, hidden_RF: Tensor, inner_FD: Tensor, outer_DF: Tensor
-) -> tuple[Tensor, ...]:
-    """Derivatives in X, W1, b1, W2 and b2 from that in the result, `g`.
-
-    The derivative in `X W1' + b1` is `4 (g W2) h (1 - h)`. Products have the narrower matrix first,
-    which is faster.
-    """
-    sum_D = gradient_RD.sum(0)
-    of_outer_DF = torch.mm(gradient_RD.t(), hidden_RF).mul_(2).sub_(sum_D[:, None])
-    of_inner_RF = torch.mm(gradient_RD, outer_DF * 4)
-    _aten.sigmoid_backward.grad_input(of_inner_RF, hidden_RF, grad_input=of_inner_RF)
-    return (
-        torch.mm(of_inner_RF, inner_FD),
-        torch.mm(values_RD.t(), of_inner_RF).t(),
-        of_inner_RF.sum(0),
-        of_outer_DF,
-        sum_D,
-    )
-
-
-# ---- message passing
-
-
-class Rounded(torch.autograd.Function):
-    """Rounds to some decimal places, with derivatives as if it did not."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, digits: int) -> Tensor:
-        return torch.round(values, decimals=digits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def gin_formula(nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tensor:
@@ -129,66 +29,12 @@ def gin_formula(nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tens
     return functional.linear(hidden_GnF, outer_DF, outer_bias_D)
 
 
-class TanhGin(torch.autograd.Function):
-    """`gin_formula`."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tensor:
-        active_GnD = torch.mul(nodes_GnD, 2).sigmoid_().mul_(2).sub_(1)
-        sums_RD = torch.bmm(closed_Gnn, active_GnD).flatten(0, 1)
-        hidden_RF, result_RD = tanh_perceptron(sums_RD, *weights)
-        ctx.save_for_backward(nodes_GnD, closed_Gnn, *weights, active_GnD, sums_RD, hidden_RF)
-        return result_RD.view(nodes_GnD.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_GnD: Tensor) -> Gradients:
-        *inputs, active_GnD, sums_RD, hidden_RF = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return of_plain_formula(gin_formula, inputs, gradient_GnD)
-        _, closed_Gnn, inner_FD, _, outer_DF, _ = inputs
-        of_sums_RD, *of_weights = tanh_perceptron_gradients(
-            gradient_GnD.reshape(sums_RD.shape), sums_RD, hidden_RF, inner_FD, outer_DF
-        )
-        of_active_GnD = torch.bmm(closed_Gnn.transpose(1, 2), of_sums_RD.view(gradient_GnD.shape))
-        _aten.tanh_backward.grad_input(of_active_GnD, active_GnD, grad_input=of_active_GnD)
-        return of_active_GnD, None, *of_weights
-
-
-# ---- a transformer layer, in two halves
-
-
 def residual_formula(values_RD: Tensor, *weights: Tensor) -> Tensor:
     """`norm(X + tanh(X W1' + b1) W2' + b2)`."""
     inner_FD, inner_bias_F, outer_DF, outer_bias_D, gain_D, shift_D = weights
     hidden_RF = torch.tanh(functional.linear(values_RD, inner_FD, inner_bias_F))
     sum_RD = values_RD + functional.linear(hidden_RF, outer_DF, outer_bias_D)
     return functional.layer_norm(sum_RD, sum_RD.shape[1:], gain_D, shift_D, NORM_EPS)
-
-
-class TanhResidual(torch.autograd.Function):
-    """`residual_formula`."""
-
-    @staticmethod
-    def forward(ctx: Any, values_RD: Tensor, *weights: Tensor) -> Tensor:
-        *of_perceptron, gain_D, shift_D = weights
-        hidden_RF, sum_RD = tanh_perceptron(values_RD, *of_perceptron)
-        normed = torch.native_layer_norm(
-            sum_RD.add_(values_RD), sum_RD.shape[1:], gain_D, shift_D, NORM_EPS
-        )
-        ctx.save_for_backward(values_RD, *weights, hidden_RF, sum_RD, *normed[1:])
-        return normed[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient_RD: Tensor) -> Gradients:
-        *inputs, hidden_RF, sum_RD, mean_R, scale_R = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return of_plain_formula(residual_formula, inputs, gradient_RD)
-        values_RD, inner_FD, _, outer_DF, _, gain_D, shift_D = inputs
-        of_sum_RD, *of_norm = _norm_gradients(gradient_RD, sum_RD, mean_R, scale_R, gain_D, shift_D)
-        of_values_RD, *of_weights = tanh_perceptron_gradients(
-            of_sum_RD, values_RD, hidden_RF, inner_FD, outer_DF
-        )
-        return of_values_RD.add_(of_sum_RD), *of_weights, *of_norm
 
 
 def attention_formula(
@@ -203,103 +49,20 @@ def attention_formula(
     queries_GQD = functional.linear(tokens_GTD, query_JD, query_bias_J).view(
         len(tokens_GTD), -1, tokens_GTD.shape[2]
     )
-    shares_GQK = drop_out(_Shares.of(queries_GQD, keys_GKD, mask_GK1).by_query())
+    shares_GQK = drop_out(_shares(queries_GQD, keys_GKD, mask_GK1))
     read_GTJ = torch.bmm(shares_GQK, keys_GKD).view(*tokens_GTD.shape[:2], -1)
     sum_GTD = tokens_GTD + drop_out(functional.linear(read_GTJ, output_JD.t(), output_bias_D))
     return functional.layer_norm(sum_GTD, sum_GTD.shape[2:], gain_D, shift_D, NORM_EPS)
 
 
-class Attention(torch.autograd.Function):
-    """`attention_formula`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor, *weights: Tensor
-    ) -> Tensor:
-        query_JD, query_bias_J, output_JD, output_bias_D, gain_D, shift_D = weights
-        num_groups, _, width = tokens_GTD.shape
-        tokens_RD = tokens_GTD.reshape(-1, width)
-        queries_RJ = torch.addmm(query_bias_J, tokens_RD, query_JD.t())
-        shares = _Shares.of(queries_RJ.view(num_groups, -1, width), keys_GKD, mask_GK1)
-        read_RJ = torch.bmm(shares.by_query(), keys_GKD).view(queries_RJ.shape)
-        sum_RD = torch.addmm(output_bias_D, read_RJ, output_JD).add_(tokens_RD)
-        normed = torch.native_layer_norm(sum_RD, (width,), gain_D, shift_D, NORM_EPS)
-        ctx.save_for_backward(
-            *(tokens_GTD, keys_GKD, mask_GK1, *weights),
-            *(queries_RJ, shares.values, read_RJ, sum_RD, *normed[1:]),
-        )
-        ctx.dim = shares.dim
-        return normed[0].view(tokens_GTD.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_GTD: Tensor) -> Gradients:
-        *inputs, queries_RJ, shares, read_RJ, sum_RD, mean_R, scale_R = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return of_plain_formula(attention_formula, inputs, gradient_GTD)
-        tokens_GTD, keys_GKD, _, query_JD, _, output_JD, _, gain_D, shift_D = inputs
-        num_groups, _, width = tokens_GTD.shape
-        of_sum_RD, *of_norm = _norm_gradients(
-            gradient_GTD.reshape(sum_RD.shape), sum_RD, mean_R, scale_R, gain_D, shift_D
-        )
-        of_read_GQD = torch.mm(of_sum_RD, output_JD.t()).view(num_groups, -1, width)
-        of_shares = _Shares.product(of_read_GQD, keys_GKD, ctx.dim)
-        of_scores = _Shares(
-            _aten._softmax_backward_data(of_shares, shares, ctx.dim, shares.dtype), ctx.dim
-        )
-        queries_GQD = queries_RJ.view(of_read_GQD.shape)
-        of_keys_GKD = torch.bmm(_Shares(shares, ctx.dim).by_key(), of_read_GQD)
-        of_keys_GKD.baddbmm_(of_scores.by_key(), queries_GQD)
-        of_queries_RJ = torch.bmm(of_scores.by_query(), keys_GKD).view(queries_RJ.shape)
-        of_tokens_RD = torch.mm(of_queries_RJ, query_JD).add_(of_sum_RD)
-        return (
-            *(of_tokens_RD.view(tokens_GTD.shape), of_keys_GKD, None),
-            torch.mm(tokens_GTD.reshape(sum_RD.shape).t(), of_queries_RJ).t(),
-            of_queries_RJ.sum(0),
-            torch.mm(of_sum_RD.t(), read_RJ).t(),
-            of_sum_RD.sum(0),
-            *of_norm,
-        )
-
-
-class _Shares(NamedTuple):
-    """Attention weights, [G, Q, K] or [G, K, Q]; `dim` is that of keys.
-
-    The longer dimension is the last one: softmax is slow over a short one.
-    """
-
-    values: Tensor
-    dim: int
-
-    @classmethod
-    def of(cls, queries_GQD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> _Shares:
-        """The softmax of scores over keys."""
-        if queries_GQD.shape[1] > keys_GKD.shape[1]:
-            scores_GKQ = torch.baddbmm(mask_GK1, keys_GKD, queries_GQD.transpose(1, 2))
-            return cls(torch.softmax(scores_GKQ, dim=1), 1)
+def _shares(queries_GQD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> Tensor:
+    """Attention weights, [G, Q, K]: the softmax of scores over keys."""
+    if queries_GQD.shape[1] <= keys_GKD.shape[1]:
         mask_G1K = mask_GK1.transpose(1, 2)
-        scores_GQK = torch.baddbmm(mask_G1K, queries_GQD, keys_GKD.transpose(1, 2))
-        return cls(torch.softmax(scores_GQK, dim=2), 2)
-
-    @staticmethod
-    def product(queries_GQD: Tensor, keys_GKD: Tensor, dim: int) -> Tensor:
-        """The products of all queries and keys, in the layout of `dim`."""
-        if dim == 1:
-            return torch.bmm(keys_GKD, queries_GQD.transpose(1, 2))
-        return torch.bmm(queries_GQD, keys_GKD.transpose(1, 2))
-
-    def by_query(self) -> Tensor:
-        return self.values if self.dim == 2 else self.values.transpose(1, 2)
-
-    def by_key(self) -> Tensor:
-        return self.values if self.dim == 1 else self.values.transpose(1, 2)
-
-
-def _norm_gradients(gradient_RD: Tensor, sum_RD: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-    """Derivatives of a layer normalisation in its input, gain and shift."""
-    gradients: tuple[Tensor, ...] = _aten.native_layer_norm_backward(
-        gradient_RD, sum_RD, sum_RD.shape[1:], *saved, [True] * 3
-    )
-    return gradients
+        return torch.baddbmm(mask_G1K, queries_GQD, keys_GKD.transpose(1, 2)).softmax(dim=2)
+    # The longer dimension is the last one: softmax is slow over a short one.
+    scores_GKQ = torch.baddbmm(mask_GK1, keys_GKD, queries_GQD.transpose(1, 2))
+    return scores_GKQ.softmax(dim=1).transpose(1, 2)
 
 
 # ---- a pair of graphs
@@ -405,18 +168,11 @@ def read(
     pairs: Pairs,
     weights: LayerWeights,
     perceptron: Callable[..., Tensor],
-    attention: Callable[..., Tensor] | None = None,
+    attention: Callable[..., Tensor] = attention_formula,
 ) -> PairReading:
-    """A layer applied to pairs.
-
-    Parameters
-    ----------
-    perceptron : Callable
-        Rows after the layer, [R, D], from those after attention.
-    attention : Callable, optional
-        Replaces `Attention`, for instance `attention_formula`.
+    """A layer applied to pairs; `perceptron` gives rows after it, [R, D], from those after
+    attention.
     """
-    attention = attention or partial(apply, Attention)
     joint = joint_weights(weights)
 
     def attend(tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> Tensor:
@@ -427,16 +183,9 @@ def read(
     return PairReading(pairs, attend)
 
 
-def tanh_reading(pairs: Pairs, weights: LayerWeights, *, is_formula: bool = False) -> PairReading:
-    """A layer with hyperbolic tangents, by plain formulas or with written derivatives."""
-    of_perceptron = weights[-6:]
-    residual = residual_formula if is_formula else partial(apply, TanhResidual)
-    return read(
-        pairs,
-        weights,
-        lambda rows_RD: residual(rows_RD, *of_perceptron),
-        attention_formula if is_formula else None,
-    )
+def tanh_reading(pairs: Pairs, weights: LayerWeights) -> PairReading:
+    """A layer with hyperbolic tangents."""
+    return read(pairs, weights, lambda rows_RD: residual_formula(rows_RD, *weights[-6:]))
 
 
 # ---- a graph network, before and after its layers
@@ -492,7 +241,9 @@ class Network(NamedTuple):
         closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
         nodes_GnD = layers(nodes.reshape(2 * num_frames, num_nodes // 2, -1), closed_Gnn)
         if digits is not None:
-            nodes_GnD = Rounded.apply(nodes_GnD, digits)  # type: ignore[no-untyped-call]  # torch's
+            # Derivatives are those without rounding.
+            rounded_GnD = nodes_GnD.detach().round(decimals=digits)
+            nodes_GnD = rounded_GnD + (nodes_GnD - nodes_GnD.detach())
         is_node_Gn1 = self.is_node_B2n.flatten(0, 1)[..., None].to(nodes_GnD.dtype)
         sums_B2D = (nodes_GnD * is_node_Gn1).sum(1).view(num_frames, 2, -1)
         nodes_BSD = nodes_GnD.view(num_frames, num_nodes, -1)

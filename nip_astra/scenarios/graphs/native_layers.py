@@ -19,18 +19,15 @@ from torch import Tensor
 
 from nip_astra.scenarios.graphs.compiled import NativeCode
 from nip_astra.scenarios.graphs.formulas import (
-    Gradients,
     LayerWeights,
     Network,
     PairReading,
     Pairs,
-    TanhGin,
-    apply,
     gin_formula,
-    of_plain_formula,
     tanh_reading,
 )
 
+Gradients = tuple[Tensor | None, ...]
 SOURCES = Path(__file__).with_name("native")
 CODES = {name: NativeCode(SOURCES / f"{name}.c") for name in ("network", "transformer")}
 
@@ -74,15 +71,12 @@ def tanh_network(
     if digits is None and NativeNetwork.takes(inputs):
         tokens_BSE, sums_B2D = NativeNetwork.run(inputs)
         return tokens_BSE, sums_B2D
-    layers = partial(_gin_layers, partial(apply, TanhGin), weights)
-    return network.apply(layers, digits=digits)
+    return network.apply(partial(_gin_layers, weights), digits=digits)
 
 
-def _gin_layers(
-    layer: Callable[..., Tensor], weights: Sequence[Tensor], nodes_GnD: Tensor, closed_Gnn: Tensor
-) -> Tensor:
+def _gin_layers(weights: Sequence[Tensor], nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
     for start in range(0, len(weights), 4):
-        nodes_GnD = layer(nodes_GnD, closed_Gnn, *weights[start : start + 4])
+        nodes_GnD = gin_formula(nodes_GnD, closed_Gnn, *weights[start : start + 4])
     return nodes_GnD
 
 
@@ -104,6 +98,32 @@ class NativeReading:
 
     def nodes(self) -> Tensor:
         return NativeNodeTokens.run((*self.pairs, *self.weights))[0]
+
+
+def _plain_gradients(
+    formula: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> Gradients:
+    """Differentiable derivatives of a formula in all its inputs, from those in its results."""
+    with torch.enable_grad():
+        # Views, so that an input from which another was computed gets only its own part.
+        views = [tensor.view_as(tensor) for tensor in inputs]
+        found = formula(*views)
+        results = (found,) if isinstance(found, Tensor) else found
+        # Where some weights do not learn, one of several results may be a constant.
+        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
+        derivatives = iter(
+            torch.autograd.grad(
+                [result for result, _ in pairs],
+                [view for view in views if view.requires_grad],
+                [gradient for _, gradient in pairs],
+                create_graph=True,
+                # Weights of absent message places are in no result.
+                allow_unused=True,
+            )
+        )
+    return tuple(next(derivatives) if view.requires_grad else None for view in views)
 
 
 class _Native(torch.autograd.Function):
@@ -205,7 +225,7 @@ class _Native(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, kept = saved[: len(ctx.needs_input_grad)], saved[len(ctx.needs_input_grad) :]
         if torch.is_grad_enabled():
-            return of_plain_formula(cls.formula, inputs, gradients)
+            return _plain_gradients(cls.formula, inputs, gradients)
         of_inputs = [
             None if i in cls.constants else torch.empty_like(x) for i, x in enumerate(inputs)
         ]
@@ -224,9 +244,7 @@ class NativeNetwork(_Native):
 
     @classmethod
     def formula(cls, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return Network(*inputs[:NUM_READ]).apply(
-            partial(_gin_layers, gin_formula, inputs[NUM_READ:])
-        )
+        return Network(*inputs[:NUM_READ]).apply(partial(_gin_layers, inputs[NUM_READ:]))
 
     @classmethod
     def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
@@ -280,7 +298,7 @@ class NativeGraphTokens(_Native):
     @classmethod
     def formula(cls, *inputs: Tensor) -> Tensor:
         weights = LayerWeights(*inputs[-NUM_WEIGHTS:])
-        reading = tanh_reading(Pairs(*inputs[:3]), weights, is_formula=True)
+        reading = tanh_reading(Pairs(*inputs[:3]), weights)
         return reading.nodes() if cls.is_nodes else reading.graphs()
 
     @classmethod
@@ -310,8 +328,7 @@ class NativeGraphTokens(_Native):
 
     @classmethod
     def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
-        # C can compute the nodes of one chosen graph per frame too.
-        return *tensors[:3], None, tensors[3:]
+        return *tensors[:3], tensors[3:]
 
 
 class NativeNodeTokens(NativeGraphTokens):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError
+from nip_astra.errors import DataError, reason_of
 from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairs, IntArray
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, BoolArray, wl_scores
 
@@ -145,8 +145,8 @@ def _read_tensors(path: Path | str) -> dict[str, Tensor]:
         # weights_only: loads tensors and plain values, and executes no code.
         loaded = torch.load(Path(path), map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _refused(path, f"missing, corrupt, or not only tensors: {reason}") from error
+        problem = f"missing, corrupt, or not only tensors: {reason_of(error)}"
+        raise _refused(path, problem) from error
     if not isinstance(loaded, dict) or not all(type(name) is str for name in loaded):
         raise _refused(path, f"got a {type(loaded).__name__} instead of a dict with string keys")
     for name, value in loaded.items():

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError, MissingDependencyError, UnknownNameError
+from nip_astra.errors import DataError, MissingDependencyError, UnknownNameError, reason_of
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
@@ -297,7 +297,7 @@ def download_images(name: str, folder: Path | None) -> dict[str, int]:
     except Exception as error:
         raise DataError(
             f"cannot download the images {name!r} from {HUB_DATASETS[name].hub_id}: "
-            f"{_reason(error)}. Use a network that reaches the hub, and a writable folder."
+            f"{reason_of(error)}. Use a network that reaches the hub, and a writable folder."
         ) from error
     return {split: len(rows) for split, rows in loaded.items()}
 
@@ -318,7 +318,7 @@ def _read_dataset(
         loaded = _load(datasets, described, path)
     except Exception as error:
         raise DataError(
-            f"cannot read the images {name!r} from {path or described.hub_id}: {_reason(error)}. "
+            f"cannot read the images {name!r} from {path or described.hub_id}: {reason_of(error)}. "
             "Give a Parquet file, a folder of Parquet files, of save_to_disk or of "
             "train/<class>/, or use a network that reaches the hub."
         ) from error
@@ -332,10 +332,6 @@ def _read_dataset(
     if "test" not in splits:
         return split_by_class(train, parameters)
     return train, _source(splits["test"], described, name)
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _library(name: str) -> Any:

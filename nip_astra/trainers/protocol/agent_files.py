@@ -1,20 +1,24 @@
-"""Files with the weights of agents that have networks, one file per agent."""
+"""Files with the weights of agents that have networks, and the base of their trainers."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import MODEL_DIR, RunDirectory
+from nip_astra.trainers.trainer_base import TensorDictTrainer
 
 AGENTS_DIR = "agents"
 """Folder of a checkpoint with its agents."""
@@ -121,3 +125,50 @@ def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
                 load_agent(agent, downloaded[run, version] / f"{agent.name}.safetensors")
             else:
                 load_agent(agent, agent_file_of_run(run, agent.name, runs_dir, version))
+
+
+class AgentTrainer(TensorDictTrainer):
+    """Base of trainers of agents with networks.
+
+    A subclass gives `train`, `_run_test_loop` and `_write_results`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        instance = self.scenario_instance
+        if not isinstance(instance, ProtocolInstance):
+            raise ConfigurationError(
+                f"the trainer {self.hyper_params.trainer!r} needs agents that play a protocol, "
+                f"which a scenario of kind {instance.kind!r} lacks. Choose another --scenario."
+            )
+        self.scenario_instance: ProtocolInstance = instance
+        self.test_environment = instance.test_environment
+        if not self._has_checkpoint():
+            load_agents_from_runs(self.saved_agents, self.settings.runs_dir)
+
+    @property
+    def saved_agents(self) -> list[Agent]:
+        """The agents with files."""
+        return list(self.scenario_instance.agents.values())
+
+    def rerun_tests(self, base_run: Path) -> None:
+        self._set_seed()
+        for agent in self.saved_agents:
+            load_agent(agent, agent_file_of_run(str(base_run), agent.name, self.settings.runs_dir))
+        with ExitStack() as stack:
+            self._build_test_context(stack)
+            self._run_test_loop()
+        self._write_results()
+
+    def _run_test_loop(self) -> None:
+        raise NotImplementedError
+
+    def _write_results(self) -> None:
+        raise NotImplementedError
+
+    def save_models(self, directory: Path) -> None:
+        save_agents(self.saved_agents, directory / AGENTS_DIR)
+
+    def load_models(self, directory: Path) -> None:
+        for agent in self.saved_agents:
+            load_agent(agent, directory / AGENTS_DIR / f"{agent.name}.safetensors")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sources
+from sources import apps_rows, buggy_apps_rows, human_eval_rows
+from verified import call_cases, count_asserts, read_and_write
 
 from nip_astra.errors import DataError, MissingDependencyError
-from nip_astra.scenarios.code import sources
-from nip_astra.scenarios.code.sources import apps_rows, buggy_apps_rows, human_eval_rows
-from nip_astra.scenarios.code.verified import call_cases, count_asserts, read_and_write
 from nip_astra.scenarios.code_validation import read_problems
 
 ADDS = "a, b = map(int, input().split())\nif a > 100:\n    print(a - b)\nelse:\n    print(a + b)\n"

@@ -9,9 +9,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-
-from nip_astra.errors import DataError
-from nip_astra.scenarios.code.verified import (
+from verified import (
     LIMITS,
     Case,
     expected_values,
@@ -23,6 +21,8 @@ from nip_astra.scenarios.code.verified import (
     special_cases,
     varied,
 )
+
+from nip_astra.errors import DataError
 from nip_astra.utils.interpreter import call_in_interpreter
 
 DATA = Path(__file__).resolve().parents[3] / "scenarios" / "code_validation" / "problems.jsonl"

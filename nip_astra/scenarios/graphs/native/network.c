@@ -1,7 +1,7 @@
 /* A network of small graphs in one pass over blocks of graphs that stay in the cache.
 
-   Called from native.py; the formula stands in network.py and derivatives.py. Each function gives
-   0, or 1 where memory is lacking. Widths D, E and F are multiples of 16.
+   Called from native_layers.py; the formula stands in formulas.py. Each function gives 0, or 1
+   where memory is lacking. Widths D, E and F are multiples of 16.
 
    Shapes: B frames, G = 2 B graphs, n nodes (padded), D width, E width of a token, F hidden
    width. */

@@ -1,7 +1,7 @@
 /* A transformer's layer for pairs of graphs, attention and a perceptron, in one pass over blocks of
    tokens that stay in the cache.
 
-   Called from native.py; the formula stands in transformer.py and pairs.py. Each function gives 0,
+   Called from native_layers.py; the formula stands in formulas.py. Each function gives 0,
    or 1 where memory is lacking. Widths D and F are multiples of 16.
 
    Shapes: B frames, n nodes of a graph (padded), D width, F hidden width, H heads, J = H D. */
@@ -11,7 +11,7 @@
 #define NEVER_READ -3e38f
 #define MOST_GROUPS 8
 
-enum whose { OF_GRAPHS, OF_NODES, OF_CHOSEN };
+enum whose { OF_GRAPHS, OF_NODES };
 
 /* Weights in the order of formulas.py, or their derivatives. A head has D / H rows of the first
    three matrices, and columns of the fourth. */
@@ -33,7 +33,6 @@ typedef struct {
     extent whose, frames, n, d, heads, f;
     const float *graphs, *nodes;  /* [B, 2, D], [B, 2, n, D] */
     const unsigned char *is_node; /* [B, 2, n] */
-    const int64_t *chosen;        /* [B]: of OF_CHOSEN, which graph of a frame */
     const float *const *weights;
 
     /* Products of a head's matrices: keys and values are then the tokens themselves. */
@@ -54,8 +53,7 @@ typedef struct {
 static extent num_keys(const group *g) { return g->num_first + g->num_second + 2; }
 
 static group group_of(const transformer *p, extent i) {
-    extent frame = p->whose == OF_NODES ? i / 2 : i;
-    extent side = p->whose == OF_NODES ? i % 2 : p->whose == OF_CHOSEN && p->chosen[i];
+    extent frame = p->whose == OF_NODES ? i / 2 : i, side = p->whose == OF_NODES ? i % 2 : 0;
     extent own = 2 * frame + side, other = 2 * frame + !side, size = p->n * p->d;
     group g = {.own = own * size, .rows = count_nodes(p->is_node, own, p->n),
                .first = other * size, .num_first = count_nodes(p->is_node, other, p->n),
@@ -183,10 +181,9 @@ static float *begin_transformer(transformer *p, float *const *of_weights, extent
 
 int transformer_forward(extent whose, extent frames, extent n, extent d, extent heads, extent f,
                         const float *graphs, const float *nodes, const unsigned char *is_node,
-                        const int64_t *chosen, const float *const *weights, float *result) {
+                        const float *const *weights, float *result) {
     transformer p = {.whose = whose, .frames = frames, .n = n, .d = d, .heads = heads, .f = f,
-                     .graphs = graphs, .nodes = nodes, .is_node = is_node, .chosen = chosen,
-                     .weights = weights};
+                     .graphs = graphs, .nodes = nodes, .is_node = is_node, .weights = weights};
     pieces left;
     extent rows = n > BLOCK ? n : BLOCK, of_group = rows_of_result(&p) * d;
     float *memory = begin_transformer(&p, NULL, rows * d, &left);
@@ -236,12 +233,10 @@ static void through_products(const transformer *p, const float *of_query, const 
 
 int transformer_backward(extent whose, extent frames, extent n, extent d, extent heads, extent f,
                          const float *gradient, const float *graphs, const float *nodes,
-                         const unsigned char *is_node, const int64_t *chosen,
-                         const float *const *weights, float *of_graphs, float *of_nodes,
-                         float *const *of_weights) {
+                         const unsigned char *is_node, const float *const *weights,
+                         float *of_graphs, float *of_nodes, float *const *of_weights) {
     transformer p = {.whose = whose, .frames = frames, .n = n, .d = d, .heads = heads, .f = f,
-                     .graphs = graphs, .nodes = nodes, .is_node = is_node, .chosen = chosen,
-                     .weights = weights};
+                     .graphs = graphs, .nodes = nodes, .is_node = is_node, .weights = weights};
     extent j = heads * d, rows = n > BLOCK ? n : BLOCK, of_group = rows_of_result(&p) * d;
     extent most_keys = 2 * n + 2, padded = (most_keys + TILE - 1) / TILE * TILE;
     extent of_block = rows * (3 * d + f + 2 * j + heads * padded) + most_keys * d;

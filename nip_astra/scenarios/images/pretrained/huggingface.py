@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import PretrainedModelType
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel, register_pretrained_model
@@ -82,11 +82,10 @@ class HuggingFaceImageModel(PretrainedModel):
         try:
             state = self.model(pixel_values=images_NKHW).last_hidden_state
         except (ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise ConfigurationError(
                 f"the image model {self.name!r} fails on images of {images_NKHW.shape[-2]} x "
-                f"{images_NKHW.shape[-1]} pixels: {reason}. Set its image_size to that of its "
-                "training."
+                f"{images_NKHW.shape[-1]} pixels: {reason_of(error)}. Set its image_size to that "
+                "of its training."
             ) from error
         return self._as_picture(state, images_NKHW)
 
@@ -122,9 +121,8 @@ def _load(name: str) -> Any:
             f"{str(error).strip().partition(chr(10))[0]} For models of timm, run: pip install timm"
         ) from error
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelLoadError(
-            f"the image model {name!r} could not be loaded: {reason}. {ADVICE}"
+            f"the image model {name!r} could not be loaded: {reason_of(error)}. {ADVICE}"
         ) from error
     # Missing weights are random; the pooler is not used.
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)

@@ -173,6 +173,8 @@ def _shorten(node: ast.AST) -> None:
 
 Item = TypeVar("Item")
 
+NUM_SANDBOXES = 2
+"""Sandboxes at a time."""
 LIMITS = SandboxLimits(seconds=10, cpu_seconds=1, memory_mib=256)
 """Limits of a solution during all of its tests."""
 
@@ -247,12 +249,10 @@ def solutions(
     cases: Sequence[Case],
     num_wrong: int,
     rng: random.Random,
-    num_processes: int = 2,
 ) -> list[Solution]:
     """A correct solution and at most `num_wrong` that pass at least half of the tests, but not all.
 
-    Wrong solutions have as many kinds of mutation as possible; `num_processes` sandboxes run at a
-    time.
+    Wrong solutions have as many kinds of mutation as possible.
     """
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
     return verified_solutions(
@@ -262,7 +262,6 @@ def solutions(
         num_wrong,
         rng,
         name=function,
-        num_processes=num_processes,
     )
 
 
@@ -274,14 +273,13 @@ def verified_solutions(
     rng: random.Random,
     *,
     name: str,
-    num_processes: int = 2,
 ) -> list[Solution]:
     """The same for tests of any kind: `share_of` gives the share of them that a program passes."""
     if share_of(right) != 1:
         raise DataError(
             f"the correct solution of {name!r} fails a test. Fix it, or leave the problem out."
         )
-    with ThreadPoolExecutor(num_processes) as pool:
+    with ThreadPoolExecutor(NUM_SANDBOXES) as pool:
         shares = pool.map(lambda one: share_of(one.code), candidates)
         subtle = [
             (mutation, share)

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import DataError, MissingDependencyError
-from nip_astra.scenarios.code.verified import (
+from verified import (
     Mutation,
     call_cases,
     count_asserts,
@@ -26,6 +25,8 @@ from nip_astra.scenarios.code.verified import (
     read_and_write,
     verified_solutions,
 )
+
+from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,6 @@
+"""The scenario's own modules live beside its data and not in the package."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scenarios" / "code_validation"))
