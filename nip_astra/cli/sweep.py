@@ -184,8 +184,9 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
 
     if plan.search is None:
         for run in shard_of(plan.runs, shard):
-            status = status_of(directory / run.run_id)
-            say(f"{run.run_id}  {status:8}  {run.arm.name}  seed {run.seed}")
+            folder = run.folder_in(directory)
+            status = status_of(folder)
+            say(f"{folder.name}  {status:8}  {run.arm.name}  seed {run.seed}")
         return
     objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
     say(

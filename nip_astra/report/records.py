@@ -22,6 +22,7 @@ from nip_astra.utils.formatting import items as items
 from nip_astra.utils.formatting import mapping as mapping
 from nip_astra.utils.formatting import number as number
 from nip_astra.utils.formatting import text as text
+from nip_astra.utils.formatting import value_text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
@@ -59,6 +60,11 @@ class Node:
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
     transcript: list[tuple[str, str]] | None = None  # role and text, if a row has all turns
+    problem: str = ""  # of a task: its number within the table
+    problem_hash: str = ""  # the same in tables of other splits; its number where unknown
+    run: int = 0
+    solution: str = ""
+    is_right: bool | None = None
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -120,8 +126,9 @@ class Columns:
 class RunRecord:
     """The content of a run directory; a part that could not be read is empty and has a note.
 
-    `tables` and `episodes` of a protocol are by the name of their table, `evaluations` by their
-    folder; `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
+    `tables` and `episodes` of a protocol are by the name of their table, `outcomes` has the
+    episodes of evaluations whose `episodes` are a sample, and `evaluations` are by their folder;
+    `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
     """
 
     path: Path
@@ -134,6 +141,7 @@ class RunRecord:
     timings: Columns = field(default_factory=Columns)
     tables: dict[str, list[Node]] = field(default_factory=dict)
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    outcomes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
     analyses: list[dict[str, Any]] = field(default_factory=list)
@@ -261,6 +269,9 @@ def read_run(path: str | Path) -> RunRecord:
         if (file.parent / "episodes.jsonl").is_file():
             episodes = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
             run.episodes[f"evaluations/{file.parent.name}"] = episodes
+        outcomes = list(reader.lines(f"{Path(name).parent}/episode_rows.jsonl", False))
+        if outcomes:
+            run.outcomes[f"evaluations/{file.parent.name}"] = outcomes
         for rows_file in ("problems.jsonl", "rows.jsonl"):
             nodes = nodes_of(reader.lines(f"{Path(name).parent}/{rows_file}", False))
             if any(node.probe or node.response or node.transcript is not None for node in nodes):
@@ -353,6 +364,9 @@ def node_of(row: Mapping[str, Any]) -> Node:
     pairs = [one for one in items(row.get("messages")) if isinstance(one, list) and len(one) == 2]
     messages = [(text(role), text(content)) for role, content in pairs]
     opening = next((content for role, content in messages if role == "user"), "")
+    details = mapping(mapping(row.get("details")).get("rewards"))
+    parts |= {name: number(value) for name, value in details.items()}
+    is_right, solution = row.get("is_right"), row.get("solution")
     return Node(
         step=_integer(row.get("step")) or 0,
         node=place["node"],
@@ -371,6 +385,11 @@ def node_of(row: Mapping[str, Any]) -> Node:
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
         transcript=messages if isinstance(row.get("messages"), list) else None,
+        problem=str(row.get("problem")),
+        problem_hash=text(row.get("problem_hash")) or str(row.get("problem")),
+        run=_integer(row.get("run")) or 0,
+        solution="" if solution is None else value_text(solution),
+        is_right=is_right if isinstance(is_right, bool) else None,
     )
 
 

@@ -37,6 +37,8 @@ from nip_astra.trust import is_signed
 PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
 SIGNATURE_FILE = "sweep.signature"
 """File that identifies the sweep's owner; see `nip_astra.trust`."""
+MAX_NAME = 100
+"""Characters of trainer, scenario and values in the name of a run's folder."""
 MAX_RUNS = 10_000
 """More combinations are taken for a mistake."""
 DEV = "dev/"
@@ -127,12 +129,31 @@ class Arm:
         return " ".join([self.trainer, *([self.scenario] if self.scenario else []), *self._varied])
 
     def run_id(self, seed: int) -> str:
-        """The id of a run, equal in every sweep with this arm."""
+        """What identifies a run, equal in every sweep with this arm."""
         values = {**self.fixed, **self.values}
         if self.scenario is None and not values:
             return f"{self.trainer}-s{seed}"
-        text = json.dumps([self.scenario, sorted(values.items())])
-        return f"{self.trainer}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-s{seed}"
+        return f"{self.trainer}-{_digest([self.scenario, sorted(values.items())])}-s{seed}"
+
+    def folder_in(self, directory: Path, seed: int) -> Path:
+        """The folder of a run, whose name has the swept values.
+
+        A folder that is there counts, also if an older version named it by `run_id`, or a sweep in
+        which other parameters varied.
+        """
+        run_id = self.run_id(seed)
+        if run_id == f"{self.trainer}-s{seed}" or (directory / run_id).exists():
+            return directory / run_id
+        end = f"-s{seed}-{_digest(run_id)}"
+        scenario = [Path(self.scenario).name] if self.scenario else []
+        parts = [self.trainer, *scenario, *self._varied]
+        name = re.sub(r"[^\w.-]+", "_", "-".join(parts), flags=re.ASCII)[:MAX_NAME].rstrip("-_.")
+        new = directory / f"{name}{end}"
+        return new if new.exists() else next(iter(directory.glob(f"*{end}")), new)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -144,8 +165,12 @@ class PlannedRun:
 
     @property
     def run_id(self) -> str:
-        """Its id, and the name of its folder."""
+        """What identifies it, also in the names of its logs."""
         return self.arm.run_id(self.seed)
+
+    def folder_in(self, directory: Path) -> Path:
+        """Its folder; see `Arm.folder_in`."""
+        return self.arm.folder_in(directory, self.seed)
 
 
 class RunStatus(StrEnum):

@@ -206,7 +206,7 @@ class SweepResults:
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
         """A figure of an arm; None if no run of it that has ended has the figure."""
-        seeds = {arm.run_id(seed): seed for seed in self.plan.seeds}
+        seeds = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
         values = {
             seeds[row["run_id"]]: row["value"]
             for row in self._rows_of.get((name, when), ())
@@ -339,10 +339,10 @@ def read_sweep(directory: str | Path) -> SweepResults:
     runs = [PlannedRun(arm, seed) for arm in arms for seed in plan.seeds] if trials else plan.runs
     rows = []
     for run in runs:
-        folder = directory / run.run_id
+        folder = run.folder_in(directory)
         if not RunDirectory(folder).has_ended:
             continue
-        about = {**_about(run.arm), "seed": run.seed, "run_id": run.run_id}
+        about = {**_about(run.arm), "seed": run.seed, "run_id": folder.name}
         rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]
     results = SweepResults(plan, directory, rows, trials)
     for row in rows:
@@ -524,7 +524,7 @@ def _groups(results: SweepResults) -> list[RunGroup]:
         for seed in results.plan.seeds:
             # A run that has started may have written nothing yet.
             with suppress(RunDirectoryError):
-                runs.append(read_run(results.directory / arm.run_id(seed)))
+                runs.append(read_run(arm.folder_in(results.directory, seed)))
         if runs:
             groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
     return groups
@@ -562,15 +562,16 @@ def _runs(results: SweepResults) -> Context:
     for arm in results.arms:
         for seed in results.plan.seeds:
             run_id = arm.run_id(seed)
-            status = status_of(results.directory / run_id)
+            folder = arm.folder_in(results.directory, seed)
+            status = status_of(folder)
             is_failed = run_id in failures and status is not RunStatus.ENDED
             rows.append(
                 {
-                    "run_id": run_id,
+                    "run_id": folder.name,
                     "arm": arm.name,
                     "seed": seed,
                     "status": RunStatus.FAILED.value if is_failed else status.value,
-                    "link": f"{run_id}/{REPORT}" if status is RunStatus.ENDED else "",
+                    "link": f"{folder.name}/{REPORT}" if status is RunStatus.ENDED else "",
                     "message": failures.get(run_id, "") if is_failed else "",
                 }
             )

@@ -301,7 +301,7 @@ def run_sweep(
     def note(one: FinishedRun) -> None:
         on_end(one)
         if one.status is RunStatus.ENDED:
-            figures.note(one.run, directory / one.run.run_id)
+            figures.note(one.run, one.run.folder_in(directory))
 
     SweepRunner(sweep_plan, directory, options).run(on_end=note, progress=progress)
     results = read_sweep(directory)
@@ -423,7 +423,7 @@ class SweepRunner:
         return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
     def _has_ended(self, run: PlannedRun, note: Callable[[FinishedRun], object]) -> bool:
-        is_ended = status_of(self.directory / run.run_id) is RunStatus.ENDED
+        is_ended = status_of(run.folder_in(self.directory)) is RunStatus.ENDED
         if is_ended:
             note(FinishedRun(run, RunStatus.ENDED, 0.0))
         return is_ended
@@ -439,7 +439,7 @@ class SweepRunner:
     def _start(self, note: Callable[[FinishedRun], object]) -> None:
         """Start ready runs, except those that another process still executes."""
         for run in list(self._ready):
-            if run.run_id in self._ids_at_work or not is_abandoned(self.directory / run.run_id):
+            if run.run_id in self._ids_at_work or not is_abandoned(run.folder_in(self.directory)):
                 # A process of a sweep that was killed is saving its work.
                 continue
             self._ready.remove(run)
@@ -469,8 +469,8 @@ class SweepRunner:
 
     def _spec(self, run: PlannedRun) -> RunSpec:
         directory = self.directory.absolute()
-        arm, logs, folder = run.arm, directory / LOGS_DIR, str(directory / run.run_id)
-        begin = ["run", "--trainer", arm.trainer, "--seed", str(run.seed), "--run-id", run.run_id]
+        arm, logs, folder = run.arm, directory / LOGS_DIR, run.folder_in(directory)
+        begin = ["run", "--trainer", arm.trainer, "--seed", str(run.seed), "--run-id", folder.name]
         begin += ["--scenario", arm.scenario] if arm.scenario else []
         begin += ["--parameters", self.plan.parameters] if self.plan.parameters else []
         for override in self.plan.overrides_of(arm):
@@ -492,16 +492,16 @@ class SweepRunner:
             common += ["--settings", f"{name}={json.dumps(value)}"]
         common += ["--trust"] if self.options.is_trusted else []
         return RunSpec(
-            folder=folder,
+            folder=str(folder),
             log=str(logs / f"{run.run_id}.txt"),
             stop=str(logs / f"{run.run_id}.stop"),
             working_directory=str(Path.cwd()),
             begin=(*begin, *common),
-            resume=("resume", folder, *common),
+            resume=("resume", str(folder), *common),
         )
 
     def _outcome(self, one: _Working) -> FinishedRun:
-        status, message = status_of(self.directory / one.run.run_id), ""
+        status, message = status_of(one.run.folder_in(self.directory)), ""
         if status is not RunStatus.ENDED:
             if one.is_pruned:
                 status = RunStatus.PRUNED

@@ -244,12 +244,12 @@ class StudyQueue(RunQueue):
         self._write_trials()
 
     def _history(self, run: PlannedRun, name: str) -> list[tuple[int, float]]:
-        rows = read_rows(self.directory / run.run_id / METRICS_FILE)
+        rows = read_rows(run.folder_in(self.directory) / METRICS_FILE)
         return [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
 
     def _value(self, run: PlannedRun, objective: str) -> float | None:
         if not objective.startswith(DEV):
-            figures = read_results(self.directory / run.run_id).figures
+            figures = read_results(run.folder_in(self.directory)).figures
             values = [one.value for one in figures if (one.when, one.name) == ("after", objective)]
             return values[0] if values and math.isfinite(values[0]) else None
         values = [value for _, value in self._history(run, objective) if math.isfinite(value)]

@@ -106,6 +106,10 @@ def test_a_file_of_probes_is_an_attacker_whose_goals_scorers_read(cli: CommandLi
     assert [row["prompt_columns"]["goal"] for row in rows] == ["rudeness", "calm", "rudeness"]
     assert all(row["probe_logprob"] is None for row in rows)
     assert {one.history[-1].text for one in rated} >= {"the cat sat", "a silly mat"}
+    further = evaluate(
+        cli, "attack.csv", "--column", "probe", "--scorer", "own", "--scorer", "goal"
+    )
+    assert further["scorers"]["goal"]["failure_rate"]["value"] == pytest.approx(2 / 3)
 
 
 def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(

@@ -130,6 +130,13 @@ def test_runs_are_compared_datapoint_by_datapoint(
     again = type_command("compare", str(runs[0]), str(runs[0] / "evaluations/seeded"), "--json")
     (warning,) = json.loads(again.out)["warnings"]
     assert warning.startswith("seed: 0 in kind, 3 in kind/seeded")
+    other = runs[0] / "evaluations" / "seeded" / "evaluation.json"
+    other.write_text(other.read_text().replace('"split": "test"', '"split": "train"'))
+    again = type_command("compare", str(runs[0]), str(other.parent), "--json")
+    assert sorted(text.partition(":")[0] for text in json.loads(again.out)["warnings"]) == [
+        "seed",
+        "split",
+    ]
 
 
 def test_runs_on_other_data_cannot_be_paired(

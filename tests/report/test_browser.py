@@ -265,6 +265,47 @@ def test_a_printed_page_has_no_controls(browser: Browser, page: Path) -> None:
     assert pdf.startswith(b"%PDF")
 
 
+@pytest.fixture(scope="module")
+def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 10,000 answers, of which every tenth is wrong."""
+    folder = tmp_path_factory.mktemp("runs") / "task"
+    tables: dict[str, list[dict[str, object]]] = {"before": [], "evaluation": []}
+    for table, rows in tables.items():
+        for problem in range(10_000):
+            is_right = problem % 10 > (0 if table == "evaluation" else 4)
+            said = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
+            messages = [["user", f"problem {problem}"], said]
+            rows.append({"step": 9, "problem": problem, "reward": float(is_right),
+                         "is_right": is_right, "messages": messages})  # fmt: skip
+    results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 10_000}}
+    return write_report([write_run(folder, tables=tables, results=results)])
+
+
+def test_ten_thousand_answers_are_filtered_and_paged_through(
+    browser: Browser, task_page: Path
+) -> None:
+    browser.open(task_page)
+    assert browser.complaints() == []
+    shown = "[...document.querySelectorAll('#answers .e .said')].map(e => e.textContent)"
+    output = "document.querySelector('#answers output').textContent"
+    assert len(browser.value(shown)) == 20
+    use(browser, "kind", "wrong")
+    assert browser.value(output) == "1 to 20 of 1000"
+    browser.click("[data-tool=on]")
+    assert browser.value(shown)[0] == "problem 200"
+    use(browser, "words", "problem 10")
+    assert browser.value(shown)[0] == "problem 10"
+    browser.click("#answers .e > summary")
+    assert ATTACK in browser.value("document.querySelector('#answers .e').textContent")
+    assert browser.value("document.querySelectorAll('#answers .e :is(img, script)').length") == 0
+    use(browser, "words", "")
+    use(browser, "kind", "fixed")
+    started = browser.value("performance.now()")
+    use(browser, "order", "long")
+    assert browser.value("performance.now()") - started < 2000
+    assert browser.value(output) == "1 to 20 of 4000"
+
+
 def find_axe() -> Path | None:
     """Find axe-core where npm puts it, or where AXE_CORE says."""
     named = [os.environ["AXE_CORE"]] if "AXE_CORE" in os.environ else []
@@ -276,7 +317,7 @@ def find_axe() -> Path | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("kind", ["page", "searched", "protocol_page"])
+@pytest.mark.parametrize("kind", ["page", "searched", "protocol_page", "task_page"])
 def test_axe_finds_no_fault(
     browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
 ) -> None:

@@ -32,6 +32,7 @@ from nip_astra.sweep.runner import (
     run_sweep,
 )
 from nip_astra.sweep.search import StudyQueue, read_trials
+from nip_astra.utils.formatting import decimal
 from tests.kit.command_line import plugins_forgotten_after
 
 DEV = "dev/mean_reward"
@@ -242,7 +243,9 @@ def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
     assert plan.fixed == {"training.num_epochs": "2"}
 
 
-def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> None:
+def test_a_page_tests_arms_in_pairs_and_tells_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = SweepPlan(
         trainers=["ast_dpo"],
         seeds=[0, 1, 2],
@@ -281,6 +284,13 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> Non
     assert rows[1]["p_holm"] == rows[1]["p"] is not None
     assert rows[1]["less_first"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])
     assert "less_first_low" in as_csv(rows)
+    values = [float(value) for value in rows[0]["values"].split()]
+    assert len(set(values)) == 3
+    assert ", ".join(map(decimal, values)) in page
+    capsys.readouterr()
+    sweeping._show(found, ["mean_reward"], as_json=False)
+    told = capsys.readouterr().out
+    assert all(f"{value:.3g}" in told.split() for value in values)
     assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
     assert frame["value"].tolist() == [row["value"] for row in found.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,25 @@ def test_every_combination_is_run_and_every_arm_comes_before_the_next_seed() -> 
     assert len({run.run_id for run in plan.runs}) == 8
     more = plan.model_copy(update={"grid": {"training.lr": ["1e-3", "1e-4", "1e-5"]}})
     assert {run.run_id for run in plan.runs} < {run.run_id for run in more.runs}
+
+
+def test_folders_are_named_by_the_swept_values_and_older_names_are_kept(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"trainers": ["ast_dpo"], "seeds": [3]}
+    grid = {"training.lr": ["1e-4", "1e-5"], "ast_dpo.x": ["a/../b " * 50]}
+    plan = SweepPlan(**given, grid=grid, overrides=["training.num_iterations=2"])
+    names = [run.folder_in(tmp_path).name for run in plan.runs]
+    assert len(set(names)) == 2
+    for name, value in zip(names, grid["training.lr"], strict=True):
+        assert name.startswith(f"ast_dpo-lr_{value}")
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", name), "safe as a run id"
+    # A sweep in which only one of them varies has the same runs, in the same folders.
+    (tmp_path / names[0]).mkdir()
+    less = SweepPlan(**given, grid=grid | {"training.lr": ["1e-4"]}, overrides=plan.overrides)
+    assert [run.folder_in(tmp_path).name for run in less.runs] == names[:1]
+    # Before 0.1.0 the name was the id.
+    (tmp_path / plan.runs[1].run_id).mkdir()
+    assert plan.runs[1].folder_in(tmp_path).name == plan.runs[1].run_id
+    assert SweepPlan(**given).runs[0].folder_in(tmp_path).name == "ast_dpo-s3"
 
 
 def test_values_are_divided_at_commas_outside_brackets_and_quotes() -> None:
@@ -170,7 +190,12 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
     values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}
     rows = [
-        {"run_id": run.run_id, "seed": run.seed, "when": "after", "name": "failure_rate"}
+        {
+            "run_id": run.folder_in(tmp_path).name,
+            "seed": run.seed,
+            "when": "after",
+            "name": "failure_rate",
+        }
         | {"value": values[run.arm.name][run.seed]}
         for run in plan.runs
     ]
@@ -191,6 +216,14 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert beside.mean == pytest.approx(0.1)
     expected = stats.ttest_rel(values["ast_ipo"], values["ast_dpo"]).pvalue
     assert beside.p == pytest.approx(float(expected))
+    opposite = {"ast_dpo": (0.0, 0.0, 1.0), "ast_ipo": (1.0, 1.0, 0.0)}
+    apart = [
+        row | {"value": opposite[run.arm.name][run.seed]}
+        for run, row in zip(plan.runs, rows, strict=True)
+    ]
+    wide = SweepResults(plan, tmp_path, apart)
+    # Two rates differ by 1 at most.
+    assert wide.difference(two, one, "failure_rate")[1:3] == (-1.0, 1.0)  # type: ignore[index]
     same = SweepResults(plan, tmp_path, [row | {"value": 0.5} for row in rows])
     assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
 
@@ -201,7 +234,7 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
 ) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1])
     rows = [
-        {"run_id": run.run_id, "when": "after", "name": "mean_reward"}
+        {"run_id": run.folder_in(tmp_path).name, "when": "after", "name": "mean_reward"}
         | {"value": values[run.seed] + (0.1 if run.arm.name == "ast_ipo" else 0.0)}
         for run in plan.runs
     ]
@@ -229,7 +262,7 @@ def test_a_killed_sweep_continues_to_the_results_of_a_single_run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     (run,) = plan.runs
-    while process.poll() is None and not (directory / run.run_id / HYPER_PARAMETERS).exists():
+    while process.poll() is None and not (run.folder_in(directory) / HYPER_PARAMETERS).exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -242,7 +275,7 @@ def test_a_killed_sweep_continues_to_the_results_of_a_single_run(
     assert (directory / "table.csv").read_bytes().decode() == results.to_csv()
     run_experiment(plan.resolve(run.arm), runs_dir=str(tmp_path), run_id="alone", progress=False)
     assert (
-        json.loads((directory / run.run_id / "results.json").read_text())["after"]
+        json.loads((run.folder_in(directory) / "results.json").read_text())["after"]
         == json.loads((tmp_path / "alone" / "results.json").read_text())["after"]
     )
     broken = plan_of(tiny_scenario, seeds=[1], overrides=["training.lr=1e30"])

@@ -50,19 +50,19 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
         resolved = resolve_experiment(
             trainer=run.arm.trainer, scenario=str(scenario), overrides=SMALL, seed=run.seed
         )
-        run_experiment(resolved, runs_dir=str(alone), run_id=run.run_id, progress=False)
+        folder = run.folder_in(directory)
+        run_experiment(resolved, runs_dir=str(alone), run_id=folder.name, progress=False)
+        own = alone / folder.name
         for when in ("before", "after"):
-            single = json.loads((alone / run.run_id / "results.json").read_text())[when]
-            swept = json.loads((directory / run.run_id / "results.json").read_text())[when]
+            single = json.loads((own / "results.json").read_text())[when]
+            swept = json.loads((folder / "results.json").read_text())[when]
             assert swept == single
-        rows = [row for row in found.rows if row["run_id"] == run.run_id]
+        rows = [row for row in found.rows if row["run_id"] == folder.name]
         assert {row["value"] for row in rows if row["name"] == "mean_reward"} == {
-            json.loads((alone / run.run_id / "results.json").read_text())[when]["mean_reward"]
+            json.loads((own / "results.json").read_text())[when]["mean_reward"]
             for when in ("before", "after")
         }
-        lines = [
-            (folder / run.run_id / "metrics.jsonl").read_text() for folder in (directory, alone)
-        ]
+        lines = [(one / "metrics.jsonl").read_text() for one in (folder, own)]
         assert lines[0] == lines[1]
 
 

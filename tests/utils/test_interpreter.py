@@ -134,6 +134,7 @@ NOTE = "log = []\ndef note(x):\n    log.append(x)\n    return x\n"
             "    return list(e) + list(e)"
         ),
         "return [y for y in g()]\ndef g():\n    yield 1",
+        "return next(A())\nclass A:\n    def __next__(self): return 3",
         "return len(A())\nclass A:\n    def __len__(self): return 3",
         "def g(n): return n and any(g(n - 1) for _ in [1])\n    return g(400)",
     ],

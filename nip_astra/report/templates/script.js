@@ -1,5 +1,5 @@
 "use strict";
-// Finds, filters and sorts conversations, and opens what a link leads to. Reading needs none of it.
+// Finds, filters and sorts conversations and answers, and opens what a link leads to. Reading needs none of it.
 (() => {
   const number = (element, name) =>
     element.dataset[name] === undefined || element.dataset[name] === "" ? null : Number(element.dataset[name]);
@@ -88,7 +88,73 @@
     apply();
   };
 
-  document.querySelectorAll(".tools").forEach(arm);
+  // A list of problems: its items are data, of which a page at a time is drawn.
+  const make = (name, className, content = "") => {
+    const element = document.createElement(name);
+    element.className = className;
+    if (typeof content === "string") element.textContent = content; else element.append(...content);
+    return element;
+  };
+  const badges = {
+    fixed: "right", broken: "wrong", "right both times": "right", "wrong both times": "wrong",
+    right: "right", wrong: "wrong",
+  };
+  const badge = (kind) => make("b", `end-${badges[kind] ?? "undecided"}`, kind);
+  const messages = (rows) => rows.map(([role, said]) => {
+    const one = make("span", role === "assistant" ? "w t" : "w a", said);
+    one.dataset.role = role;
+    return one;
+  });
+  const draw = ([kind, title, note, prompt, sides]) => {
+    const inside = note ? [make("p", "where said", note)] : [];
+    inside.push(...messages(prompt));
+    for (const [label, outcome, , facts, said] of sides) {
+      const head = make("p", "where", [badge(outcome), ` ${label}${label ? ", " : ""}${facts}`]);
+      inside.push(make("div", "n r0", [head, ...messages(said)]));
+    }
+    const summary = make("summary", "", [badge(kind), make("span", "said", title || "(empty)")]);
+    return make("details", "e", [summary, make("div", "inside", inside)]);
+  };
+  const length = ([, , , , sides]) => sides[0][4].reduce((sum, [, said]) => sum + said.length, 0);
+  const orders = {
+    low: (a, b) => (a[4][0][2] ?? Infinity) - (b[4][0][2] ?? Infinity),
+    long: (a, b) => length(b) - length(a),
+  };
+
+  const page = (box) => {
+    const every = JSON.parse(box.querySelector("script").textContent);
+    const tool = (name) => box.querySelector(`[data-tool=${name}]`);
+    const list = box.querySelector(".list");
+    const size = Math.max(list.children.length, 1);
+    let chosen = every, start = 0;
+    const show = () => {
+      list.replaceChildren(...chosen.slice(start, start + size).map(draw));
+      const end = Math.min(start + size, chosen.length);
+      box.querySelector("output").textContent =
+        chosen.length ? `${start + 1} to ${end} of ${chosen.length}` : "none";
+      tool("back").disabled = start === 0;
+      tool("on").disabled = end === chosen.length;
+    };
+    const choose = () => {
+      const [kind, order] = [tool("kind").value, tool("order").value];
+      const words = tool("words").value.trim().toLowerCase();
+      chosen = every.filter((one) =>
+        (!kind || one[0] === kind || (kind === "wrong" && one[4][0][1] === "wrong")) &&
+        (!words || (one.text ??= JSON.stringify([one[1], one[2], one[3], one[4].map((s) => s[4])]).toLowerCase()).includes(words)));
+      if (order) chosen.sort(orders[order]);
+      start = 0;
+      show();
+    };
+    box.addEventListener("input", choose);
+    tool("back").addEventListener("click", () => { start -= size; show(); });
+    tool("on").addEventListener("click", () => { start += size; show(); });
+    box.querySelector(".rest")?.remove();
+    box.querySelector(".tools").hidden = false;
+    choose();
+  };
+
+  document.querySelectorAll(".tools[id]").forEach(arm);
+  document.querySelectorAll(".paged").forEach(page);
   addEventListener("hashchange", reveal);
   reveal();
 })();

@@ -17,7 +17,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer
+from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer, SelfHostedOpdTrainer
 from nip_astra.trainers.service.playing import informative_groups
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests.kit import actors_here
@@ -163,22 +163,27 @@ def test_groups_are_informative_by_their_spread_and_only_with_rewards(
     assert len(informative) + len(others) == len(trajectories)
 
 
-def test_distillation_replaces_no_problem_whatever_its_rewards(
+def test_problems_are_replaced_only_where_equal_rewards_teach_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The problems are played by a trainer that learns from rewards and by one that does not.
-    resolved = resolve_experiment(
-        trainer="self_hosted_grpo",
-        overrides=[
-            *SMALL[:3],
-            "self_hosted_grpo.group_size=1",
-            "self_hosted_grpo.max_resampling_rounds=2",
-        ],
-    )
-    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
-    with torch.no_grad():
-        assert trainer._play_iteration(0).metrics["rollout/played_problems"] == 4 * 3
-        monkeypatch.setattr(
-            type(trainer), "learns_from_rewards", SelfHostedOpdTrainer.learns_from_rewards
+    def num_played(*overrides: str) -> float:
+        resolved = resolve_experiment(
+            trainer="self_hosted_grpo",
+            overrides=[
+                *SMALL[:3],
+                "self_hosted_grpo.group_size=1",
+                "self_hosted_grpo.max_resampling_rounds=2",
+                *overrides,
+            ],
         )
-        assert trainer._play_iteration(0).metrics["rollout/played_problems"] == 4
+        trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        with torch.no_grad():
+            return float(trainer._play_iteration(0).metrics["rollout/played_problems"])
+
+    assert num_played() == 4 * 3
+    assert num_played("self_hosted_grpo.baseline=none", "self_hosted_grpo.scale=none") == 4
+    # A trainer that does not learn from rewards.
+    monkeypatch.setattr(
+        SelfHostedGrpoTrainer, "learns_from_rewards", SelfHostedOpdTrainer.learns_from_rewards
+    )
+    assert num_played() == 4
