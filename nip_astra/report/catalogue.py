@@ -86,7 +86,7 @@ def _row(run: RunRecord, folder: Path, output: Path) -> dict[str, Any]:
         "figure": FIGURES[run.kind],
         "before": columns[0].cell(before),
         "after": columns[1].cell(after),
-        "values": [_value(columns[0].names, before), _value(columns[1].names, after)],
+        "values": [_value(columns[1].names, after), _value(columns[0].names, before)],
         "started": f"{written:%Y-%m-%d %H:%M}",
     }
 
