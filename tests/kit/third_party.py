@@ -33,7 +33,14 @@ PACKAGES = {
         ("tensorboard",), ("tests/tracking/test_mirrors.py", "-k", "tensorboard")
     ),
     "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_gymnasium.py",)),
-    "verifiers": Package(("verifiers",), ("tests/scenario_base/tasks/test_verifiers.py",)),
+    "openenv": Package(("openenv",), ("tests/scenario_base/tasks/test_openenv.py",)),
+    "verifiers": Package(
+        ("verifiers", "openenv"),
+        (
+            "tests/scenario_base/tasks/test_verifiers.py",
+            "tests/scenario_base/tasks/test_openenv.py",
+        ),
+    ),
 }
 
 
