@@ -36,6 +36,7 @@ REGRESSION = "message_regression"
 TEST_PREFIX = "test_"
 _BASELINE = "_baseline"
 _MAX_LOG_LINES = 12
+_KNOWN = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
 _REWARD_PREFIX = "reward/"
 
 
@@ -201,8 +202,13 @@ def split_name(name: str) -> tuple[str, str]:
     return agent.removeprefix(TEST_PREFIX), figure.removeprefix(TEST_PREFIX)
 
 
-def read_run(path: str | Path) -> RunRecord:
-    """Read everything of a run that its report shows.
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a file of a run."""
+    return any((path / name).is_file() for name in _KNOWN)
+
+
+def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
+    """Read everything of a run that its report shows; without `has_tables` no texts of models.
 
     Raises
     ------
@@ -212,10 +218,9 @@ def read_run(path: str | Path) -> RunRecord:
         When it is not the user's own, and has links out of its folder.
     """
     directory = RunDirectory(Path(path))
-    known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
-    if not any((directory.path / name).is_file() for name in known):
+    if not is_run(directory.path):
         raise RunDirectoryError(
-            f"{path} is not a run directory: it has no {' or '.join(known)}. Give the path of a "
+            f"{path} is not a run directory: it has no {' or '.join(_KNOWN)}. Give the path of a "
             "run, for instance runs/<run id>."
         )
     directory.check_links()
@@ -248,6 +253,8 @@ def read_run(path: str | Path) -> RunRecord:
         for row in reader.lines(TIMINGS_FILE, is_needed=False)
         if _integer(row.get("step")) is not None
     )
+    if not has_tables:
+        return run
     for file in sorted(directory.path.glob(ANALYSES)):
         if not file.name.endswith(".verdicts.json"):
             name = file.relative_to(directory.path).as_posix()
