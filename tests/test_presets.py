@@ -36,6 +36,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 LEFT_OPEN = {
     "verifiers": ("task.task.taskset=gsm8k",),
     "gymnasium": ("task.task.environment=mine.py:Mine",),
+    "openenv": ("task.task.address=http://127.0.0.1:1",),
     "dataset": ("task.task.train=rows.jsonl", "task.policy.language_model.model=mine"),
 }
 """What the user of a scenario must give."""

@@ -210,7 +210,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Run directories; several are compared.",
+            help="Run directories; several are compared. Or a folder of runs.",
             autocompletion=complete_runs,
         ),
     ],
@@ -225,7 +225,7 @@ def report(
     open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page about a run, or about several side by side."""
+    """Write one HTML page about a run, several side by side, or all runs in a folder."""
     import webbrowser
 
     from nip_astra.report.page import write_report

@@ -80,6 +80,8 @@ class TaskType(StrEnum):
     """Tasks of a taskset of the library verifiers."""
     GYMNASIUM = "gymnasium"
     """Episodes of a text environment with Gymnasium's interface."""
+    OPENENV = "openenv"
+    """Episodes of an environment of OpenEnv, at an address or in this process."""
     DATASET = "dataset"
     """Problems of a file or data set, rated by their answers or by a scorer."""
 

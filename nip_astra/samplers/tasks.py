@@ -40,6 +40,7 @@ from nip_astra.scenario_base.tasks.base import (
     Reaction,
     Split,
     Task,
+    close_environment,
     environment_of,
     opening_of,
     rate_episodes,
@@ -99,6 +100,11 @@ class PlayedEpisode:
     is_cut: bool = False
     num_turns: int = 0
     toolbox: Toolbox = NO_TOOLS
+
+    @property
+    def concurrency(self) -> int:
+        """How many environments such as this one may run at once."""
+        return getattr(self.episode.environment, "concurrency", 1)
 
     def observe(self, agent: ConversationAgent, messages: Sequence[Message]) -> None:
         """Add messages to the episode and to the next context."""
@@ -175,17 +181,44 @@ def play_episodes(
 
     `sample` replaces the agent's own model.
     """
-    openings = _in_threads(
-        [one.episode.environment.concurrency for one in episodes],
-        lambda place: opening_of(episodes[place].episode.environment),
-    )
-    for one, messages in zip(episodes, openings, strict=True):
-        one.observe(agent, messages)
+    limits = [getattr(one.episode.environment, "max_open", None) for one in episodes]
+    size = min((most for most in limits if most is not None), default=max(len(episodes), 1))
+    for start in range(0, len(episodes), size):
+        _play_together(agent, episodes[start : start + size], plan, sample)
+    for one in episodes:
+        # The tools may be functions that cannot be sent to another process.
+        one.turns, one.toolbox = [], NO_TOOLS
+    return list(episodes)
+
+
+def _play_together(
+    agent: ConversationAgent,
+    episodes: Sequence[PlayedEpisode],
+    plan: TaskPlan,
+    sample: Draw | None,
+) -> None:
+    environments = [one.episode.environment for one in episodes]
+    concurrencies = [one.concurrency for one in episodes]
+    try:
+        openings = _in_threads(concurrencies, lambda place: opening_of(environments[place]))
+        for one, messages in zip(episodes, openings, strict=True):
+            one.observe(agent, messages)
+        _take_turns(agent, episodes, plan, sample)
+    finally:
+        _in_threads(concurrencies, lambda place: close_environment(environments[place]))
+
+
+def _take_turns(
+    agent: ConversationAgent,
+    episodes: Sequence[PlayedEpisode],
+    plan: TaskPlan,
+    sample: Draw | None,
+) -> None:
     active = list(episodes)
     session = None if sample is not None else agent.token_sampler.open_session()
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
-        shared = plan.num_runs if turn == 0 else 1
+        shared = plan.num_runs if turn == 0 and _begin_alike(active, plan.num_runs) else 1
         contexts = agent.contexts(
             [one.turns for one in active[::shared]],
             [one.toolbox.described for one in active[::shared]],
@@ -208,10 +241,16 @@ def play_episodes(
             break
         if session is not None:
             session.keep(are_open)
-    for one in episodes:
-        # The tools may be functions that cannot be sent to another process.
-        one.turns, one.toolbox = [], NO_TOOLS
-    return list(episodes)
+
+
+def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:
+    if len(episodes) % num_runs:
+        return False
+    firsts = [one for one in episodes[::num_runs] for _ in range(num_runs)]
+    return all(
+        one.turns == first.turns and one.toolbox.described == first.toolbox.described
+        for one, first in zip(episodes, firsts, strict=True)
+    )
 
 
 def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> list[Value]:
@@ -265,7 +304,7 @@ def _reactions(
 
     reacted = _in_threads(
         [
-            one.toolbox.concurrency(some) if some else one.episode.environment.concurrency
+            one.toolbox.concurrency(some) if some else one.concurrency
             for one, some in zip(episodes, calls, strict=True)
         ],
         react,

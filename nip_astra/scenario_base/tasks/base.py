@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from pydantic import Field
 
 from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
@@ -60,6 +61,10 @@ class Environment(ABC):
     their docstrings and type hints. A message with calls gets their results and is no step."""
     concurrency: int = 1
     """Environments of this kind that may start or step at once, each in a thread."""
+    max_open: int | None = None
+    """Episodes of this kind that may be played at once; None for any number."""
+    figures: Mapping[str, float] = {}
+    """Figures of the episode; their means are logged as `environment/<name>`."""
 
     solution: str | None = None
     """A correct answer to the opening, if known; the target of supervised training."""
@@ -81,6 +86,9 @@ class Environment(ABC):
     @abstractmethod
     def step(self, message: str) -> Reaction:
         """Respond to a message of the policy."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Hook: free what the episode holds, whether or not it is over."""
 
 
 @dataclass
@@ -187,6 +195,13 @@ def reaction_of(environment: Environment, message: str) -> Reaction:
     return checked_reaction(environment, "step", reaction)
 
 
+def close_environment(environment: Environment) -> None:
+    """Free what an episode holds."""
+    close = getattr(environment, "close", None)
+    if close is not None:
+        _called(environment, "close", close)
+
+
 def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
     """A reaction with a list of messages and a finite reward, or None."""
     if not isinstance(reaction, Reaction):
@@ -270,6 +285,33 @@ def _wrong(owner: object, hook: str, value: object, expected: str) -> TaskError:
         f"{hook} of {type(owner).__name__} returned {str(value)[:80]!r} ({type(value).__name__}). "
         f"Return {expected}."
     )
+
+
+class SeededTask(Task):
+    """A task whose problems are seeds; the splits have different ones."""
+
+    SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+    class Parameters(TaskParameters):
+        """Number of problems; a subclass adds its own."""
+
+        num_train: int | None = Field(default=None, ge=1)
+        """Training problems; null for new ones without end."""
+        num_test: int = Field(default=100, ge=1)
+        """Held-out problems."""
+        num_dev: int = Field(default=20, ge=1)
+        """Problems for selecting the best checkpoint."""
+
+    def num_problems(self, split: Split) -> int | None:
+        found: int | None = getattr(self.parameters, f"num_{split}")
+        return found
+
+    def seed_of(self, split: Split, index: int) -> int:
+        """The seed of a problem."""
+        # Held-out problems do not depend on the run's seed, so that runs are comparable.
+        root = self.seed if split == "train" else 0
+        drawn = derive_seed(root, self.parameters.type_name, split, index) % 2**30
+        return len(self.SPLITS) * drawn + self.SPLITS.index(split)
 
 
 class GeneratedTask(Task):

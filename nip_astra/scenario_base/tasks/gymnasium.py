@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, TaskError
 from nip_astra.parameters.parameters_base import CheckedName
@@ -15,16 +15,12 @@ from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Reaction,
+    SeededTask,
     Split,
-    Task,
-    TaskParameters,
     register_task,
 )
 from nip_astra.scorers.base import Message
 from nip_astra.scorers.python import find_function
-from nip_astra.utils.seeding import derive_seed
-
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 
 class GymnasiumEnvironment(Environment):
@@ -51,11 +47,13 @@ class GymnasiumEnvironment(Environment):
         observation, reward, is_terminated, is_truncated, _ = found
         self._return += float(reward)
         if is_terminated or is_truncated:
-            close = getattr(self._environment, "close", None)
-            if close is not None:
-                close()
             return Reaction(reward=self._return)
         return Reaction([Message("user", self._text("step", observation))], is_over=False)
+
+    def close(self) -> None:
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            close()
 
     def _text(self, hook: str, observation: Any) -> str:
         if not isinstance(observation, str):
@@ -68,27 +66,21 @@ class GymnasiumEnvironment(Environment):
 
 
 @register_task(TaskType.GYMNASIUM)
-class GymnasiumTask(Task):
+class GymnasiumTask(SeededTask):
     """Episodes of a text environment with Gymnasium's `reset(seed=...)` and `step(action)`.
 
     The policy's message is the action, and observations are texts. Each problem is a seed; the
     splits have different ones.
     """
 
-    class Parameters(TaskParameters):
-        """Environment and number of problems."""
+    class Parameters(SeededTask.Parameters):
+        """Environment."""
 
         environment: CheckedName
         """`path/to/file.py:Class`, `package.module:Class`, or the id of a registered environment of
         the package gymnasium. The module is imported, which executes it."""
         arguments: dict[str, JsonValue] = {}
         """Keyword arguments of the class."""
-        num_train: int | None = Field(default=None, ge=1)
-        """Training problems; null for new ones without end."""
-        num_test: int = Field(default=100, ge=1)
-        """Held-out problems."""
-        num_dev: int = Field(default=20, ge=1)
-        """Problems for selecting the best checkpoint."""
 
     def __init__(
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
@@ -109,15 +101,8 @@ class GymnasiumTask(Task):
                     "texts: use gymnasium.spaces.Text, or wrap the environment."
                 )
 
-    def num_problems(self, split: Split) -> int | None:
-        found: int | None = getattr(self.parameters, f"num_{split}")
-        return found
-
     def environment(self, split: Split, index: int) -> GymnasiumEnvironment:
-        # Held-out problems do not depend on the run's seed, so that runs are comparable.
-        root = self.seed if split == "train" else 0
-        drawn = derive_seed(root, "gymnasium", split, index) % 2**30
-        return GymnasiumEnvironment(self._make, len(SPLITS) * drawn + SPLITS.index(split))
+        return GymnasiumEnvironment(self._make, self.seed_of(split, index))
 
     def _make(self) -> Any:
         return self._maker(**self.parameters.arguments)

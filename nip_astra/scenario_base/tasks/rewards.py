@@ -220,10 +220,10 @@ def _checked_value(name: str, value: Any) -> float | None:
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over rated episodes: each reward by name, what reward functions log, use of tools.
+    """Means over episodes: each reward by name, what reward functions log, use of tools.
 
     `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, the means of
-    logged metrics under their own names, and `tool_figures`.
+    logged metrics under their own names, `environment/<name>` of environments, and `tool_figures`.
     """
     values: dict[str, list[float]] = {}
     logged: dict[str, list[float]] = {}
@@ -231,7 +231,9 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.rewards.items():
             if value is not None:
                 values.setdefault(name, []).append(value)
-        for name, value in episode.logged:
+        own = getattr(episode.environment, "figures", {})
+        named = [(f"environment/{name}", float(value)) for name, value in own.items()]
+        for name, value in (*episode.logged, *named):
             logged.setdefault(name, []).append(value)
     figures = {name: fmean(some) for name, some in logged.items()}
     for name, some in values.items():

@@ -6,14 +6,20 @@ import asyncio
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache, partial, wraps
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from pydantic import Field, JsonValue
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.language_models.tool_calls import parse_tool_calls
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scenario_base.tasks.base import (
@@ -25,26 +31,45 @@ from nip_astra.scenario_base.tasks.base import (
     TaskParameters,
     register_task,
 )
+from nip_astra.scenario_base.tasks.tools import Tool, tool_of
 from nip_astra.scorers.base import Message
+from nip_astra.utils.background_loop import BackgroundLoop
 
 _TASKSETS = "verifiers.v1.tasksets"
 
 
 class VerifiersEnvironment(Environment):
-    """One task of a taskset, answered in one message."""
+    """One task of a taskset, answered in one message after any calls of its tools."""
 
-    def __init__(self, task: Any) -> None:
-        self.task = task
+    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop) -> None:
+        from verifiers.v1.state import state_cls
+
+        self.task, self._toolsets, self._loop = task, toolsets, loop
         self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
+        self.state = state_cls(type(task))()
+        self.tools = [
+            replace(tool, function=partial(self._call, toolset, tool.function))
+            for toolset in toolsets
+            for tool in tools_of(toolset.__class__)
+        ]
 
     def reset(self) -> Sequence[Message]:
         """The prompt; a system prompt is prepended to its first message, as verifiers does."""
+        self._loop.run(self._set_up())
+        return self._opening(self.task.data.prompt)
+
+    async def _set_up(self) -> None:
+        for toolset in self._toolsets:
+            await toolset.setup()
+            await toolset.setup_task(self.task.data)
+
+    def _opening(self, prompt: Any) -> list[Message]:
         data = self.task.data
-        prompt = [("user", data.prompt)] if isinstance(data.prompt, str) else _plain(data.prompt)
-        system = [text for role, text in prompt if role == "system"]
+        given = _plain(prompt)
+        system = [text for role, text in given if role == "system"]
         if data.system_prompt is not None:
             system.insert(0, data.system_prompt)
-        turns = [[role, text] for role, text in prompt if role != "system"]
+        turns = [[role, text] for role, text in given if role != "system"]
         if not turns or turns[-1][0] == "assistant":
             raise DataError(
                 f"the prompt of the task {self.task.key} does not end with a user message. Add one "
@@ -54,48 +79,194 @@ class VerifiersEnvironment(Environment):
             turns[0][1] = "\n\n".join([*system, turns[0][1]])
         return [Message("assistant" if r == "assistant" else "user", text) for r, text in turns]
 
+    def _call(self, toolset: Any, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call a method of a toolset, which reads and writes the state of this episode."""
+        toolset._inert_state = self.state
+        result = function(toolset, **arguments)
+        return self._loop.run(result) if inspect.isawaitable(result) else result  # type: ignore[arg-type]
+
     def step(self, message: str) -> Reaction:
         return Reaction(reward=None)
 
     async def rate(self, episode: Episode) -> float:
         """Weighted sum of the task's own rewards and judges."""
-        trace = self._trace(episode)
+        trace = trace_of(self.task, self.state)
+        opening = next(i for i, one in enumerate(episode.messages) if one.role == "assistant")
+        add_messages(trace, episode.messages, first_own=opening)
         await self.task.score(trace)
         return float(trace.reward)
 
-    def _trace(self, episode: Episode) -> Any:
-        """The episode as a trace of verifiers, with the policy's message marked as sampled."""
-        from verifiers import v1
-        from verifiers.v1.state import state_cls
 
-        task, kinds = self.task, {"user": v1.UserMessage, "assistant": v1.AssistantMessage}
-        nodes = [
+class PlayedEnvironment(VerifiersEnvironment):
+    """One task of a taskset with an `Env` of its own, whose `run` asks the policy for each turn."""
+
+    concurrency = 16
+
+    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop, env: Any) -> None:
+        super().__init__(task, toolsets, loop)
+        self._env = env
+        self._player: _Player | None = None
+
+    def reset(self) -> Sequence[Message]:
+        self._player = _Player(self.task, self.state)
+        turn = self._loop.run(self._player.start(self._env))
+        if turn is None:
+            raise DataError(f"the environment of the task {self.task.key} ended before a turn.")
+        return self._opening(self.task.data.prompt if turn is _BARE else turn)
+
+    def step(self, message: str) -> Reaction:
+        assert self._player is not None
+        turn = self._loop.run(self._player.answer(message))
+        if turn is None:
+            return Reaction(reward=float(self._player.trace.reward))
+        if turn is _BARE:
+            raise DataError(f"the environment of the task {self.task.key} sent a turn without text")
+        return Reaction([Message("user", text) for _, text in _plain(turn)], is_over=False)
+
+    def close(self) -> None:
+        player, self._player = self._player, None
+        if player is not None:
+            self._loop.run(player.close())
+
+
+_BARE = object()
+"""A turn without a message: the prompt of the task opens the conversation."""
+
+
+class _Player:
+    """The only agent of an `Env`, as its `run` uses it; the policy answers its turns."""
+
+    def __init__(self, task: Any, state: Any) -> None:
+        self.task = task
+        self.trace = trace_of(task, state)
+        self._turns: asyncio.Queue[Any] = asyncio.Queue()
+        self._replies: asyncio.Queue[str] = asyncio.Queue()
+        self._running: asyncio.Task[None] | None = None
+
+    # ---- of the environment
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Player]:
+        """An exchange with the policy; the task scores it at its end."""
+        yield self
+        self.trace.is_completed = self.trace.ok = True
+        await task.score(self.trace)
+
+    async def turn(self, message: Any = None) -> Any:
+        """Send a message to the policy and wait for its reply."""
+        from verifiers.v1.agent import Segment
+        from verifiers.v1.types import AssistantMessage
+
+        given = _BARE if message is None else message
+        sent = self.task.data.prompt if given is _BARE else given
+        add_messages(self.trace, [Message(role, text) for role, text in _plain(sent)])  # type: ignore[arg-type]
+        self._turns.put_nowait(given)
+        reply = await self._replies.get()
+        add_messages(self.trace, [Message("assistant", reply)])
+        return Segment(messages=[AssistantMessage(content=reply)], root_reply=reply)
+
+    # ---- of the policy
+
+    async def start(self, env: Any) -> Any:
+        """Start the environment; its first turn, or None at its end."""
+        (name,) = _agent_names(type(env))
+        self._running = asyncio.create_task(env.run(self.task, SimpleNamespace(**{name: self})))
+        return await self._next()
+
+    async def answer(self, text: str) -> Any:
+        """Reply to the turn; the next one, or None at the end."""
+        self._replies.put_nowait(text)
+        return await self._next()
+
+    async def _next(self) -> Any:
+        assert self._running is not None
+        turn = asyncio.create_task(self._turns.get())
+        await asyncio.wait({turn, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if turn.done():
+            return turn.result()
+        turn.cancel()
+        return self._running.result()
+
+    async def close(self) -> None:
+        """End an exchange that is still running."""
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+
+def trace_of(task: Any, state: Any) -> Any:
+    """An empty trace of a task."""
+    from verifiers import v1
+
+    return v1.Trace(
+        task=v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        agent=v1.AgentInfo(config=v1.AgentConfig()),
+        state=state,
+        is_completed=True,
+        ok=True,
+        stop_condition="agent_completed",
+    )
+
+
+def add_messages(trace: Any, messages: Sequence[Message], *, first_own: int = 0) -> None:
+    """Append messages to a trace; those of the policy are marked as sampled."""
+    from verifiers import v1
+
+    kinds = {"user": v1.UserMessage, "system": v1.SystemMessage}
+    waiting: list[str] = []
+    for place, (role, text) in enumerate(messages):
+        number = len(trace.nodes)
+        message: Any
+        if role == "assistant":
+            content, calls = parse_tool_calls(text) if place >= first_own else (text, [])
+            waiting = [f"call_{number}_{index}" for index in range(len(calls))]
+            parts = [
+                v1.ToolCall(id=identity, name=call.name, arguments=json.dumps(call.arguments))
+                for identity, call in zip(waiting, calls, strict=True)
+            ]
+            message = v1.AssistantMessage(content=content, tool_calls=parts or None)
+        elif role == "tool":
+            identity = waiting.pop(0) if waiting else f"call_{number}"
+            message = v1.ToolMessage(tool_call_id=identity, content=text)
+        else:
+            message = kinds[role](content=text)
+        trace.nodes.append(
             v1.MessageNode(
                 parent=number - 1 if number else None,
-                message=kinds[message.role](content=message.text),
-                sampled=number == len(episode.messages) - 1,
+                message=message,
+                sampled=role == "assistant" and place >= first_own,
             )
-            for number, message in enumerate(episode.messages)
-        ]
-        return v1.Trace(
-            task=v1.TraceTask(
-                type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
-            ),
-            agent=v1.AgentInfo(config=v1.AgentConfig()),
-            state=state_cls(type(task))(),
-            nodes=nodes,
-            is_completed=True,
-            ok=True,
-            stop_condition="agent_completed",
         )
+
+
+@cache
+def tools_of(toolset_class: type) -> list[Tool]:
+    """The tools of a toolset, as functions of it."""
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    blank: Any = object.__new__(toolset_class)
+    prefix = f"{blank.server_name}_" if blank.server_name else ""
+    found = []
+    for method in discover_decorated(blank, "tool"):
+        function = method.__func__
+
+        @wraps(function)
+        def call(*given: Any, _function: Any = function, **arguments: Any) -> Any:
+            return _function(*given, **arguments)
+
+        name = prefix + (getattr(method, "tool_name", None) or function.__name__)
+        plain = tool_of(MethodType(call, blank), name)
+        found.append(replace(plain, description=inspect.getdoc(function) or "", function=function))
+    return found
 
 
 @register_task(TaskType.VERIFIERS)
 class VerifiersTask(Task):
     """Tasks of a v1 taskset of `verifiers`, with their own prompts and rewards.
 
-    The policy answers each in one message, as in verifiers' `null` harness; tasksets with tools, a
-    container or a simulated user are refused. The first tasks of the taskset are held out.
+    The policy answers as in verifiers' `null` harness, after calls of the taskset's tools, which
+    run in this process. An `Env` of the taskset with one agent plays against the policy turn by
+    turn. Containers, runtimes, several agents and images are refused. The first tasks are held out.
     """
 
     class Parameters(TaskParameters):
@@ -117,9 +288,13 @@ class VerifiersTask(Task):
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
     ) -> None:
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
-        taskset_class = _find_taskset(parameters.taskset)
+        taskset_class, env_class = _find_taskset(parameters.taskset)
         taskset = taskset_class(_config_of(taskset_class, parameters))
-        _check_is_single_turn(taskset_class, taskset, parameters.taskset)
+        _check_support(taskset_class, env_class, taskset, parameters.taskset)
+        self._loop = BackgroundLoop()
+        # One server for all episodes, as in verifiers.
+        self._shared = list(taskset_class.toolsets(taskset.config))
+        self._env = None if env_class is None else _env_of(env_class, taskset)
         self._tasks = self._split(taskset)
 
     def _split(self, taskset: Any) -> dict[Split, list[Any]]:
@@ -150,7 +325,11 @@ class VerifiersTask(Task):
 
     def environment(self, split: Split, index: int) -> VerifiersEnvironment:
         tasks = self._tasks[split]
-        return VerifiersEnvironment(tasks[index % len(tasks)])
+        task = tasks[index % len(tasks)]
+        toolsets = [*self._shared, *task.toolsets(task.config)]
+        if self._env is None:
+            return VerifiersEnvironment(task, toolsets, self._loop)
+        return PlayedEnvironment(task, toolsets, self._loop, self._env)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
         """Score all episodes concurrently."""
@@ -162,7 +341,7 @@ class VerifiersTask(Task):
             return list(await asyncio.gather(*rated))
 
         try:
-            rewards = asyncio.run(score_all())
+            rewards = self._loop.run(score_all())
         except Exception as error:
             raise DataError(
                 f"scoring of the taskset {self.parameters.taskset!r} failed: "
@@ -173,13 +352,21 @@ class VerifiersTask(Task):
 
 
 def _plain(messages: Any) -> list[tuple[str, str]]:
+    """Roles and texts of a text or of messages."""
     from verifiers.v1.types import content_text
 
+    if isinstance(messages, str):
+        return [("user", messages)]
+    for message in messages or []:
+        if message.role == "tool" or getattr(message, "tool_calls", None):
+            raise DataError("a prompt has calls of tools, which is not supported. Leave it out.")
+        if any(part.type != "text" for part in message.content if not isinstance(part, str)):
+            raise DataError("a message has an image, which is not supported. Choose a text task.")
     return [(message.role, content_text(message.content)) for message in messages or []]
 
 
-def _find_taskset(name: str) -> Any:
-    """The taskset's class."""
+def _find_taskset(name: str) -> tuple[Any, Any]:
+    """The taskset's class, and that of its environment, if it has one."""
     try:
         from verifiers import v1
     except ImportError as error:
@@ -193,7 +380,12 @@ def _find_taskset(name: str) -> Any:
         # As verifiers finds them: owner/name@version is installed as name.
         plain = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
         is_shipped = importlib.util.find_spec(f"{_TASKSETS}.{plain}") is not None
-        module = module_of(load_plugin(f"{_TASKSETS}.{plain}" if is_shipped else plain))
+        try:
+            module = module_of(load_plugin(f"{_TASKSETS}.{plain}" if is_shipped else plain))
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the taskset {name!r} cannot be imported: {error}. Install what it needs."
+            ) from error
     names = getattr(module, "__all__", list(vars(module)))
     values = [getattr(module, one, None) for one in names]
     tasksets = [
@@ -209,9 +401,33 @@ def _find_taskset(name: str) -> Any:
             f"the module of the taskset {name!r} exports {len(tasksets)} subclasses of "
             "verifiers.v1.Taskset. Name exactly one in its __all__."
         )
-    if any(isinstance(one, type) and issubclass(one, v1.Env) for one in values):
-        _refuse(name, "defines its own environment (Env)")
-    return tasksets[0]
+    envs = [one for one in values if isinstance(one, type) and issubclass(one, v1.Env)]
+    if len(envs) > 1:
+        _refuse(name, f"has {len(envs)} environments (Env)")
+    return tasksets[0], envs[0] if envs else None
+
+
+def _env_of(env_class: Any, taskset: Any) -> Any:
+    """An environment without the harness, servers and runtimes of an evaluation."""
+    from verifiers import v1
+    from verifiers.v1.utils.generic import concrete_type
+
+    env = object.__new__(env_class)
+    config = concrete_type(env_class, v1.EnvConfig, origin=v1.Env) or v1.EnvConfig
+    env.config, env.taskset = config(), taskset
+    return env
+
+
+def _agent_names(env_class: Any) -> list[str]:
+    from verifiers import v1
+    from verifiers.v1.utils.generic import concrete_type
+
+    config = concrete_type(env_class, v1.EnvConfig, origin=v1.Env) or v1.EnvConfig
+    return [
+        name
+        for name, field in config.model_fields.items()
+        if isinstance(field.default, v1.AgentConfig)
+    ]
 
 
 def _config_of(taskset_class: Any, parameters: Any) -> Any:
@@ -228,15 +444,30 @@ def _config_of(taskset_class: Any, parameters: Any) -> Any:
         ) from error
 
 
-def _check_is_single_turn(taskset_class: Any, taskset: Any, name: str) -> None:
-    """Refuse a taskset that needs more than one message in this process."""
+def _check_support(taskset_class: Any, env_class: Any, taskset: Any, name: str) -> None:
+    """Refuse a taskset that needs what this process does not offer."""
     from verifiers import v1
 
     task_class = taskset_class.task_type()
-    if taskset_class.toolsets(taskset.config) or task_class.toolsets(taskset.config.task):
-        _refuse(name, "has tools (toolsets)")
     if task_class.NEEDS_CONTAINER:
         _refuse(name, "needs a container")
+    if env_class is not None:
+        agents = _agent_names(env_class)
+        if len(agents) != 1:
+            _refuse(name, f"has {len(agents)} agents ({', '.join(agents)})")
+        for hook in ("setup", "finalize", "start", "stop"):
+            if getattr(env_class, hook) is not getattr(v1.Env, hook):
+                _refuse(name, f"has an environment with {hook}")
+    shared = taskset_class.toolsets(taskset.config)
+    for toolset in [*shared, *task_class.toolsets(taskset.config.task)]:
+        if not isinstance(toolset, v1.Toolset) or type(toolset).register is not v1.Toolset.register:
+            _refuse(name, f"has tools of its own protocol ({type(toolset).__name__})")
+        runtime = getattr(toolset.config, "runtime", None)
+        is_elsewhere = getattr(toolset.config, "url", None) or getattr(
+            toolset.config, "colocated", False
+        )
+        if is_elsewhere or (runtime is not None and runtime.type != "subprocess"):
+            _refuse(name, f"has tools that run elsewhere ({type(toolset).__name__})")
     for hook in ("setup", "finalize"):
         if getattr(task_class, hook) is not getattr(v1.Task, hook):
             _refuse(name, f"prepares a runtime ({hook})")
@@ -250,6 +481,6 @@ def _check_is_single_turn(taskset_class: Any, taskset: Any, name: str) -> None:
 
 def _refuse(name: str, why: str) -> None:
     raise ConfigurationError(
-        f"the taskset {name!r} {why}, which is not supported: a policy answers in one message. "
-        "Choose another taskset, or write the environment as a task."
+        f"the taskset {name!r} {why}, which is not supported. Choose another taskset, or write the "
+        "environment as a task."
     )

@@ -67,6 +67,7 @@ def test_the_return_of_an_episode_is_its_reward(file: Path) -> None:
     wrong = reaction_of(environment, str(1 - hidden))
     assert wrong == ([Message("user", "no")], None, False)
     assert reaction_of(environment, f" {hidden} ").reward == 0.75
+    environment.close()
     assert environment._environment.closed == 1  # type: ignore[attr-defined]
     opening_of(environment)
     assert [reaction_of(environment, "x").is_over for _ in range(3)] == [False, False, True]

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, TaskError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.base import TASKS, Episode, Task, build_task
+from nip_astra.scenario_base.tasks.base import (
+    TASKS,
+    Episode,
+    Task,
+    build_task,
+    opening_of,
+    reaction_of,
+    toolbox_of,
+)
 from nip_astra.scorers.base import Message
 from tests.kit.command_line import plugins_forgotten_after
 
@@ -55,11 +63,19 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 __all__ = ["SumTaskset"]
 """
 MORE = {
-    "tools": (
+    "protocol": (
         "class SumConfig",
-        "class Tools(vf.Toolset):\n    pass\n\n\nSumTask.toolsets = classmethod("
-        "lambda cls, config: [object()])\n\n\nclass SumConfig",
-        "has tools",
+        "class Tools(vf.Toolset[vf.ToolsetConfig]):\n    def register(self, mcp):\n        pass\n"
+        "\n\nSumTask.toolsets = classmethod(lambda cls, config: [Tools(vf.ToolsetConfig())])\n\n\n"
+        "class SumConfig",
+        r"tools of its own protocol \(Tools\)",
+    ),
+    "elsewhere": (
+        "class SumConfig",
+        "class Tools(vf.Toolset[vf.ToolsetConfig]):\n    pass\n\n\n"
+        "SumTask.toolsets = classmethod(lambda cls, config: [Tools(vf.ToolsetConfig(url='x'))])\n"
+        "\n\nclass SumConfig",
+        r"tools that run elsewhere \(Tools\)",
     ),
     "runtime": (
         "self, trace: vf.Trace) -> float:\n        return 0.5",
@@ -78,10 +94,19 @@ MORE = {
         r"prepares a runtime \(setup\)",
     ),
     "none": ('__all__ = ["SumTaskset"]', "__all__ = []", "exports 0 subclasses"),
-    "env": (
+    "agents": (
         '__all__ = ["SumTaskset"]',
-        'class Own(vf.Env):\n    pass\n\n\n__all__ = ["SumTaskset", "Own"]',
-        r"environment \(Env\) of its own",
+        "class Two(vf.EnvConfig):\n    a: vf.AgentConfig = vf.AgentConfig()\n"
+        "    b: vf.AgentConfig = vf.AgentConfig()\n\n\n"
+        'class Own(vf.Env[Two]):\n    pass\n\n\n__all__ = ["SumTaskset", "Own"]',
+        r"2 agents \(a, b\)",
+    ),
+    "finalize": (
+        '__all__ = ["SumTaskset"]',
+        "class One(vf.EnvConfig):\n    a: vf.AgentConfig = vf.AgentConfig()\n\n\n"
+        "class Own(vf.Env[One]):\n    async def finalize(self, task, episode):\n        pass\n\n\n"
+        '__all__ = ["SumTaskset", "Own"]',
+        "finalize",
     ),
 }
 
@@ -139,12 +164,137 @@ def test_a_system_prompt_stands_before_the_first_message(taskset: Path) -> None:
 
 @needs_verifiers
 @pytest.mark.parametrize("name", MORE)
-def test_what_one_message_cannot_do_is_refused(name: str, taskset: Path) -> None:
+def test_what_this_process_cannot_do_is_refused(name: str, taskset: Path) -> None:
     old, new, message = MORE[name]
     assert old in TASKSET
     taskset.write_text(TASKSET.replace(old, new, 1))
     with pytest.raises(ConfigurationError, match=message):
         task_of(taskset)
+
+
+TOOLS = """
+class SumState(vf.State):
+    calls: int = 0
+
+
+class Adding(vf.Toolset[vf.ToolsetConfig, SumState]):
+    async def setup_task(self, task):
+        self.limit = int(task.answer)
+
+    @vf.tool
+    async def add(self, a: int, b: int = 0) -> int:
+        \"\"\"Sum of two numbers.\"\"\"
+        self.state.calls += 1
+        if a + b > 2 * self.limit:
+            raise ValueError("too large")
+        return a + b
+
+
+class SumTask(vf.Task[SumData, SumState]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adding(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def is_right(self, task: SumData, trace: vf.Trace) -> float:
+        assert [m.content for m in trace.tool_messages][:1] == ["3"]
+        assert trace.assistant_messages[0].tool_calls[0].name == "adding_add"
+        return float(trace.last_reply == task.answer) / trace.state.calls
+"""
+ENV = """
+class OneConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class Guessing(vf.Env[OneConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while segment.last_reply != task.data.answer:
+                if segment.last_reply == "?":
+                    raise RuntimeError("no question")
+                segment = await interaction.turn("no")
+        interaction.trace.record_reward("turns", -float(interaction.trace.num_turns))
+
+
+__all__ = ["SumTaskset", "Guessing"]
+"""
+
+
+@needs_verifiers
+def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) -> None:
+    start, end = TASKSET.index("class SumTask(vf"), TASKSET.index("class SumConfig")
+    taskset.write_text(TASKSET[:start] + TOOLS.lstrip() + "\n\n" + TASKSET[end:])
+    task = task_of(taskset)
+    environment = task.environment("train", 0)
+    box = toolbox_of(task, environment)
+    (tool,) = box.tools.values()
+    assert (tool.name, tool.description) == ("adding_add", "Sum of two numbers.")
+    assert tool.parameters["required"] == ["a"]
+    messages = [*environment.reset()]
+    for a in (3, 99):
+        call = f'<tool_call>{{"name": "adding_add", "arguments": {{"a": {a}}}}}</tool_call>'
+        (found,) = box.calls_in(call, has_template=True)
+        outcome = box.execute(found)
+        messages += [Message("assistant", call), Message("tool", outcome.value)]
+    assert outcome.error == "failed"
+    other = task.environment("train", 0)
+    other.reset()
+    episode = Episode(environment, [*messages, Message("assistant", "6")])
+    task.rate([episode])
+    assert episode.reward == 0.5
+    assert other.state.calls == 0  # type: ignore[attr-defined]
+
+
+@needs_verifiers
+def test_an_environment_of_a_taskset_asks_the_policy_for_turns(taskset: Path) -> None:
+    taskset.write_text(TASKSET.replace('__all__ = ["SumTaskset"]', ENV.strip()))
+    task = task_of(taskset)
+    environment = task.environment("train", 0)
+    assert opening_of(environment) == [Message("user", "1+5=")]
+    assert reaction_of(environment, "5") == ([Message("user", "no")], None, False)
+    over = reaction_of(environment, "6")
+    # The rewards of the task, and that of the environment.
+    assert (over.is_over, over.reward) == (True, 2.5 - 2)
+    environment.close()
+    # An unfinished exchange is ended.
+    opening_of(environment)
+    running = environment._player._running  # type: ignore[attr-defined]
+    environment.close()
+    assert running.cancelled()
+    opening_of(environment)
+    with pytest.raises(TaskError, match="no question"):
+        reaction_of(environment, "?")
+
+
+@needs_verifiers
+@pytest.mark.parametrize(
+    ("name", "options", "fact"),
+    [
+        ("harbor", {}, "container|finalize"),
+        ("nemo_gym", {"dataset": "rows.jsonl"}, "with start"),
+        ("textarena", {"game": "Hangman-v0"}, "nltk"),
+    ],
+)
+def test_shipped_tasksets_that_cannot_run_are_refused_by_name(
+    name: str, options: dict[str, str], fact: str
+) -> None:
+    if name == "textarena" and importlib.util.find_spec("textarena"):
+        pytest.skip("textarena is installed")
+    with pytest.raises((ConfigurationError, MissingDependencyError), match=fact) as caught:
+        task_of(Path(name), options=options)
+    assert name in str(caught.value)
+
+
+@needs_verifiers
+def test_images_are_refused(taskset: Path) -> None:
+    part = '{"type": "image_url", "image_url": {"url": "x"}}'
+    text = TASKSET.replace(
+        'prompt=f"{a}+{b}="', f'prompt=[{{"role": "user", "content": [{part}]}}]'
+    )
+    taskset.write_text(text)
+    with pytest.raises(DataError, match="image"):
+        task_of(taskset).environment("train", 0).reset()
 
 
 @needs_verifiers
