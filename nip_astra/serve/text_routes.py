@@ -420,7 +420,7 @@ class TextReply:
             return self._completion(place, progress, offset)
         return {
             "index": place,
-            "delta": self._delta(place, progress),
+            "delta": {name: part for name, part in self._delta(place, progress).items() if part},
             "logprobs": self._chat_logprobs(progress),
             "finish_reason": self._finish_reason(place, progress),
             **self._token_ids(progress),
@@ -888,7 +888,9 @@ class _TextRoutes:
                     if place not in num_tokens and not reply.is_chat:
                         choice |= reply.prompt_ids(place, body.n * len(requests))
                     num_tokens[place] = step.num_tokens
-                    yield _event(reply.chunk(choice, **fields))
+                    # Text that may become a call is held back.
+                    if choice.get("delta", True) or step.tokens or step.finish_reason:
+                        yield _event(reply.chunk(choice, **fields))
                     one = await anext(progress, None)
                 if body.includes_usage:
                     usage = _usage_of(requests, sum(num_tokens.values()))
