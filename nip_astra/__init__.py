@@ -135,6 +135,7 @@ if TYPE_CHECKING:
     from nip_astra.recipes import stress_test as stress_test
     from nip_astra.recipes import train_task as train_task
     from nip_astra.registry import Registry as Registry
+    from nip_astra.report.hub import push_to_hub as push_to_hub
     from nip_astra.report.page import write_report as write_report
     from nip_astra.resolving.analysing import analyse_run as analyse_run
     from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
