@@ -283,7 +283,7 @@ def push(
     debug: Debug = False,
 ) -> None:
     """Publish a run's trained model on the Hugging Face hub, with a model card."""
-    from nip_astra.report.hub import push_to_hub
+    from nip_astra.hub import push_to_hub
 
     address = push_to_hub(
         run, repo, private=private, license=license, folder=output, dry_run=dry_run

@@ -15,7 +15,7 @@ from nip_astra.errors import (
     ServiceRequestError,
     UntrustedRunError,
 )
-from nip_astra.report.hub import push_to_hub
+from nip_astra.hub import push_to_hub
 from tests.kit.command_line import CommandLine
 from tests.report.runs import write_run
 
