@@ -282,6 +282,9 @@ def compare(
     paths = [locate(one, settings) for one in given]
     if len(paths) < 2:
         raise ConfigurationError("compare needs two or more runs or evaluations.")
+    twice = next((path for place, path in enumerate(paths) if path in paths[:place]), None)
+    if twice is not None:
+        raise ConfigurationError(f"compare was given {twice} twice. Give runs that differ.")
     # After the paths were checked: it needs scipy.
     from nip_astra.evaluation import comparison
 
