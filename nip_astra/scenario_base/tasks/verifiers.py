@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import Field, JsonValue
 
-from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
 from nip_astra.language_models.tool_calls import parse_tool_calls
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
@@ -289,13 +289,23 @@ class VerifiersTask(Task):
     ) -> None:
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
         taskset_class, env_class = _find_taskset(parameters.taskset)
-        taskset = taskset_class(_config_of(taskset_class, parameters))
-        _check_support(taskset_class, env_class, taskset, parameters.taskset)
+        config = _config_of(taskset_class, parameters)
         self._loop = BackgroundLoop()
-        # One server for all episodes, as in verifiers.
-        self._shared = list(taskset_class.toolsets(taskset.config))
-        self._env = None if env_class is None else _env_of(env_class, taskset)
-        self._tasks = self._split(taskset)
+        try:
+            taskset = taskset_class(config)
+            _check_support(taskset_class, env_class, taskset, parameters.taskset)
+            # One server for all episodes, as in verifiers.
+            self._shared = list(taskset_class.toolsets(config))
+            self._env = None if env_class is None else _env_of(env_class, taskset)
+            self._tasks = self._split(taskset)
+        except NipAstraError:
+            raise
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip(" *")]
+            raise DataError(
+                f"the taskset {parameters.taskset!r} cannot be loaded: {type(error).__name__}: "
+                f"{' '.join(lines)[:200]}. Provide what it needs."
+            ) from error
 
     def _split(self, taskset: Any) -> dict[Split, list[Any]]:
         options = self.parameters
