@@ -41,15 +41,16 @@ _TASKSETS = "verifiers.v1.tasksets"
 class VerifiersEnvironment(Environment):
     """One task of a taskset, answered in one message after any calls of its tools."""
 
-    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop) -> None:
+    def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop) -> None:
         from verifiers.v1.state import state_cls
 
-        self.task, self._toolsets, self._loop = task, toolsets, loop
+        self.task, self._loop = task, loop
+        self._toolsets = task.toolsets(task.config)
         self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
         self.state = state_cls(type(task))()
         self.tools = [
             replace(tool, function=partial(self._call, toolset, tool.function))
-            for toolset in toolsets
+            for toolset in (*shared, *self._toolsets)
             for tool in tools_of(toolset.__class__)
         ]
 
@@ -102,8 +103,8 @@ class PlayedEnvironment(VerifiersEnvironment):
 
     concurrency = 16
 
-    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop, env: Any) -> None:
-        super().__init__(task, toolsets, loop)
+    def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop, env: Any) -> None:
+        super().__init__(task, shared, loop)
         self._env = env
         self._player: _Player | None = None
 
@@ -296,6 +297,8 @@ class VerifiersTask(Task):
             _check_support(taskset_class, env_class, taskset, parameters.taskset)
             # One server for all episodes, as in verifiers.
             self._shared = list(taskset_class.toolsets(config))
+            for toolset in self._shared:
+                self._loop.run(toolset.setup())
             self._env = None if env_class is None else _env_of(env_class, taskset)
             self._tasks = self._split(taskset)
         except NipAstraError:
@@ -336,10 +339,9 @@ class VerifiersTask(Task):
     def environment(self, split: Split, index: int) -> VerifiersEnvironment:
         tasks = self._tasks[split]
         task = tasks[index % len(tasks)]
-        toolsets = [*self._shared, *task.toolsets(task.config)]
         if self._env is None:
-            return VerifiersEnvironment(task, toolsets, self._loop)
-        return PlayedEnvironment(task, toolsets, self._loop, self._env)
+            return VerifiersEnvironment(task, self._shared, self._loop)
+        return PlayedEnvironment(task, self._shared, self._loop, self._env)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
         """Score all episodes concurrently."""
