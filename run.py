@@ -1,6 +1,12 @@
 """Run an experiment: `python run.py --trainer ast_dpo`; see `python run.py --help`."""
 
-from nip_astra.cli.app import main
+try:
+    from nip_astra.cli.app import main
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"error: the package {error.name!r} is missing. Activate the virtual environment, or "
+        "install what is needed: pip install -e ."
+    ) from None
 
 if __name__ == "__main__":
     main()

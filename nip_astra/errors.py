@@ -72,7 +72,7 @@ class ParameterFault(NamedTuple):
     path : str
         Dotted path of the parameter.
     given : str
-        The given value, as text.
+        The given value, as text; empty if a whole group is inconsistent.
     problem : str
         The fault.
     suggestion : str
@@ -90,7 +90,8 @@ class ParameterFault(NamedTuple):
     def __str__(self) -> str:
         origin = f" (from {self.source})" if self.source else ""
         hint = f" {self.suggestion}" if self.suggestion else ""
-        return f"{self.path}: {self.problem}; given {self.given}{origin}.{hint}"
+        given = f"; given {self.given}" if self.given else ""
+        return f"{self.path}: {self.problem}{given}{origin}.{hint}"
 
 
 class ParameterError(ConfigurationError):

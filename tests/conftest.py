@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,16 @@ from nip_astra.utils.sandbox import why_no_bubblewrap
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.tiny import make_language_model, write_scenario
 from tests.kit.toy_scenario import toy_scenario_in
+
+
+def pytest_collectstart() -> None:
+    # Modules and tests stay: a search for garbage would only find them again.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -84,6 +95,15 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A scenario folder of numbers, without models, whose trainer counts."""
     with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
         yield folder
+
+
+@pytest.fixture
+def toy_protocol() -> Iterator[None]:
+    """The scenario kind of `toy_trainer`, registered for the test."""
+    from tests.kit.toy_protocol_scenario import toy_kind  # TorchRL, which few tests need
+
+    with toy_kind():
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nip_astra.errors import (
     UnreadParameterError,
     nearest_names,
 )
-from tests.messages import says
+from tests.kit.messages import says
 
 BUILTINS = {
     "ConfigurationError": ValueError,

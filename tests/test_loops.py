@@ -16,13 +16,22 @@ from tests.kit.documents import ROOT
 SHORT = {
     "stress_testing": (
         "ast_dpo",
-        ["ast_chat.evaluation.num_episodes=1", "ast_chat.evaluation.use_random_search=false"],
+        {"EPISODES": 1},
+        [
+            "training.num_episodes_per_experience=1",
+            "ast_chat.evaluation.num_episodes=1",
+            "ast_chat.evaluation.use_random_search=false",
+        ],
     ),
-    "text_protocol": ("pure_text_ei", ["text_rl.test_scheme=none"]),
-    "interactive_proof": ("vanilla_ppo", ["rl.num_test_iterations=1"]),
-    "task": ("self_hosted_grpo", ["task.evaluation.num_problems=1"]),
+    "text_protocol": (
+        "pure_text_ei",
+        {"NUM_ROLLOUTS": 48},
+        ["text_rl.rollouts_per_iteration=48", "text_rl.test_scheme=none"],
+    ),
+    "interactive_proof": ("vanilla_ppo", {}, ["rl.num_test_iterations=1"]),
+    "task": ("self_hosted_grpo", {}, ["task.evaluation.num_problems=1"]),
 }
-"""Trainer of each loop, and overrides that skip most of its evaluation."""
+"""Trainer of each loop, smaller constants, and overrides of equal sizes and of less evaluation."""
 NUM_ITERATIONS = 2
 # Adam of the trainer is fused, and small differences grow within an iteration.
 RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
@@ -30,9 +39,11 @@ RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_loop_gives_the_metrics_of_its_trainer(name: str, tmp_path: Path) -> None:
-    trainer, overrides = SHORT[name]
+    trainer, constants, smaller = SHORT[name]
     loop = _load(name)
-    overrides = [*loop.overrides(NUM_ITERATIONS), *overrides]
+    vars(loop).update(constants)
+    overrides = [*loop.overrides(NUM_ITERATIONS), *smaller]
+    loop.overrides = lambda num_iterations: overrides
     experiment = resolve_experiment(trainer=trainer, overrides=overrides)
     run = run_experiment(experiment, runs_dir=str(tmp_path), progress=False, num_threads=1)
     lines = (run.run_directory.path / "metrics.jsonl").read_text().splitlines()

@@ -88,13 +88,13 @@ def test_the_ppo_script_prepares_a_run_as_it_stands() -> None:
 
 
 def test_the_solo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"num_epochs": [2], "seed": [8144]}
+    tiny = {"num_epochs": [1], "seed": [8144]}
     monkeypatch.setattr(solo_agents_gi, "param_grid", solo_agents_gi.param_grid | tiny)
     solo_agents_gi.run_all(runs_dir=str(tmp_path), progress=False)
     run = RunDirectory.open(tmp_path / "solo_agents_gi_a_0")
     assert {path.stem for path in (run.path / "model").iterdir()} == {"prover", "verifier"}
     recorded = run.read_yaml("hyper_parameters.yaml")
-    assert recorded["solo_agent"]["num_epochs"] == 2
+    assert recorded["solo_agent"]["num_epochs"] == 1
     agents = recorded["graph_isomorphism"]["agents"]
     assert agents["prover"]["body_lr_factor"] == {"actor": 0.01, "critic": 1.0}
 

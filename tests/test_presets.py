@@ -187,7 +187,10 @@ def _plays(preset: Path) -> bool:
 
 
 CUT = {
-    "ast_chat": ("ast_chat.evaluation.batch_size=2", "training.num_episodes_per_experience=1"),
+    "ast_chat": (
+        *("ast_chat.evaluation.batch_size=2", "ast_chat.tree_depth=2"),
+        "training.num_episodes_per_experience=1",
+    ),
     "graph_isomorphism": (
         "graph_isomorphism.dataset.num_train=60",
         "graph_isomorphism.dataset.num_test=30",

@@ -159,7 +159,7 @@ def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resu
             run(name)
         path = tmp_path / name
         assert caught.value.signal_name == name
-        assert str(caught.value).endswith(f"Go on with: nip-astra resume {path}")
+        assert str(caught.value).endswith(f"nip-astra resume {path}")
         assert counts(path) == [0.5, 1.5]
         assert not (path / "results.json").exists()
         monkeypatch.delenv("TOY_SIGNAL")
@@ -322,7 +322,7 @@ def in_a_new_process(*arguments: str, cwd: Path, **variables: str) -> subprocess
 
 
 def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder(
-    toy: Path, tmp_path: Path
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
@@ -342,13 +342,14 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
     # The section of the scenario file is that of the trainer in the plug-in.
     scenario = work / "toy" / "scenario.yaml"
     scenario.write_text(scenario.read_text().replace("toy_trainer:\n  offset: 0.5\n", ""))
-    stopped = in_a_new_process(
-        "--parameters", "config/mine.yaml", "--plugin", "extra.py", "--run-id", "one",
-        cwd=work, TOY_SIGNAL="0:SIGTERM",
-    )  # fmt: skip
-    assert stopped.returncode == 143, stopped.stderr
+    with pytest.MonkeyPatch.context() as patch, plugins_forgotten_after():
+        patch.chdir(work)
+        patch.setenv("TOY_SIGNAL", "0:SIGTERM")
+        started = ("--parameters", "config/mine.yaml", "--plugin", "extra.py", "--run-id", "one")
+        stopped = CommandLine(work, toy, capsys)(*started)
+    assert stopped.code == 143, stopped.err
     # Progress on standard error, then the message.
-    assert stopped.stderr.endswith("Go on with: nip-astra resume runs/one\n")
+    assert stopped.err.endswith("nip-astra resume runs/one\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "of_another_user"))
         with pytest.raises(UntrustedRunError, match=r"(extra|mine|plugin)\.py"):

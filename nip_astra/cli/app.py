@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 RUNS_DIFFER = 1
 """Exit code if a resumed run differs from an uninterrupted one."""
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+OTHER_COMMANDS = {"train": "run", "fit": "run", "test": "evaluate", "eval": "evaluate"}
+"""Ours for commands of other tools."""
 MOST_FOUND = 12
 """Results of a search that are shown."""
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
@@ -85,6 +87,8 @@ class RunByDefault(TyperGroup):
             pass
         elif not args[0].startswith("-") and args[0] not in self.commands:
             advice = "Without a command, options are those of `run`."
+            if args[0] in OTHER_COMMANDS:
+                advice = f"Use `nip-astra {OTHER_COMMANDS[args[0]]}`."
             raise UnknownNameError("command", args[0], self.commands, advice)
         return super().parse_args(ctx, args)
 
@@ -96,8 +100,9 @@ class RunByDefault(TyperGroup):
             # A command of ours ends by returning; what exits is a plug-in.
             raise UnexpectedExitError(error.code) from error
         except Exception as error:
-            _advise_on_option(error)
-            raise
+            if not hasattr(error, "format_message"):
+                raise
+            raise _in_one_line(error) from error
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         run = self.commands["run"]
@@ -131,22 +136,35 @@ def _exits_refused() -> Iterator[None]:
         os._exit = exit_at_once
 
 
-def _advise_on_option(error: Exception) -> None:
-    """Say how parameters are set, where an option was given that none is like."""
-    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if not isinstance(option, str) or context is None or not hasattr(error, "possibilities"):
-        return
-    known = {name for one in context.command.params for name in one.opts}
-    advice = None
-    if option == "--set" and context.info_name == "resume":
+def _in_one_line(error: Any) -> ConfigurationError:
+    """A fault of options or arguments as the program's errors are, with what to do."""
+    context, given = getattr(error, "ctx", None), getattr(error, "option_name", "") or ""
+    names: list[str] = []
+    known: set[str] = set()
+    if context is not None:
+        known = {name for one in context.command.params for name in one.opts}
+        while context.parent is not None:
+            names.insert(0, context.info_name)
+            context = context.parent
+    message = " ".join(error.format_message().split()).rstrip(".")
+    advice = f"See `nip-astra {' '.join(names)} --help`."
+    if given == "--set" and names == ["resume"]:
+        message = f"No such option: {given}"
         advice = "Parameters stay as they were where the run was begun."
-    elif "--set" in known and not nearest_names(option, sorted(known), 1):
+    elif given == "--config" and "--parameters" in known:
+        message, advice = f"No such option: {given}", "A parameter file is given by --parameters."
+    elif "--set" in known and ("extra argument" in message or _is_unlike(given, known)):
+        message = f"No such option: {given}" if given else message
         advice = (
             "Parameters are set by --set, for instance --set training.lr=1e-4, and listed by "
             "`nip-astra show --trainer NAME`."
         )
-    if advice is not None:
-        vars(error).update(possibilities=[], message=f"No such option: {option}. {advice}")
+    return ConfigurationError(f"{message[:1].lower()}{message[1:]}. {advice}")
+
+
+def _is_unlike(option: str, known: set[str]) -> bool:
+    """Whether an option was given that none is like."""
+    return bool(option) and option not in known and not nearest_names(option, sorted(known), 1)
 
 
 app = typer.Typer(
@@ -239,10 +257,9 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
+    from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
-
-    with showing("Loading"):
-        from nip_astra.run import resume_experiment
+    from nip_astra.tracking.run_directory import RunDirectory
 
     given = settings_of(
         settings,
@@ -252,6 +269,10 @@ def resume(
         runs_dir=runs_dir,
         num_threads=num_threads,
     )
+    # Before torch is loaded.
+    RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
+    with showing("Loading", enabled=given.get("progress") is not False):
+        from nip_astra.run import resume_experiment
     print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
 
 

@@ -210,7 +210,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Run directories; several are compared.",
+            help="Run directories; several are compared. Or a folder of runs.",
             autocompletion=complete_runs,
         ),
     ],
@@ -225,7 +225,7 @@ def report(
     open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page about a run, or about several side by side."""
+    """Write one HTML page about a run, several side by side, or all runs in a folder."""
     import webbrowser
 
     from nip_astra.report.page import write_report
@@ -263,6 +263,32 @@ def export(
 
     for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
         say(f"export     {file}")
+
+
+def push(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_runs)
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Whether a new repository is private.")
+    ] = True,
+    license: Annotated[  # noqa: A002 - the hub's word
+        str | None, typer.Option(metavar="NAME", help="Licence, for instance apache-2.0.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also write what is published to this folder.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write --output alone.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Publish a run's trained model on the Hugging Face hub, with a model card."""
+    from nip_astra.hub import push_to_hub
+
+    address = push_to_hub(
+        run, repo, private=private, license=license, folder=output, dry_run=dry_run
+    )
+    say(f"{'folder' if dry_run else 'model'}      {address}")
 
 
 def doctor(
@@ -401,5 +427,5 @@ def compare_dumps(
     raise typer.Exit(1)
 
 
-COMMANDS = (evaluate, score, compare, report, export, doctor)
+COMMANDS = (evaluate, score, compare, report, export, push, doctor)
 """In the order of the help."""

@@ -134,8 +134,11 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
             f"{file} is nested too deep: more than {_MAX_DEPTH} levels. Fix what wrote it."
         ) from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"{file} is not a YAML mapping: {error}. Write one `name: value` per line."
+            f"{file}{line} is not a YAML mapping: {reason}. Write one `name: value` per line."
         ) from error
     if not OmegaConf.is_dict(config):
         raise ConfigurationError(f"{file} holds a list. Write one `name: value` per line.")

@@ -134,10 +134,13 @@ def faults_of(
         kind, path, given = first.detail["type"], first.path, first.detail["input"]
         if kind == UNKNOWN_TYPE:
             path, given = f"{path}.{TYPE_KEY}", given[TYPE_KEY]
+        shown = "nothing" if kind == "missing" else show_value(given)
+        if kind == "value_error" and isinstance(given, Mapping | BaseModel):
+            shown = ""  # the problem names the values that do not fit together
         faults.append(
             ParameterFault(
                 path=path,
-                given="nothing" if kind == "missing" else show_value(given),
+                given=shown,
                 problem=problems[0],
                 suggestion=next((suggestion for _, suggestion in explained if suggestion), ""),
                 source="" if kind == "missing" else _source_of(path, sources),
@@ -303,6 +306,8 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
     current = current_name(found.path)
     if current is not None:
         return f"It is called {current!r} now."
+    if name in TRL_OPTIONS and not group:
+        return f"Use {TRL_OPTIONS[name]}."
     if name in _OTHER_NAMES:
         return f"Use {_OTHER_NAMES[name]}."
     # `--set lr=...` for training.lr is the most common slip.

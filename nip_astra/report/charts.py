@@ -122,14 +122,14 @@ def agent_colors(agents: Sequence[str]) -> dict[str, int]:
 
 
 def thin_line(
-    line: Line, num_stretches: int = NUM_STRETCHES
+    line: Line, num_stretches: int = NUM_STRETCHES, max_points: int = MAX_POINTS
 ) -> tuple[Line, list[tuple[float, float, float]], int]:
     """A line by the means of its stretches if it has too many points, and is not in steps.
 
     Returns also the place and the lowest and highest value of each stretch, and its number of
     points: 1 if every point is drawn.
     """
-    if len(line.points) <= max(MAX_POINTS, num_stretches) or line.has_steps:
+    if len(line.points) <= max(max_points, num_stretches) or line.has_steps:
         return line, [], 1
     size = math.ceil(len(line.points) / num_stretches)
     means: list[Point] = []

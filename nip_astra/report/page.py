@@ -14,8 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.report.catalogue import catalogue, facts_of, runs_in
 from nip_astra.report.charts import group_runs, run_label
-from nip_astra.report.records import RunRecord, read_run, text
+from nip_astra.report.records import RunRecord, is_run, read_run, text
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
 from nip_astra.safe_text import safe_text
@@ -61,9 +62,9 @@ def write_report(
     Parameters
     ----------
     run_paths : Sequence of str or Path
-        Run directories; several are compared.
+        Run directories; several are compared. A folder of runs gives a page with a table of all.
     output : str or Path, optional
-        Where to write; `report.html` in the run's directory, or for several runs
+        Where to write; `report.html` in the run's directory or the folder, or for several runs
         `comparison.html` beside the first run's directory.
     redact : bool
         Whether the text of failures is blurred until the reader asks for it.
@@ -79,11 +80,19 @@ def write_report(
         raise ConfigurationError(
             "no run was given. Give one or more run directories, for instance runs/<run id>."
         )
-    runs = [read_run(path) for path in run_paths]
-    if output is None:
-        first = runs[0].path
-        output = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON_FILE
-    page = render_report(runs, redact=redact)
+    folder = Path(run_paths[0])
+    if len(run_paths) == 1 and not is_run(folder) and runs_in(folder):
+        output = folder / REPORT if output is None else output
+        context = catalogue(folder, Path(output))
+        spec = Spec("catalogue", "Runs", lambda: context)
+        name = folder.resolve().name
+        page = render_sections(f"Runs in {name}", facts_of(context["rows"]), [spec], redact=redact)
+    else:
+        runs = [read_run(path) for path in run_paths]
+        page = render_report(runs, redact=redact)
+        if output is None:
+            first = runs[0].path
+            output = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON_FILE
     try:
         write_atomically(Path(output), page)
     except RunDirectoryError as error:

@@ -22,6 +22,7 @@ from nip_astra.utils.formatting import items as items
 from nip_astra.utils.formatting import mapping as mapping
 from nip_astra.utils.formatting import number as number
 from nip_astra.utils.formatting import text as text
+from nip_astra.utils.formatting import value_text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
@@ -35,6 +36,7 @@ REGRESSION = "message_regression"
 TEST_PREFIX = "test_"
 _BASELINE = "_baseline"
 _MAX_LOG_LINES = 12
+_KNOWN = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
 _REWARD_PREFIX = "reward/"
 
 
@@ -59,6 +61,11 @@ class Node:
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
     transcript: list[tuple[str, str]] | None = None  # role and text, if a row has all turns
+    problem: str = ""  # of a task: its number within the table
+    problem_hash: str = ""  # the same in tables of other splits; its number where unknown
+    run: int = 0
+    solution: str = ""
+    is_right: bool | None = None
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -120,8 +127,9 @@ class Columns:
 class RunRecord:
     """The content of a run directory; a part that could not be read is empty and has a note.
 
-    `tables` and `episodes` of a protocol are by the name of their table, `evaluations` by their
-    folder; `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
+    `tables` and `episodes` of a protocol are by the name of their table, `outcomes` has the
+    episodes of evaluations whose `episodes` are a sample, and `evaluations` are by their folder;
+    `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
     """
 
     path: Path
@@ -134,6 +142,7 @@ class RunRecord:
     timings: Columns = field(default_factory=Columns)
     tables: dict[str, list[Node]] = field(default_factory=dict)
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    outcomes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
     analyses: list[dict[str, Any]] = field(default_factory=list)
@@ -193,8 +202,13 @@ def split_name(name: str) -> tuple[str, str]:
     return agent.removeprefix(TEST_PREFIX), figure.removeprefix(TEST_PREFIX)
 
 
-def read_run(path: str | Path) -> RunRecord:
-    """Read everything of a run that its report shows.
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a file of a run."""
+    return any((path / name).is_file() for name in _KNOWN)
+
+
+def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
+    """Read everything of a run that its report shows; without `has_tables` no texts of models.
 
     Raises
     ------
@@ -204,10 +218,9 @@ def read_run(path: str | Path) -> RunRecord:
         When it is not the user's own, and has links out of its folder.
     """
     directory = RunDirectory(Path(path))
-    known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
-    if not any((directory.path / name).is_file() for name in known):
+    if not is_run(directory.path):
         raise RunDirectoryError(
-            f"{path} is not a run directory: it has no {' or '.join(known)}. Give the path of a "
+            f"{path} is not a run directory: it has no {' or '.join(_KNOWN)}. Give the path of a "
             "run, for instance runs/<run id>."
         )
     directory.check_links()
@@ -240,6 +253,8 @@ def read_run(path: str | Path) -> RunRecord:
         for row in reader.lines(TIMINGS_FILE, is_needed=False)
         if _integer(row.get("step")) is not None
     )
+    if not has_tables:
+        return run
     for file in sorted(directory.path.glob(ANALYSES)):
         if not file.name.endswith(".verdicts.json"):
             name = file.relative_to(directory.path).as_posix()
@@ -261,6 +276,9 @@ def read_run(path: str | Path) -> RunRecord:
         if (file.parent / "episodes.jsonl").is_file():
             episodes = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
             run.episodes[f"evaluations/{file.parent.name}"] = episodes
+        outcomes = list(reader.lines(f"{Path(name).parent}/episode_rows.jsonl", False))
+        if outcomes:
+            run.outcomes[f"evaluations/{file.parent.name}"] = outcomes
         for rows_file in ("problems.jsonl", "rows.jsonl"):
             nodes = nodes_of(reader.lines(f"{Path(name).parent}/{rows_file}", False))
             if any(node.probe or node.response or node.transcript is not None for node in nodes):
@@ -353,6 +371,9 @@ def node_of(row: Mapping[str, Any]) -> Node:
     pairs = [one for one in items(row.get("messages")) if isinstance(one, list) and len(one) == 2]
     messages = [(text(role), text(content)) for role, content in pairs]
     opening = next((content for role, content in messages if role == "user"), "")
+    details = mapping(mapping(row.get("details")).get("rewards"))
+    parts |= {name: number(value) for name, value in details.items()}
+    is_right, solution = row.get("is_right"), row.get("solution")
     return Node(
         step=_integer(row.get("step")) or 0,
         node=place["node"],
@@ -371,6 +392,11 @@ def node_of(row: Mapping[str, Any]) -> Node:
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
         transcript=messages if isinstance(row.get("messages"), list) else None,
+        problem=str(row.get("problem")),
+        problem_hash=text(row.get("problem_hash")) or str(row.get("problem")),
+        run=_integer(row.get("run")) or 0,
+        solution="" if solution is None else value_text(solution),
+        is_right=is_right if isinstance(is_right, bool) else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nip_astra.evaluation.tables import model_label
 from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
-from nip_astra.report import evaluations, summary, transcripts
+from nip_astra.report import answers, evaluations, summary, transcripts
 from nip_astra.report.charts import (
     RunGroup,
     agent_colors,
@@ -65,13 +65,13 @@ def parameters(run: RunRecord) -> list[Parameter]:
     ]
 
 
-def _commands(run: RunRecord) -> list[tuple[str, str]]:
+def commands(run: RunRecord) -> list[tuple[str, str]]:
     """The commands that run it again, each with what it needs."""
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
     where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
-    commands = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
     if run.sources:
         names = ("trainer", "scenario", "seed")
         options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
@@ -81,8 +81,8 @@ def _commands(run: RunRecord) -> list[tuple[str, str]]:
                 options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
             elif one.is_given and one.path not in names:
                 options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
-        commands.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
-    return commands
+        found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return found
 
 
 def all_warnings(run: RunRecord) -> list[str]:
@@ -243,17 +243,25 @@ def sections_of_run(
         of_kind = [
             Spec("statistics", "Figures by agent", lambda: _agent_figures(run)),
             Spec("analyses", "Rollout analyses", lambda: evaluations.analyses(run)),
+            Spec("answers", "Held-out episodes", lambda: _answers(run)),
             Spec("episodes", "Sample episodes", lambda: _episodes(run)),
         ]
+    elif run.kind == TASK:
+        of_kind = [
+            Spec("answers", "Answers", lambda: _answers(run)),
+            Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+        ]
     else:
-        title = "Answers" if run.kind == TASK else "Conversations"
         of_kind = [
             Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
             Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
             Spec("turns", "Turns to failure", lambda: _turns(run)),
             Spec("plants", "Planted failures", lambda: _plants(run)),
             Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
-            Spec("conversations", title, lambda: _conversations(run, grouped(), tables(), anchor)),
+            Spec(
+                *("conversations", "Conversations"),
+                lambda: _conversations(run, grouped(), tables(), anchor),
+            ),
         ]
     specs = [
         Spec("summary", "Summary", lambda: _summary(run)),
@@ -326,6 +334,21 @@ def _episodes(run: RunRecord) -> Context | None:
     tables = transcripts.episode_tables(run)
     has_texts = any(one.texts for table in tables for one in table.episodes)
     return {"tables": tables, "agents": _agents(run), "has_texts": has_texts} if tables else None
+
+
+def _answers(run: RunRecord) -> Context | None:
+    groups = answers.groups_of(run)
+    return (
+        {
+            "groups": groups,
+            "badges": answers.BADGES,
+            "first": answers.FIRST_ITEMS,
+            "is_protocol": run.kind == PROTOCOL,
+            "has_pairs": any(group.tiles for group in groups),
+        }
+        if groups
+        else None
+    )
 
 
 def _legend_entry(group: RunGroup) -> Context:
@@ -415,7 +438,6 @@ def _conversations(
         "has_rewards": scale.high > scale.low,
         "plants": labels.plants,
         "clusters": labels.clusters,
-        "has_scores": any(table.has_scores for table in tables),
     }
 
 
@@ -443,7 +465,7 @@ def _environment(run: RunRecord) -> Context | None:
         "environment": [
             (name, value_text(value)) for name, value in values if value not in (None, [])
         ],
-        "commands": _commands(run),
+        "commands": commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
         "has_target": run.kind == CONVERSATION,

@@ -43,8 +43,6 @@ UNDECIDED = 2
 _TITLES = {"evaluation": "After training, {}", "before": "Before training, {}"}
 _TITLES |= {"train": "During training"}
 _ORDER = ["evaluation", "train", "before"]
-_RESULTS_OF = {"before": "before", "evaluation": "after"}
-"""Parts of `results.json` by the names of their tables."""
 _SPLIT_OF = {"train": "train", "before": "test", "evaluation": "test"}
 """Split of the rollouts of which a table of episodes is a sample."""
 
@@ -141,13 +139,6 @@ class Table:
     num_episodes: int
     num_nodes: int
     sample: str = ""  # how those shown were chosen; empty if all are
-    num_all: float | None = None  # of all answers to a task, of which a table keeps some
-    mean_reward: float | None = None
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether a turn was scored, or could have been."""
-        return any(turn.node.transcript is None for one in self.episodes for turn in one.turns)
 
     @property
     def num_failed(self) -> int:
@@ -191,8 +182,6 @@ def tables_of(
         episodes = _episodes(name, nodes, scale, run.threshold)
         _name_turns(name, episodes, prefix, taken)
         table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
-        if not table.has_scores:
-            table.num_all, table.mean_reward = _of_all(run, name, step, nodes)
         tables.append(table)
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
     limits = [
@@ -246,27 +235,13 @@ def by_step(
             yield name, step, found[step]
 
 
-def _of_all(
-    run: RunRecord, name: str, step: int, nodes: Sequence[Node]
-) -> tuple[float | None, float | None]:
-    """Number and mean reward of all answers, of which the run's own tables keep some."""
-    if name in _RESULTS_OF:
-        return None, number(mapping(run.results.get(_RESULTS_OF[name])).get("mean_reward"))
-    if name.startswith("evaluations/"):
-        known = [node.reward for node in nodes if node.reward is not None]
-        return len(nodes), sum(known) / len(known) if known else None
-    names = ("rollout/num_trajectories", "rollout/reward_mean")
-    num_all, mean = (dict(run.metrics.points(one)).get(float(step)) for one in names)
-    return num_all, mean
-
-
 def _episodes(
     table: str, nodes: Sequence[Node], scale: Scale, threshold: float | None
 ) -> list[Episode]:
     gathered: dict[tuple[int, str], list[Node]] = {}
     for node in nodes:
         gathered.setdefault(node.conversation, []).append(node)
-    is_chain = bool(_CHAINS.fullmatch(table)) or nodes[0].transcript is not None
+    is_chain = bool(_CHAINS.fullmatch(table))
     episodes = [
         _episode(members, scale, threshold, is_chain=is_chain) for members in gathered.values()
     ]
@@ -321,7 +296,7 @@ def _turn(node: Node, scale: Scale, threshold: float | None) -> Turn:
     shown = [(name, f"{value:.3f}") for name, value in scores.items() if value is not None]
     figures = {"reward": node.reward, "NLL": node.probe_nll, **node.reward_parts}
     shown += [(name, decimal(value)) for name, value in figures.items() if value is not None]
-    if node.transcript is None and outcome in ("error", "undetermined"):
+    if outcome in ("error", "undetermined"):
         shown.insert(0, ("score", "scorer failed" if node.is_error else "no verdict"))
     shade, score_shade = scale.shade(node.reward), Scale(0.0, 1.0).shade(node.response_score)
     return Turn(node, shade, score_shade, outcome, shown)
@@ -426,11 +401,10 @@ def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
 
 def label_of(table: str, node: Node) -> str:
     """The name of a node's conversation."""
-    kind = "conversation" if node.transcript is None else "answer"
     when = f", iteration {node.step:,}" if node.step else ""
     name = table.removeprefix("evaluations/")
     quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
-    return f"{kind} {node.episode} of {quoted}{when}"
+    return f"conversation {node.episode} of {quoted}{when}"
 
 
 # ---- episodes of a protocol

@@ -56,7 +56,7 @@ from nip_astra.parameters.parameters_base import (
     texts_outside,
 )
 from nip_astra.parameters.trainers import BaseRunParameters
-from nip_astra.plugins import load_plugin, module_of
+from nip_astra.plugins import load_plugin, loaded_plugins, module_of
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.scenarios.registry import SCENARIOS, Scenario
 from nip_astra.tracking import wandb_runs
@@ -469,7 +469,14 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
     name = str(values["trainer"])
     path, class_name = (values.get(key) for key in _CUSTOM_TRAINER)
     if path is None and class_name is None:
-        return name, TRAINERS.get(name)
+        try:
+            return name, TRAINERS.get(name)
+        except UnknownNameError as error:
+            files = ", ".join(one.spec for one in loaded_plugins())
+            if not files:
+                raise
+            advice = f"The plug-ins {files} register no trainer of this name."
+            raise UnknownNameError(error.kind, name, error.known, advice) from error
     if path is None or class_name is None:
         raise ConfigurationError(
             "a custom trainer needs both custom_trainer_module_path and "

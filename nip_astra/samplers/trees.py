@@ -180,8 +180,7 @@ class TreeSampler:
                 ),
                 default=0,
             )
-            num_nodes = sum(tree_width**level for level in range(1, tree_depth + 1))
-            num_tokens = opening + num_nodes * (both + GLUE_TOKENS)
+            num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
         return total
 

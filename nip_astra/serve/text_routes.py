@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -47,6 +48,13 @@ LONG_TEXT = 20_000
 MAX_STOPS = 4
 MAX_TOOLS = 128
 _CLIENT_LEFT = 499
+NOT_SERVED = {
+    "/v1/embeddings": "hidden states of causal models are poor embeddings. Use a model that was "
+    "trained for them; generate text with /v1/chat/completions.",
+    "/v1/responses": "it needs conversations stored by the service. Send all messages to "
+    "/v1/chat/completions.",
+}
+"""Routes of OpenAI that are refused by name."""
 
 # ---- requests
 
@@ -412,7 +420,7 @@ class TextReply:
             return self._completion(place, progress, offset)
         return {
             "index": place,
-            "delta": self._delta(place, progress),
+            "delta": {name: part for name, part in self._delta(place, progress).items() if part},
             "logprobs": self._chat_logprobs(progress),
             "finish_reason": self._finish_reason(place, progress),
             **self._token_ids(progress),
@@ -708,7 +716,13 @@ def text_routes(
     router.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
     router.add_api_route("/v1/completions", routes.completions, methods=["POST"])
     router.add_api_route("/inference/v1/generate", routes.generate, methods=["POST"])
+    for path, reason in NOT_SERVED.items():
+        router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
     return router
+
+
+async def _refuse(path: str, reason: str) -> Response:
+    raise ApiError(404, f"{path} is not served: {reason}", code="unsupported_route")
 
 
 class _TextRoutes:
@@ -874,7 +888,9 @@ class _TextRoutes:
                     if place not in num_tokens and not reply.is_chat:
                         choice |= reply.prompt_ids(place, body.n * len(requests))
                     num_tokens[place] = step.num_tokens
-                    yield _event(reply.chunk(choice, **fields))
+                    # Text that may become a call is held back.
+                    if choice.get("delta", True) or step.tokens or step.finish_reason:
+                        yield _event(reply.chunk(choice, **fields))
                     one = await anext(progress, None)
                 if body.includes_usage:
                     usage = _usage_of(requests, sum(num_tokens.values()))

@@ -477,14 +477,13 @@ class AstTrainer(LanguageModelTrainer):
     def dry_run(self) -> dict[str, Any]:
         """Play one tree, take the gradient of one minibatch, and estimate a whole run."""
         estimate = super().dry_run()
-        training = self.training
-        num_trees = training.num_iterations * training.num_episodes_per_experience
-        num_probes = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
-        num_episodes = self.evaluation.num_queries_of_run() / num_probes
+        per_tree = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+        num_episodes = self.evaluation.num_queries_of_run() / per_tree
+        at_once = self.training.num_episodes_per_experience
         return {
             **estimate,
-            "predicted_rollout_gib": self.cache_bytes(training.num_episodes_per_experience) / 2**30,
-            "training_target_queries": num_trees * num_probes,
+            "predicted_rollout_gib": self.cache_bytes(at_once) / 2**30,
+            "training_target_queries": self.evaluation.num_training_queries(),
             **estimate_services(self.scenario_instance.services, num_episodes),
         }
 

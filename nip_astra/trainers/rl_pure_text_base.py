@@ -69,8 +69,6 @@ FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
 """Shortest and longest wait between two looks at jobs, in seconds; each doubles the last."""
 NUM_DRY_RUN_ROLLOUTS = 4
 """Rollouts of each kind that a dry run plays."""
-NUM_TEST_ROWS = 12
-"""Smallest number of conversations of a test that are recorded."""
 
 
 class Stage(StrEnum):
@@ -317,8 +315,7 @@ class PureTextRlTrainer(Trainer):
             self.state.before = report
         self.state.after = report
         table = "evaluation" if iteration else "before"
-        num_rows = max(self.settings.num_rollout_samples, NUM_TEST_ROWS)
-        self._log_rows(rollouts, table, iteration + 1, num_rows)
+        self._log_rows(rollouts, table, iteration + 1, len(rollouts))
 
     def _stage_await_fine_tune_jobs(self) -> None:
         """Wait until all jobs are over, and continue with their models."""

@@ -58,8 +58,10 @@ from nip_astra.trainers.service.contract import (
     takes_config_alone,
 )
 from nip_astra.trainers.service.metrics import (
+    ANSWER_COLUMNS,
     RECORD_COLUMNS,
     Tally,
+    answer_rows,
     log_rollout_metrics,
     rollout_rows,
 )
@@ -424,15 +426,15 @@ class ServiceTrainer(LanguageModelTrainer):
         if not problems:
             return {}
         tally = Tally(options.success_reward)
+        rows: list[tuple[Any, ...]] = []
         for part in parts:
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
             rollout = self.play_held_out("test", some, options.num_runs)
             tally.add(rollout, some, options.num_runs)
-            if part == 0:
-                name = "before" if when == "before" else "evaluation"
-                rows = rollout_rows(rollout, some, self.settings.num_rollout_samples)
-                columns = RECORD_COLUMNS[: len(rows[0])] if rows else RECORD_COLUMNS
-                self.tracker.log_table(name, columns, rows, step=self.state.iteration)
+            rows += answer_rows(rollout, some, options.success_reward)
+        name = "before" if when == "before" else "evaluation"
+        columns = ANSWER_COLUMNS[: len(rows[0])]
+        self.tracker.log_table(name, columns, rows, step=self.state.iteration)
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:

@@ -414,10 +414,11 @@ def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Pat
     said = cli("evaluate", "runs/one", *high)
     assert (said.code, "failed: failure_rate.high > 0.0" in said.err) == (1, True)
     assert cli("evaluate", "runs/one", "--fail-if", "failure_rate.value > 1").code == 0
+    shutil.copytree(run, cli.folder / "runs" / "two")
     gate = "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"
-    assert cli("compare", "runs/one", "runs/one", "--fail-if", gate).code == 0
-    assert cli("compare", "runs/one", "runs/one", *high).code == 1
-    message = refused(cli("compare", "runs/one", "runs/one", "--fail-if", "failure_rte.high > 0"))
+    assert cli("compare", "runs/one", "runs/two", "--fail-if", gate).code == 0
+    assert cli("compare", "runs/one", "runs/two", *high).code == 1
+    message = refused(cli("compare", "runs/one", "runs/two", "--fail-if", "failure_rte.high > 0"))
     assert "Did you mean 'failure_rate'?" in message
     # Before the first conversation, in syntax and in names.
     for wrong in ("failure_rate.high >", "failure_rte.high > 0", "failure_rate.hgh > 0"):

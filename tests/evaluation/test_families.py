@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,11 @@ RUNS = {
     "protocol": (
         "vanilla_ppo",
         "graph_isomorphism_small",
-        ("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
+        (
+            *("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
+            *("graph_isomorphism.dataset.num_train=60", "graph_isomorphism.dataset.num_test=30"),
+            "rl.pretrain_agents=false",
+        ),
     ),
     "text_protocol": (
         "pure_text_ei",
@@ -134,12 +139,16 @@ def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_metric_of_a_plug_in_is_compared(runs: Path) -> None:
+def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     @na.register_metric("answer_length")
     def answer_length(unit: dict[str, Any]) -> float:
         return float(sum(len(turn["answer"]) for turn in unit["turns"]))
 
-    found = na.compare([runs / "text_protocol"] * 2).comparisons["text_protocol (2)"]
+    again = runs / "again"
+    shutil.copytree(runs / "text_protocol", again / "text_protocol")
+    found = na.compare(runs / "text_protocol", again / "text_protocol").comparisons[
+        "text_protocol (2)"
+    ]
     assert found["answer_length"]["first"] > 0
     assert found["answer_length"]["difference"] == 0.0
 

@@ -20,10 +20,17 @@ FOLDER = ROOT / ".third_party"
 
 
 class Package(NamedTuple):
-    """Extras of nip_astra with the package, and the tests that need it."""
+    """Extras of nip_astra, the tests that need the package, and packages of no extra."""
 
     extras: tuple[str, ...]
     tests: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+def client(word: str, *packages: str) -> Package:
+    """A client of the text service, with its test."""
+    tests = ("tests/serve/test_clients.py", "-k", word)
+    return Package(("serve", "structured"), tests, packages)
 
 
 PACKAGES = {
@@ -35,12 +42,18 @@ PACKAGES = {
     "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_gymnasium.py",)),
     "openenv": Package(("openenv",), ("tests/scenario_base/tasks/test_openenv.py",)),
     "verifiers": Package(
-        ("verifiers", "openenv"),
+        ("verifiers", "openenv", "serve", "structured"),
         (
             "tests/scenario_base/tasks/test_verifiers.py",
             "tests/scenario_base/tasks/test_openenv.py",
+            "tests/serve/test_token_routes.py",
+            "tests/serve/test_clients.py",
         ),
     ),
+    "inspect_ai": client("inspect", "inspect_ai"),
+    "langchain-openai": client("langchain", "langchain-openai"),
+    "lm_eval": client("lm_eval", "lm-eval[api]"),
+    "pyrit": client("pyrit", "pyrit"),
 }
 
 
@@ -51,7 +64,8 @@ def run(name: str) -> int:
     if not python.exists():
         venv.create(folder, with_pip=True)
     extras = ",".join(("test", *package.extras))
-    subprocess.run([python, "-m", "pip", "install", "-q", "-e", f"{ROOT}[{extras}]"], check=True)
+    wanted = ["-e", f"{ROOT}[{extras}]", *package.others]
+    subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
     versions = [python, "-m", "pip", "list", "--format=freeze"]
     found = subprocess.run(versions, check=True, capture_output=True, text=True).stdout
     print(*(one for one in found.split() if one.startswith(f"{name}==")))

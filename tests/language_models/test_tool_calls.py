@@ -16,7 +16,7 @@ from nip_astra.language_models.tool_calls import (
     supports_tools,
     tool_form,
 )
-from tests.tiny import make_byte_tokenizer
+from tests.kit.tiny import make_byte_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 CALL = ToolCall("add", {"a": 1})

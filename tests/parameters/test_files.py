@@ -106,7 +106,7 @@ def test_a_file_extends_one_file(write: Write, parent: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: [", "while parsing"),
+        ("a: [", "line 1"),
         ("a: 1\na: 2\n", "found duplicate key a"),
         ("- 1\n", "a list"),
         ("3\n", "YAML mapping"),

@@ -116,7 +116,7 @@ def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("kind", ["page", "protocol_page"])
+@pytest.mark.parametrize("kind", ["page", "protocol_page", "runs_page"])
 def test_the_page_fits_the_window_and_is_not_blank(
     browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
 ) -> None:
@@ -265,6 +265,87 @@ def test_a_printed_page_has_no_controls(browser: Browser, page: Path) -> None:
     assert pdf.startswith(b"%PDF")
 
 
+@pytest.fixture(scope="module")
+def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 10,000 answers, of which every tenth is wrong."""
+    folder = tmp_path_factory.mktemp("runs") / "task"
+    tables: dict[str, list[dict[str, object]]] = {"before": [], "evaluation": []}
+    for table, rows in tables.items():
+        for problem in range(10_000):
+            is_right = problem % 10 > (0 if table == "evaluation" else 4)
+            said = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
+            messages = [["user", f"problem {problem}"], said]
+            rows.append({"step": 9, "problem": problem, "reward": float(is_right),
+                         "is_right": is_right, "messages": messages})  # fmt: skip
+    results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 10_000}}
+    return write_report([write_run(folder, tables=tables, results=results)])
+
+
+def test_ten_thousand_answers_are_filtered_and_paged_through(
+    browser: Browser, task_page: Path
+) -> None:
+    browser.open(task_page)
+    assert browser.complaints() == []
+    shown = "[...document.querySelectorAll('#answers .e .said')].map(e => e.textContent)"
+    output = "document.querySelector('#answers output').textContent"
+    assert len(browser.value(shown)) == 20
+    use(browser, "kind", "wrong")
+    assert browser.value(output) == "1 to 20 of 1000"
+    browser.click("[data-tool=on]")
+    assert browser.value(shown)[0] == "problem 200"
+    use(browser, "words", "problem 10")
+    assert browser.value(shown)[0] == "problem 10"
+    browser.click("#answers .e > summary")
+    assert ATTACK in browser.value("document.querySelector('#answers .e').textContent")
+    assert browser.value("document.querySelectorAll('#answers .e :is(img, script)').length") == 0
+    use(browser, "words", "")
+    use(browser, "kind", "fixed")
+    started = browser.value("performance.now()")
+    use(browser, "order", "long")
+    assert browser.value("performance.now()") - started < 2000
+    assert browser.value(output) == "1 to 20 of 4000"
+
+
+@pytest.fixture(scope="module")
+def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of nine stress tests, one of a sweep that failed, and of a folder that is none."""
+    folder = tmp_path_factory.mktemp("all") / "runs"
+    for seed in range(9):
+        after = {"failure_rate": seed / 10, "num_failed": seed, "num_known": 10}
+        failed = {"status": "failed"} if seed == 8 else {}
+        write_run(folder / ("sweep/s8" if seed == 8 else f"r{seed}"), seed=seed,
+                  results={"kind": "conversation", "after": after, **failed})  # fmt: skip
+    write_report([folder / "r1"])
+    (folder / "notes").mkdir()
+    return write_report([folder])
+
+
+def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_page: Path) -> None:
+    assert runs_page.name == "report.html"
+    browser.open(runs_page)
+    assert browser.complaints() == []
+    assert browser.requests() == [runs_page.resolve().as_uri()]
+    names = (
+        "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
+        ".map(e => e.textContent)"
+    )
+    assert len(browser.value(names)) == 9
+    lines = "document.querySelectorAll('.catalogue svg .line').length"
+    assert browser.value(lines) == 9
+    after = (
+        "[...document.querySelectorAll('thead button')].findIndex(e => e.textContent == 'after')"
+    )
+    for first in ("r0", "sweep/s8"):
+        browser.click(".catalogue thead button", after)
+        assert browser.value(names)[0] == first
+    use(browser, "status", "failed")
+    assert browser.value(names) == ["sweep/s8"]
+    assert browser.value(lines) == 1
+    browser.click("[data-tool=reset]")
+    links = "[...document.querySelectorAll('.catalogue tbody a')].map(e => e.getAttribute('href'))"
+    assert browser.value(links) == ["r1/report.html"]
+
+
 def find_axe() -> Path | None:
     """Find axe-core where npm puts it, or where AXE_CORE says."""
     named = [os.environ["AXE_CORE"]] if "AXE_CORE" in os.environ else []
@@ -276,7 +357,7 @@ def find_axe() -> Path | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("kind", ["page", "searched", "protocol_page"])
+@pytest.mark.parametrize("kind", ["page", "searched", "protocol_page", "task_page", "runs_page"])
 def test_axe_finds_no_fault(
     browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
 ) -> None:

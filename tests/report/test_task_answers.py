@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nip_astra.report import answers
+from nip_astra.report.answers import groups_of
 from nip_astra.report.page import render_report
-from nip_astra.report.records import RunRecord, read_run
-from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES, Table, tables_of
+from nip_astra.report.records import read_run
 from nip_astra.run import run_experiment
 from tests.kit.resuming import short_experiment
 
@@ -24,32 +27,58 @@ def make_run(folder: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
     return folder
 
 
-def row(step: int, reward: float | None, *messages: Any) -> dict[str, Any]:
-    return {"step": step, "problem": 0, "reward": reward, "messages": list(messages)}
+def row(step: int, reward: float | None, *messages: Any, problem: int = 0) -> dict[str, Any]:
+    return {"step": step, "problem": problem, "reward": reward, "messages": list(messages)}
 
 
-def tables(run: RunRecord) -> list[Table]:
-    return tables_of(run, max_nodes=MAX_NODES, max_characters=MAX_CHARACTERS)
+PROBLEM = ["user", "2+9="]
 
 
-def test_answers_stand_by_table_and_iteration(tmp_path: Path) -> None:
-    problem = ["user", "2+9="]
-    several = [problem, ["assistant", "12"], ["user", "too high"], ["assistant", "11"]]
-    rows = [row(1, 0.0, problem, ["assistant", "3"]), row(9, 1.0, *several), row(9, None, problem)]
-    evaluated = [{**row(0, 0.5, problem), "step": None}] * 25
+def test_answers_stand_by_table_and_those_of_training_last(tmp_path: Path) -> None:
+    several = [PROBLEM, ["assistant", "12"], ["user", "too high"], ["assistant", "11"]]
+    rows = [row(1, 0.0, PROBLEM, ["assistant", "3"]), row(9, 1.0, *several), row(9, None, PROBLEM)]
+    evaluated = [{**row(0, 0.5, PROBLEM), "problem": i, "step": None} for i in range(25)]
     files = {"rollouts/train.jsonl": rows, "evaluations/test/problems.jsonl": evaluated}
-    metrics = {"step": 9, "rollout/num_trajectories": 64, "rollout/reward_mean": 0.25}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    run = read_run(make_run(tmp_path, files))
-    assert run.episodes == {}
-    evaluation, newest, oldest = tables(run)
-    assert (evaluation.num_all, len(evaluation.episodes)) == (25, 25)
-    assert evaluation.mean_reward == 0.5
-    # Of a run's own tables the first few are kept, of which a mean would be another one.
-    assert (newest.step, newest.num_all, newest.mean_reward) == (9, 64, 0.25)
-    assert newest.episodes[0].turns[0].node.messages == [tuple(one) for one in several]
-    assert (oldest.step, oldest.episodes[0].prompt) == (1, "2+9=")
-    assert not newest.has_scores
+    evaluation, training = groups_of(read_run(make_run(tmp_path, files)))
+    assert (evaluation.title, evaluation.counts) == ("Evaluation test", {"wrong": 25})
+    assert training.counts == {"right": 1, "wrong": 1, "without a verdict": 1}
+    assert training.items[0].after[0].messages == [tuple(one) for one in several[1:]]
+    assert [one.after[0].label for one in training.items] == [
+        *("iteration 9", "iteration 9", "iteration 1")
+    ]
+
+
+def test_problems_are_compared_before_and_after_training(tmp_path: Path) -> None:
+    def table(step: int, *rewards: float | None) -> list[dict[str, Any]]:
+        return [
+            row(step, reward, PROBLEM, ["assistant", f"{i}"], problem=i) | {"problem_hash": "same"}
+            for i, reward in enumerate(rewards)
+        ]
+
+    before, after = table(0, 0.0, 1.0, 1.0, 0.0, None), table(9, 1.0, 0.0, 1.0, 0.0, 1.0)
+    # Another run of the last problem, which is right in one of two.
+    after += [{**after[-1], "run": 1, "reward": 0.0, "is_right": False}]
+    files = {"rollouts/before.jsonl": before, "rollouts/evaluation.jsonl": after}
+    (group,) = groups_of(read_run(make_run(tmp_path, files)))
+    kinds = ["fixed", "broken", "right both times", "wrong both times", "wrong"]
+    assert [item.kind for item in group.items] == kinds
+    assert group.counts == dict.fromkeys(kinds, 1)
+    assert [side.label for side in group.items[4].sides] == ["after run 1", "after run 2", "before"]
+    page = render_report([read_run(tmp_path)])
+    assert json.loads(group.data)[1][4][0][:3] == ["after run 1", "wrong", 0.0]
+    assert page.count('class="e"') == 5
+
+
+def test_texts_of_a_large_list_are_shortened_and_no_item_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_CHARACTERS", 20_000)
+    rows = [row(9, 1.0, PROBLEM, ["assistant", "x" * 5000], problem=i) for i in range(50)]
+    (group,) = groups_of(read_run(make_run(tmp_path, {"rollouts/evaluation.jsonl": rows})))
+    assert group.limit == answers.CUTS[-1]
+    items = json.loads(group.data)
+    assert len(items) == 50
+    assert items[49][4][0][4][0][1].startswith("x" * answers.CUTS[-1] + " …")
 
 
 def test_what_was_said_is_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None:
@@ -59,10 +88,10 @@ def test_what_was_said_is_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None
     ]
     page = render_report([read_run(make_run(tmp_path, {"rollouts/evaluation.jsonl": rows}))])
     assert "&lt;script&gt;alert(1)" in page
+    assert "\\u003cscript>alert(1)" in page, "in the data of the script"
     assert "<script>alert(1)" not in page
     assert "\u202e" not in page
     assert "could not be drawn" not in page
-    assert "mean reward" not in page, "the results say none"
 
 
 def test_a_page_of_a_task_tells_nothing_of_roles_and_parameters_that_it_lacks(
@@ -75,7 +104,8 @@ def test_a_page_of_a_task_tells_nothing_of_roles_and_parameters_that_it_lacks(
     ]
     page = (runs[0] / "report.html").read_text()
     results = json.loads((runs[0] / "results.json").read_text())
-    assert f"mean reward of all {results['after']['mean_reward']:.3g}" in page
+    num_problems = results["after"]["num_problems"]
+    assert f"Held out<small>{num_problems} problems: " in page
     compared = render_report([read_run(one) for one in runs])
     for text in (re.sub(r"(?s)<(style|script).*?</\1>", "", one) for one in (page, compared)):
         for word in ("attacker", "reference and scorer", "probe NLL", "target queries"):

@@ -39,7 +39,6 @@ FAMILIES = {
         ),
     ),
 }
-SCENARIOS = {"vanilla_ppo": "graph_isomorphism_small"}
 
 
 @pytest.fixture
@@ -51,16 +50,25 @@ def _restored() -> Iterator[None]:
         registry.restore(snapshot)
 
 
-def run(trainer: str, folder: Path, *overrides: str) -> Any:
+@pytest.fixture
+def scenarios(tiny_scenario: Path) -> dict[str, str]:
+    """Small scenarios of trainers whose own is larger."""
+    chat = dict.fromkeys(("ast_grpo", "ast_ppo", "my_simpo"), str(tiny_scenario))
+    return chat | {"vanilla_ppo": "graph_isomorphism_small"}
+
+
+def run(trainer: str, scenarios: dict[str, str], folder: Path, *overrides: str) -> Any:
     resolved = na.resolve_experiment(
-        trainer=trainer, scenario=SCENARIOS.get(trainer), overrides=list(overrides)
+        trainer=trainer, scenario=scenarios.get(trainer), overrides=list(overrides)
     )
     return na.run_experiment(resolved, runs_dir=str(folder), progress=False, num_threads=1)
 
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("trainer", FAMILIES)
-def test_a_policy_loss_of_six_lines_trains_in_every_family(trainer: str, tmp_path: Path) -> None:
+def test_a_policy_loss_of_six_lines_trains_in_every_family(
+    trainer: str, scenarios: dict[str, str], tmp_path: Path
+) -> None:
     seen: list[float] = []
 
     @na.register_policy_loss("mine")
@@ -72,13 +80,15 @@ def test_a_policy_loss_of_six_lines_trains_in_every_family(trainer: str, tmp_pat
 
     place, small = FAMILIES[trainer]
     chosen = (f"{place}.loss=mine", f"{place}.loss_options.epsilon=0.3")
-    run(trainer, tmp_path, *small, *chosen)
+    run(trainer, scenarios, tmp_path, *small, *chosen)
     assert set(seen) == {0.3}
 
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("trainer", ["ast_grpo", "self_hosted_grpo", "remote_api_grpo"])
-def test_an_advantage_of_eight_lines_trains_in_every_family(trainer: str, tmp_path: Path) -> None:
+def test_an_advantage_of_eight_lines_trains_in_every_family(
+    trainer: str, scenarios: dict[str, str], tmp_path: Path
+) -> None:
     seen: list[float] = []
 
     @na.register_advantage("mine")
@@ -92,12 +102,14 @@ def test_an_advantage_of_eight_lines_trains_in_every_family(trainer: str, tmp_pa
 
     small = CHAT if trainer == "ast_grpo" else TASK
     chosen = (f"{trainer}.advantage=mine", f"{trainer}.advantage_options.power=2.0")
-    run(trainer, tmp_path, *small, *chosen)
+    run(trainer, scenarios, tmp_path, *small, *chosen)
     assert set(seen) == {2.0}
 
 
 @pytest.mark.usefixtures("_restored")
-def test_a_trainer_like_simpo_of_thirty_lines_needs_one_import(tmp_path: Path) -> None:
+def test_a_trainer_like_simpo_of_thirty_lines_needs_one_import(
+    scenarios: dict[str, str], tmp_path: Path
+) -> None:
     code = '''
 import nip_astra as na
 
@@ -122,10 +134,7 @@ class MySimpo(na.AstPreferenceTrainer):
     path = tmp_path / "my_simpo.py"
     path.write_text(code)
     na.load_plugin(path)
-    resolved = na.resolve_experiment(
-        trainer="my_simpo", scenario="pocket_chat", overrides=list(CHAT)
-    )
-    done = na.run_experiment(resolved, runs_dir=str(tmp_path / "runs"), progress=False)
+    done = run("my_simpo", scenarios, tmp_path / "runs", *CHAT)
     assert done.results["training"]["num_optimizer_steps"] > 0
 
 

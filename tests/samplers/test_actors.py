@@ -109,7 +109,7 @@ def test_captured_steps_stay_and_actors_capture_their_own(
 ) -> None:
     """As on a GPU, where every model has some."""
     sampler = instance.sampler
-    capture = Recorder()
+    capture = Recorder(is_counter=True)
     for agent in instance.agents.values():
         fix(agent.language_model, capture)
     expected = sample(sampler)

@@ -19,6 +19,7 @@ def play(scenario: str, folder: Path, *overrides: str) -> Any:
     small = (
         *("training.num_iterations=1", "training.num_episodes_per_experience=1"),
         *("ast_chat.evaluation.num_episodes=20", "ast_chat.evaluation.use_random_search=false"),
+        "ast_chat.tree_depth=2",
     )
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=scenario, overrides=[*small, *overrides]
@@ -37,10 +38,10 @@ def test_a_run_against_the_address_ends_near_one_in_process(tmp_path: Path) -> N
     # The attacker's words of the first turn are the same; the target draws other numbers.
     assert abs(before["failure_rate"] - inside["before"]["failure_rate"]) < 0.2
     assert before["probe_nll"] == pytest.approx(inside["before"]["probe_nll"], rel=0.2)
-    # A tree of 84 probes, and two tables of 20 episodes of 3 turns.
+    # A tree of 20 probes, and two tables of 20 episodes of 2 turns.
     use = outside["services"]["target"]
     # Where the trained attacker opens with the same probe, its answer is remembered.
-    assert use["num_requests"] + use["num_remembered"] == 84 + 2 * 20 * 3
+    assert use["num_requests"] + use["num_remembered"] == 20 + 2 * 20 * 2
     assert use["num_remembered"] > 0
     assert num_requests == use["num_requests"]
     assert use["failures"] == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,9 @@ from tests.kit.toy_protocol_scenario import (
     merged,
     toy_hyper_params,
     toy_instance,
-    toy_kind,
 )
 
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
 def _build(kind: type[TensorDictScenario]) -> None:

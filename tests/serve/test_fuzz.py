@@ -16,6 +16,7 @@ import pytest
 from nip_astra.serve import http_routes
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.tinker import routes as tinker_routes
+from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.fuzzing import (
     MESSAGES,
     SECONDS,
@@ -26,7 +27,6 @@ from tests.serve.fuzzing import (
 )
 from tests.serve.running import Running, running
 from tests.serve.training.running import training_server
-from tests.tiny import make_byte_tokenizer, make_language_model
 
 RIGHT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 

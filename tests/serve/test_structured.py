@@ -12,8 +12,8 @@ import jsonschema
 import openai
 import pytest
 
+from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.running import Running, running
-from tests.tiny import make_byte_tokenizer, make_language_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {

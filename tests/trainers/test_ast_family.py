@@ -14,6 +14,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.samples import Sample
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast_base import AstState, AstTrainer
@@ -67,6 +68,9 @@ def _cat_scorer() -> Iterator[None]:
 
 
 LEARNING = {
+    "ast_dpo": (
+        *("ast_dpo.beta=0.05", "training.num_iterations=15", "training.minibatch_size=16"),
+    ),
     "ast_ipo": ("ast_ipo.beta=0.03",),
     "ast_simpo": (
         "ast_simpo.beta=1.0",
@@ -129,6 +133,10 @@ def test_an_attacker_learns_from_what_an_older_one_said(tmp_path: Path, name: st
 
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
+        "beta": 2.0,
+        "min_reward_difference": 0.3,
+        "min_score_difference": 0.5,
+        "min_chosen_score": 0.6,
         "loss": "hinge",
         "divergence": "js",
         "alpha": 0.1,
@@ -254,6 +262,40 @@ def test_every_parameter_of_a_trainer_acts(tiny_scenario: Path, name: str, field
     )
 
 
+EXPERIMENT = {
+    "tree_width": 3,
+    "tree_depth": 1,
+    "failure_threshold": 0.9,
+    "reward.w_response": 3.0,
+    "reward.w_combined": 0.0,
+    "reward.w_likelihood": 2.0,
+    "reward.likelihood_model": "target",
+    "attacker.max_new_tokens": 3,
+    "attacker.min_new_tokens": 4,
+    "attacker.temperature": 0.3,
+    "attacker.top_k": 2,
+    "attacker.top_p": 0.3,
+    "attacker.preamble": "hello",
+    "attacker.format": "plain",
+    "target.max_new_tokens": 2,
+    "target.temperature": 0.0,
+    "scorer.label": "civil",
+}
+
+
+@cache
+def _results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
+    trainer = _trainer("ast_dpo", scenario, "training.num_iterations=1", *overrides)
+    trainer.train()
+    return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
+
+
+@pytest.mark.parametrize("field", EXPERIMENT)
+def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, field: str) -> None:
+    change = f"ast_chat.{field}={EXPERIMENT[field]}"
+    assert _results(tiny_scenario) != _results(tiny_scenario, change)
+
+
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
 def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
     tiny_scenario: Path, variant: str
@@ -290,11 +332,6 @@ def test_grpo_without_siblings_is_refused(tmp_path: Path) -> None:
     scenario = write_scenario(tmp_path, tree_width=1)
     with pytest.raises(ConfigurationError, match=r"tree_width is 1.*ast_ppo or ast_reinforce"):
         _trainer("ast_grpo", scenario)
-
-
-def test_smoothing_of_a_loss_that_has_none_is_refused(tiny_scenario: Path) -> None:
-    with pytest.raises(ParameterError, match="no meaning for the hinge loss"):
-        _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=hinge", "ast_dpo.label_smoothing=0.1")
 
 
 @pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
@@ -441,3 +478,86 @@ def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
     with mock.patch.object(trainer, "probe_logprobs") as again:
         experience_of(trainer)
     again.assert_not_called()
+
+
+BETA = 0.5
+AT_THE_REFERENCE = {
+    "ast_dpo.loss=nca": 2 * math.log(2),
+    "ast_dpo.loss=sppo": 2 * (0.5 / BETA) ** 2,
+    "ast_dpo.loss=apo_zero": 1.0,
+    "ast_dpo.loss=apo_down": 1.0,
+    "ast_dpo.loss=kto": 0.5,
+    "ast_dpo.divergence=forward_kl": math.log(2),
+    "ast_dpo.divergence=js": math.log(2),
+    "ast_dpo.divergence=alpha": math.log(2),
+}
+"""By hand, where policy and reference are one."""
+
+
+@pytest.mark.parametrize("choice", [*AT_THE_REFERENCE, "ast_simpo.loss=orpo"])
+def test_a_step_tells_chosen_from_rejected(tiny_scenario: Path, choice: str) -> None:
+    name = choice.partition(".")[0]
+    beta = f"{name}.beta={BETA}" if name == "ast_dpo" else "training.lr=1e-2"
+    common = ("training.optimizer=sgd", "training.lr=1e-2", "training.max_grad_norm=0.1")
+    trainer = _trainer(name, tiny_scenario, choice, beta, *common)
+    with torch.no_grad():
+        batch = trainer.collate_fn(experience_of(trainer).samples)
+
+    def margin() -> float:
+        with torch.no_grad():
+            chosen_B, rejected_B = trainer.pair_logprobs(batch)  # type: ignore[attr-defined]
+        return float((chosen_B - rejected_B).mean())
+
+    before = margin()
+    loss = trainer.loss(batch).loss.item()
+    if choice in AT_THE_REFERENCE:
+        assert loss == pytest.approx(AT_THE_REFERENCE[choice], abs=1e-4)
+    for _ in range(3):
+        trainer._optimizer_step([batch])
+    assert margin() > before + 1e-4
+    assert trainer.loss(batch).loss.item() < loss
+
+
+def test_what_a_loss_of_pairs_cannot_use_is_refused(tiny_scenario: Path) -> None:
+    for loss in ("nca", "hinge"):
+        with pytest.raises(ParameterError, match=f"label_smoothing.*{loss}"):
+            _trainer(
+                "ast_dpo", tiny_scenario, f"ast_dpo.loss={loss}", "ast_dpo.label_smoothing=0.1"
+            )
+    with pytest.raises(ParameterError, match="orpo takes the odds of mean log-probabilities"):
+        _trainer(
+            "ast_simpo", tiny_scenario, "ast_simpo.loss=orpo", "ast_simpo.length_normalised=false"
+        )
+
+
+def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenario: Path) -> None:
+    trainer = _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
+    with torch.no_grad():
+        samples = experience_of(trainer).samples
+    for number, sample in enumerate(samples):  # as if the policy had gone from the reference
+        sample["reference_chosen"] = sample["reference_chosen"] - 2.0 * number
+
+    def gradients(*parts: list[Sample]) -> tuple[float, list[torch.Tensor]]:
+        batches = [trainer.collate_fn(part) for part in parts]
+        trainer._write_step_totals(batches)
+        loss = trainer.service.forward_backward(batches, trainer.loss)["loss"]
+        found = [one.grad.clone() for one in trainer.learned if one.grad is not None]
+        trainer.optimizer.zero_grad(set_to_none=True)
+        return loss, found
+
+    assert len(samples) > 2
+    loss, whole = gradients(samples)
+    split_loss, split = gradients(samples[:1], samples[1:])
+    assert split_loss == pytest.approx(loss, abs=1e-6)
+    for one, other in zip(whole, split, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_loss_of_a_pair_of_equal_probes_is_that_of_the_margin_alone(
+    tiny_scenario: Path,
+) -> None:
+    trainer = _trainer("ast_simpo", tiny_scenario, "ast_simpo.margin=0.7")
+    sample = experience_of(trainer).samples[0]
+    batch = trainer.collate_fn([sample | {"rejected": sample["chosen"]}])
+    expected = -torch.nn.functional.logsigmoid(torch.tensor(-0.7))
+    assert float(trainer.loss(batch).loss) == pytest.approx(float(expected), rel=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,11 @@ from tests.kit.toy_protocol_scenario import (
     SMALL,
     ToyBody,
     merged,
-    toy_kind,
     toy_scenario_folder,
     toy_trainer,
 )
 
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
 def folder_run(tmp_path: Path, name: str, *, stop_after: int | None = None, **more: Any) -> Path:

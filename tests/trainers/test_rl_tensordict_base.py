@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,17 +29,12 @@ from nip_astra.trainers.trainer_base import (
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.kit.toy_protocol_scenario import (
     KIND,
-    toy_kind,
     toy_trainer,
 )
 
+pytestmark = pytest.mark.usefixtures("toy_protocol")
+
 AGENTS = ("prover", "verifier")
-
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,14 @@ from nip_astra.trainers.solo.training import CACHE_DIR
 from tests.kit.toy_protocol_scenario import (
     ToyPolicyHead,
     ToyProtocolScenario,
-    toy_kind,
     toy_trainer,
 )
+
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 SOLO = {"num_epochs": 20, "minibatch_size": 10, "lr": 0.02}
 
 NEVER = {"_type": "constant", "is_on": False}
-
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
 
 
 def test_an_agent_learns_what_it_can_see_and_no_more() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from nip_astra.rl_objectives.objective import frames_of
 from nip_astra.rl_objectives.spg import shaping_losses
 from nip_astra.rl_objectives.stackelberg import VARIANTS, agent_updates
 from nip_astra.trainers.spg import SpgTrainer, policy_weights
-from tests.kit.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import KIND, merged, toy_trainer
+
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 CALM = {"ppo": {"entropy_weight": 0.0, "normalize_advantage": False}}
 WORD_AND_VERDICT = {
@@ -28,12 +29,6 @@ SETTINGS = [{"variant": variant} for variant in VARIANTS] + [
     {"variant": "spg", "ihvp_variant": "conjugate_gradient"},
     {"variant": "spg", "ihvp_variant": "neumann"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
 
 
 def spg_trainer(**more: Any) -> SpgTrainer:

@@ -35,7 +35,6 @@ from nip_astra.evaluation.storage import (
     Row,
     RowFile,
     read_rows,
-    text_hash,
     weights_hash,
 )
 from nip_astra.evaluation.tables import bracketed, plain_table, services_table
@@ -292,7 +291,7 @@ def play_problems(
     NothingMeasuredError
         When no answer has a reward.
     """
-    from nip_astra.trainers.service.metrics import Tally
+    from nip_astra.trainers.service.metrics import ANSWER_COLUMNS, Tally, answer_rows
     from nip_astra.utils.intervals import paired_difference
 
     options = trainer.options.evaluation
@@ -307,7 +306,8 @@ def play_problems(
             for start in range(num_done, len(problems), size):
                 some = problems[start : start + size]
                 rollout = trainer.play_held_out(split, some, num_runs)
-                file.append(_rows_of(rollout, some, num_runs, options.success_reward))
+                played = answer_rows(rollout, some, options.success_reward)
+                file.append([dict(zip(ANSWER_COLUMNS, row, strict=False)) for row in played])
                 on_part(len(some))
     rows = file.read()
     known = [row for row in rows if row["reward"] is not None]
@@ -340,38 +340,6 @@ def play_problems(
         if name == "mean_reward":
             with_interval["mean_reward_interval"] = [spread.low, spread.high]
     return with_interval
-
-
-def _rows_of(
-    rollout: Any, problems: Sequence[int], num_runs: int, success_reward: float
-) -> list[Row]:
-    """A row for each run of some problems."""
-    return [
-        {
-            "problem": problems[place // num_runs],
-            "run": place % num_runs,
-            **_texts_of(episode),
-            "reward": episode.reward,
-            "is_right": episode.is_right(success_reward),
-        }
-        for place, episode in enumerate(rollout.episodes)
-    ]
-
-
-def _texts_of(episode: Any) -> Row:
-    messages, environment = episode.messages, episode.environment
-    own = [place for place, one in enumerate(messages) if one.role == "assistant"]
-    prompt = messages[: own[0]] if own else messages
-    columns = [f"{name}={value}" for name, value in environment.columns]
-    texts = [*(f"{one.role}: {one.text}" for one in prompt), *columns, str(environment.solution)]
-    return {
-        # Identifies the problem, whatever its number.
-        "problem_hash": text_hash(texts),
-        "prompt": "\n\n".join(one.text for one in prompt),
-        "solution": environment.solution,
-        "answer": messages[own[-1]].text if own else "",
-        "messages": [[one.role, one.text] for one in messages],
-    }
 
 
 def _problems(rows: Sequence[Row]) -> list[_Problem]:

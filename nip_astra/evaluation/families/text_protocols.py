@@ -53,8 +53,6 @@ SCORES = "scores.jsonl"
 """One line per answer, with its scores."""
 DEFAULT_THRESHOLD = 0.5
 """Score from which an answer counts among the high ones."""
-NUM_ROWS = 24
-"""Conversations of an evaluation that reports show at most."""
 
 
 @dataclass
@@ -150,9 +148,9 @@ class TextProtocols(EpisodeFamily):
         rollouts = rollouts_of(trainer.game, ends)
         rollouts.save(folder.path / ROLLOUTS)
         step = trainer.text_rl.num_iterations
-        shown = min(NUM_ROWS, len(rollouts))
-        sample = episode_rows(rollouts, trainer.game, num_episodes=shown, step=step, seed=seed)
-        rows = [{"step": step} | dict(zip(COLUMNS, row, strict=True)) for row in sample]
+        whole = len(rollouts)
+        found = episode_rows(rollouts, trainer.game, num_episodes=whole, step=step, seed=seed)
+        rows = [{"step": step} | dict(zip(COLUMNS, row, strict=True)) for row in found]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (folder.path / EPISODES).write_text("\n".join(lines) + "\n", encoding="utf-8")
         played = list(rollout_rows(rollouts, trainer.agent_names))

@@ -1,5 +1,5 @@
 "use strict";
-// Finds, filters and sorts conversations, and opens what a link leads to. Reading needs none of it.
+// Finds, filters and sorts conversations and answers, and opens what a link leads to. Reading needs none of it.
 (() => {
   const number = (element, name) =>
     element.dataset[name] === undefined || element.dataset[name] === "" ? null : Number(element.dataset[name]);
@@ -88,7 +88,165 @@
     apply();
   };
 
-  document.querySelectorAll(".tools").forEach(arm);
+  // A list of problems: its items are data, of which a page at a time is drawn.
+  const make = (name, className, content = "") => {
+    const element = document.createElement(name);
+    element.className = className;
+    if (typeof content === "string") element.textContent = content; else element.append(...content);
+    return element;
+  };
+  const badges = {
+    fixed: "right", broken: "wrong", "right both times": "right", "wrong both times": "wrong",
+    right: "right", wrong: "wrong",
+  };
+  const badge = (kind) => make("b", `end-${badges[kind] ?? "undecided"}`, kind);
+  const messages = (rows) => rows.map(([role, said]) => {
+    const one = make("span", role === "assistant" ? "w t" : "w a", said);
+    one.dataset.role = role;
+    return one;
+  });
+  const draw = ([kind, title, note, prompt, sides]) => {
+    const inside = note ? [make("p", "where said", note)] : [];
+    inside.push(...messages(prompt));
+    for (const [label, outcome, , facts, said] of sides) {
+      const head = make("p", "where", [badge(outcome), ` ${label}${label ? ", " : ""}${facts}`]);
+      inside.push(make("div", "n r0", [head, ...messages(said)]));
+    }
+    const summary = make("summary", "", [badge(kind), make("span", "said", title || "(empty)")]);
+    return make("details", "e", [summary, make("div", "inside", inside)]);
+  };
+  const length = ([, , , , sides]) => sides[0][4].reduce((sum, [, said]) => sum + said.length, 0);
+  const orders = {
+    low: (a, b) => (a[4][0][2] ?? Infinity) - (b[4][0][2] ?? Infinity),
+    long: (a, b) => length(b) - length(a),
+  };
+
+  const page = (box) => {
+    const every = JSON.parse(box.querySelector("script").textContent);
+    const tool = (name) => box.querySelector(`[data-tool=${name}]`);
+    const list = box.querySelector(".list");
+    const size = Math.max(list.children.length, 1);
+    let chosen = every, start = 0;
+    const show = () => {
+      list.replaceChildren(...chosen.slice(start, start + size).map(draw));
+      const end = Math.min(start + size, chosen.length);
+      box.querySelector("output").textContent =
+        chosen.length ? `${start + 1} to ${end} of ${chosen.length}` : "none";
+      tool("back").disabled = start === 0;
+      tool("on").disabled = end === chosen.length;
+    };
+    const choose = () => {
+      const [kind, order] = [tool("kind").value, tool("order").value];
+      const words = tool("words").value.trim().toLowerCase();
+      chosen = every.filter((one) =>
+        (!kind || one[0] === kind || (kind === "wrong" && one[4][0][1] === "wrong")) &&
+        (!words || (one.text ??= JSON.stringify([one[1], one[2], one[3], one[4].map((s) => s[4])]).toLowerCase()).includes(words)));
+      if (order) chosen.sort(orders[order]);
+      start = 0;
+      show();
+    };
+    box.addEventListener("input", choose);
+    tool("back").addEventListener("click", () => { start -= size; show(); });
+    tool("on").addEventListener("click", () => { start += size; show(); });
+    box.querySelector(".rest")?.remove();
+    box.querySelector(".tools").hidden = false;
+    choose();
+  };
+
+  document.querySelectorAll(".tools[id]").forEach(arm);
+  document.querySelectorAll(".paged").forEach(page);
+
+  // The page of a folder of runs: its table is filtered and sorted, and curves are of what it shows.
+  const catalogue = (box) => {
+    const curves = JSON.parse(box.querySelector("script").textContent);
+    const body = box.querySelector("tbody"), svg = box.querySelector("svg");
+    const rows = [...body.rows];
+    const tool = (name) => box.querySelector(`[data-tool=${name}]`);
+    // The curves that most runs have come first.
+    const count = new Map();
+    for (const title of curves.flatMap(Object.keys)) count.set(title, (count.get(title) ?? 0) + 1);
+    for (const [title] of [...count].sort((a, b) => b[1] - a[1])) tool("curve").append(make("option", "", title));
+
+    const part = (name, attributes, content) => {
+      const element = document.createElementNS(svg.namespaceURI, name);
+      for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+      if (content) element.textContent = content;
+      svg.append(element);
+      return element;
+    };
+    const short = (value) => String(Number(value.toPrecision(3)));
+    const plot = (shown) => {
+      const title = tool("curve").value;
+      const lines = shown.map((row) => [row, curves[row.dataset.place][title] ?? []]);
+      const points = lines.flatMap(([, line]) => line);
+      svg.replaceChildren();
+      for (const row of rows) row.querySelector(".dot").className = "dot";
+      if (!points.length) return;
+      const range = (place) => {
+        const values = points.map((one) => one[place]);
+        const [low, high] = [Math.min(...values), Math.max(...values)];
+        return low < high ? [low, high] : [low - 0.5, high + 0.5];
+      };
+      const [[left, right], [low, high]] = [range(0), range(1)];
+      const x = (value) => 56 + (value - left) / (right - left) * 410;
+      const y = (value) => 212 - (value - low) / (high - low) * 200;
+      for (const step of [0, 0.25, 0.5, 0.75, 1]) {
+        const [across, up] = [left + step * (right - left), low + step * (high - low)];
+        part("path", { class: "grid", d: `M56 ${y(up)}H466` });
+        part("text", { x: 50, y: y(up) + 4, "text-anchor": "end" }, short(up));
+        part("text", { x: x(across), y: 232, "text-anchor": "middle" }, short(across));
+      }
+      part("text", { x: 466, y: 250, "text-anchor": "end" }, "iteration");
+      let color = 0;
+      for (const [row, line] of lines) {
+        if (!line.length) continue;
+        color += 1;
+        const own = color < 8 ? color : 0;
+        if (own) row.querySelector(".dot").classList.add(`b${own}`);
+        const d = line.map(([a, b], place) => `${place ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
+        const drawn = part("path", { class: `line c${own}${own ? "" : " thin"}`, d });
+        drawn.append(Object.assign(document.createElementNS(svg.namespaceURI, "title"),
+          { textContent: row.cells[0].textContent }));
+        if (line.length === 1) part("circle", { class: `d${own}`, cx: x(line[0][0]), cy: y(line[0][1]), r: 3 });
+      }
+    };
+    const apply = () => {
+      const words = tool("words").value.trim().toLowerCase();
+      for (const row of rows)
+        row.hidden = !row.textContent.toLowerCase().includes(words) ||
+          ["trainer", "scenario", "status"].some((name) => tool(name).value && tool(name).value !== row.dataset[name]);
+      const shown = [...body.rows].filter((row) => !row.hidden);
+      box.querySelector("output").textContent = `${shown.length} of ${rows.length} runs`;
+      plot(shown);
+    };
+    const key = (cell) => cell.dataset.v === undefined ? cell.textContent : cell.dataset.v === "" ? null : Number(cell.dataset.v);
+    box.querySelectorAll("thead button").forEach((button, place) => {
+      button.disabled = false;
+      button.addEventListener("click", () => {
+        const head = button.parentElement, isUp = head.getAttribute("aria-sort") !== "ascending";
+        for (const one of head.parentElement.cells) one.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", isUp ? "ascending" : "descending");
+        const order = (a, b) => {
+          const [one, other] = [key(a.cells[place]), key(b.cells[place])];
+          if (one === null || other === null) return (one === null) - (other === null);
+          return (one < other ? -1 : one > other ? 1 : 0) * (isUp ? 1 : -1);
+        };
+        body.append(...[...body.rows].sort(order));
+        apply();
+      });
+    });
+    box.addEventListener("input", apply);
+    tool("reset").addEventListener("click", () => {
+      tool("words").value = "";
+      for (const name of ["trainer", "scenario", "status"]) tool(name).value = "";
+      apply();
+    });
+    box.querySelectorAll("[hidden]").forEach((one) => { one.hidden = false; });
+    svg.removeAttribute("hidden");
+    apply();
+  };
+
+  document.querySelectorAll(".catalogue").forEach(catalogue);
   addEventListener("hashchange", reveal);
   reveal();
 })();

@@ -101,23 +101,19 @@ class AstEvaluation:
     def num_queries_of_run(self) -> int:
         """Target queries of a whole run: training, dev evaluations, the two tables and search."""
         depth = self.scenario.tree_depth
-        per_tree = num_probes_of(self.scenario.tree_width, depth)
-        training, period = self.training, self.training.eval_period
-        num_trees = training.num_iterations * training.num_episodes_per_experience
-        num_dev = training.num_iterations // period if period else 0
+        period = self.training.eval_period
+        num_dev = self.training.num_iterations // period if period else 0
         chains = 2 * self._num_episodes("test") + num_dev * self._num_episodes("dev")
         chains += self.num_random_search_parts() * self.options.batch_size
-        return int(num_trees * per_tree + chains * depth)
+        return self.num_training_queries() + int(chains * depth)
 
     def num_random_search_parts(self) -> int:
         """The number of batches of a random search, 0 where there is none."""
         is_used = self.options.use_random_search
         if not (bool(self.instance.planted_failures) if is_used is None else is_used):
             return 0
-        width, depth = self.scenario.tree_width, self.scenario.tree_depth
-        num_nodes = sum(width**level for level in range(1, depth + 1))
-        num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
-        num_queries = num_trees * num_nodes + self._num_episodes("test") * depth
+        depth = self.scenario.tree_depth
+        num_queries = self.num_training_queries() + self._num_episodes("test") * depth
         return int(-(-num_queries // (self.options.batch_size * depth)))
 
     def random_search(self, num_queries: int, parts: Iterable[int]) -> dict[str, Any]:
@@ -179,6 +175,11 @@ class AstEvaluation:
             "probe_length": float(num_tokens) / tree.num_nodes,
             "distinct_share": len(set(successes)) / len(successes) if successes else math.nan,
         }
+
+    def num_training_queries(self) -> int:
+        """Target queries of training."""
+        num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
+        return num_trees * num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
 
     def _num_episodes(self, split: str) -> int:
         return int(self.options.num_dev_episodes if split == "dev" else self.options.num_episodes)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nip_astra.evaluation.storage import text_hash
 from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.policy_losses import (
     ImportanceLevel,
@@ -31,6 +32,11 @@ from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estima
 Metrics = MutableMapping[str, Any]
 RECORD_COLUMNS = ("problem", "reward", "messages", "details")
 """Columns of `rollout_rows`; without details if the task has one reward."""
+ANSWER_COLUMNS = (
+    *("problem", "run", "problem_hash", "prompt", "solution", "answer", "messages"),
+    *("reward", "is_right", "details"),
+)
+"""Columns of `answer_rows`; without details if the task has one reward."""
 
 
 def log_rollout_metrics(
@@ -128,6 +134,40 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
         if one.rewards:
             rows[-1].append({"rewards": one.rewards, **one.extra})
     return rows
+
+
+def answer_rows(
+    rollout: TaskRollout, problems: Sequence[int], success_reward: float
+) -> list[tuple[Any, ...]]:
+    """A row of `ANSWER_COLUMNS` for each run of some problems."""
+    num_runs = len(rollout.episodes) // max(len(problems), 1)
+    return [
+        (
+            problems[place // num_runs],
+            place % num_runs,
+            *_texts_of(episode),
+            episode.reward,
+            episode.is_right(success_reward),
+            *([{"rewards": episode.rewards, **episode.extra}] if episode.rewards else []),
+        )
+        for place, episode in enumerate(rollout.episodes)
+    ]
+
+
+def _texts_of(episode: Episode) -> tuple[Any, ...]:
+    messages, environment = episode.messages, episode.environment
+    own = [place for place, one in enumerate(messages) if one.role == "assistant"]
+    prompt = messages[: own[0]] if own else messages
+    columns = [f"{name}={value}" for name, value in environment.columns]
+    texts = [*(f"{one.role}: {one.text}" for one in prompt), *columns, str(environment.solution)]
+    return (
+        # Identifies the problem, whatever its number.
+        text_hash(texts),
+        "\n\n".join(one.text for one in prompt),
+        environment.solution,
+        messages[own[-1]].text if own else "",
+        [[one.role, one.text] for one in messages],
+    )
 
 
 @dataclass

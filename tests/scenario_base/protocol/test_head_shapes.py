@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,10 @@ from tests.kit.toy_protocol_scenario import (
     ToyPolicyHead,
     ToySoloHead,
     ToyValueHead,
-    toy_kind,
     toy_trainer,
 )
 
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, part: type, hook: str, change: Any) -> str:

@@ -191,15 +191,16 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
     )
 
 
-@pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize(
-    "behaviour",
+    ("name", "behaviour"),
     [
-        ("logprobs=sampling",),
-        ("logprobs=raw", "importance_weights=token"),
-        ("logprobs=raw", "importance_weights=sequence", "max_importance_weight=3"),
+        ("ast_ppo", ("logprobs=sampling",)),
+        ("ast_grpo", ("logprobs=raw", "importance_weights=token")),
+        (
+            "ast_reinforce",
+            ("logprobs=raw", "importance_weights=sequence", "max_importance_weight=3"),
+        ),
     ],
-    ids=["sampling", "token", "sequence"],
 )
 def test_every_choice_trains_and_a_resumed_run_ends_alike(
     name: str, behaviour: tuple[str, ...], tiny_scenario: Path, tmp_path: Path

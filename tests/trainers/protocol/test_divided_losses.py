@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -23,19 +22,13 @@ from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
-from tests.kit.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import ToyBody, toy_trainer
 from tests.trainers.test_rl_tensordict_base import changed, weights_of
 
 pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="processes are forked on Linux without a GPU only"),
-    pytest.mark.usefixtures("forked"),
+    pytest.mark.usefixtures("toy_protocol", "forked"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
 
 
 def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:

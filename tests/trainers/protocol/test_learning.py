@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from nip_astra.errors import NonFiniteLossError
 from nip_astra.parameters.agents import LrFactors
-from tests.kit.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_trainer
 from tests.trainers.test_rl_tensordict_base import AGENTS, changed, parts_changed, weights_of
 
-
-@pytest.fixture(autouse=True)
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
+pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
 def test_the_first_minibatch_has_ratio_one() -> None:

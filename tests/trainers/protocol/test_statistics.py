@@ -6,7 +6,6 @@ Shapes: E environments, T rounds, A agents.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from nip_astra.trainers.protocol.statistics import (
     policy_figures,
     read,
 )
-from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.kit.toy_protocol_scenario import toy_trainer
 
 NAMES = ("prover", "verifier")
 
@@ -158,13 +157,7 @@ def test_minibatches_that_say_nothing_of_an_agent_do_not_count() -> None:
     assert read(mean_over_agents(found, ("a", "b"), ("ess", "kl"))) == {"ess": 0.5, "kl": 2.0}
 
 
-@pytest.fixture
-def _kind() -> Iterator[None]:
-    with toy_kind():
-        yield
-
-
-@pytest.mark.usefixtures("_kind")
+@pytest.mark.usefixtures("toy_protocol")
 def test_entropies_are_shares_of_the_largest_where_an_agent_has_a_choice() -> None:
     trainer = toy_trainer()
     for name in NAMES:

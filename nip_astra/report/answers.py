@@ -1,0 +1,302 @@
+"""Held-out answers and episodes of a run, paired by problem before and after training."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from nip_astra.report.records import PROTOCOL, Node, RunRecord, items, mapping, number, text, words
+from nip_astra.report.transcripts import DECISIONS, by_step, outcome_of
+from nip_astra.safe_text import safe_text
+from nip_astra.utils.formatting import count, decimal
+
+FIRST_ITEMS = 20
+"""Items of a page of a list, and those that stand there without the script."""
+MAX_CHARACTERS = 8_000_000
+"""Size of the texts of a list at most; longer texts are shortened, and no item is left out."""
+CUTS = (100_000, 4_000, 800, 160)
+"""Characters to which texts are shortened, the first that suffices."""
+RIGHT, WRONG, UNKNOWN = "right", "wrong", "without a verdict"
+KINDS = {
+    (False, True): "fixed",
+    (True, False): "broken",
+    (True, True): "right both times",
+    (False, False): "wrong both times",
+}
+"""Names of what training changed, by whether a problem was right before and after."""
+BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
+BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
+
+_TITLES = {"evaluation": "Held out", "train": "During training"}
+Message = tuple[str, str]
+
+
+class Side(NamedTuple):
+    """An answer to a problem, or an episode about a datapoint."""
+
+    label: str
+    is_right: bool | None
+    reward: float | None
+    facts: str
+    messages: list[Message]
+
+    @property
+    def outcome(self) -> str:
+        """Whether it is right, in words."""
+        return {True: RIGHT, False: WRONG, None: UNKNOWN}[self.is_right]
+
+
+class Entry(NamedTuple):
+    """A stored row: the problem's key, title, note and messages, and what was answered."""
+
+    key: str
+    title: str
+    note: str
+    prompt: list[Message]
+    side: Side
+
+
+@dataclass
+class Item:
+    """A problem with its answers before training, if it has any, and after."""
+
+    title: str
+    note: str
+    prompt: list[Message]
+    before: list[Side] = field(default_factory=list)
+    after: list[Side] = field(default_factory=list)
+
+    @property
+    def sides(self) -> list[Side]:
+        """All answers, those after training first."""
+        return [*self.after, *self.before]
+
+    @property
+    def kind(self) -> str:
+        """What training changed, or how the only side ended."""
+        before, after = (_majority(sides) for sides in (self.before, self.after))
+        if before is not None and after is not None:
+            return KINDS[before, after]
+        known = before if after is None else after
+        return UNKNOWN if known is None else RIGHT if known else WRONG
+
+
+@dataclass
+class Group:
+    """The items of one table, with those of another one before training if it has the same."""
+
+    title: str
+    items: list[Item]
+    unit: str
+    num_all: int | None = None  # where not all are stored
+    limit: int = CUTS[0]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Items by kind, in the order of kinds."""
+        found = Counter(item.kind for item in self.items)
+        kinds = [*KINDS.values(), RIGHT, WRONG, UNKNOWN]
+        return {kind: found[kind] for kind in kinds if found[kind]}
+
+    @property
+    def tiles(self) -> list[tuple[str, int]]:
+        """The counts of what training changed, also of none; empty without two sides."""
+        if self.num_all is not None or not set(KINDS.values()) & set(self.counts):
+            return []
+        return [(kind, self.counts.get(kind, 0)) for kind in KINDS.values()]
+
+    @property
+    def shown(self) -> list[tuple[str, list[Any]]]:
+        """The first items as kind and values of `data`."""
+        return [(item.kind, self.plain(item)) for item in self.items[:FIRST_ITEMS]]
+
+    def plain(self, item: Item) -> list[Any]:
+        """Kind, title, note, prompt and sides, as the page's script reads them."""
+        sides = [
+            [one.label, one.outcome, one.reward, one.facts, self._cut(one.messages)]
+            for one in item.sides
+        ]
+        title = safe_text(item.title[: self.limit])
+        return [item.kind, title, safe_text(item.note), self._cut(item.prompt), sides]
+
+    def _cut(self, messages: Iterable[Message]) -> list[list[str]]:
+        found = []
+        for role, content in messages:
+            end = f" … {len(content) - self.limit:,} characters more"
+            shown = content if len(content) <= self.limit else content[: self.limit] + end
+            found.append([safe_text(role), safe_text(shown)])
+        return found
+
+    @property
+    def data(self) -> Markup:
+        """All items as JSON for a script element, which no text of theirs can end."""
+        written = json.dumps([self.plain(one) for one in self.items], separators=(",", ":"))
+        return Markup(written.replace("<", "\\u003c"))
+
+
+def groups_of(run: RunRecord) -> list[Group]:
+    """The held-out answers at the end of a run and of its evaluations, and those of training."""
+    is_protocol = run.kind == PROTOCOL
+    tables = _protocol_tables(run) if is_protocol else _task_tables(run)
+    before = tables.pop("before", [])
+    # The end of the run first, then evaluations, and what was sampled in training last.
+    names = sorted(tables, key=lambda name: (name == "train", name != "evaluation"))
+    groups = []
+    for name in names:
+        entries, stem = tables[name], name.removeprefix("evaluations/")
+        title = _TITLES.get(name, f"Evaluation {stem}")
+        if name == "train":
+            pairs = [Item(*entry[1:4], after=[entry.side]) for entry in entries]
+        else:
+            untrained = tables.get(f"{name}-untrained") or before
+            pairs = _paired(untrained, entries, keeps_all=name == "evaluation")
+        unit = "episodes" if is_protocol else "problems"
+        group = Group(title, pairs, "answers" if name == "train" else unit)
+        if name == "evaluation":
+            after = mapping(run.results.get("after"))
+            total = number(after.get("num_episodes" if is_protocol else "num_problems"))
+            group.num_all = None if total is None or total <= len(pairs) else int(total)
+        groups.append(_fitted(group))
+    if before and "evaluation" not in tables:
+        groups.append(
+            _fitted(Group("Before training", _paired(before, [], keeps_all=True), "problems"))
+        )
+    # A sample of episodes is balanced, so that its counts would mislead.
+    return [one for one in groups if not (is_protocol and one.num_all)]
+
+
+def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool) -> list[Item]:
+    """An item for each problem of `after`, and with `keeps_all` of `before`, in their order."""
+    found: dict[str, Item] = {}
+    for entry in after:
+        found.setdefault(entry.key, Item(*entry[1:4])).after.append(entry.side)
+    for entry in before:
+        if keeps_all or entry.key in found:
+            item = found.setdefault(entry.key, Item(*entry[1:4]))
+            item.before.append(entry.side._replace(label=f"before {entry.side.label}".strip()))
+    is_paired = any(item.before for item in found.values())
+    for item in found.values():
+        label = "after" if is_paired else ""
+        item.after = [one._replace(label=f"{label} {one.label}".strip()) for one in item.after]
+    return list(found.values())
+
+
+def _majority(sides: Sequence[Side]) -> bool | None:
+    """Whether more than half of the sides with a verdict are right."""
+    known = [one.is_right for one in sides if one.is_right is not None]
+    return 2 * sum(known) > len(known) if known else None
+
+
+def _fitted(group: Group) -> Group:
+    texts = [
+        content
+        for item in group.items
+        for messages in (item.prompt, *(one.messages for one in item.sides))
+        for _, content in messages
+    ]
+    lengths = [len(one) for one in (*texts, *(item.title for item in group.items))]
+    fitting = (cut for cut in CUTS if sum(min(one, cut) for one in lengths) <= MAX_CHARACTERS)
+    group.limit = next(fitting, CUTS[-1])
+    return group
+
+
+# ---- tasks
+
+
+def _task_tables(run: RunRecord) -> dict[str, list[Entry]]:
+    """The rows of tasks by table, of training those of all iterations."""
+    options = mapping(mapping(run.hyper_params.get("task")).get("evaluation"))
+    success = number(options.get("success_reward")) or 1.0
+    found: dict[str, list[Entry]] = {}
+    for name, step, nodes in by_step(run.tables):
+        if name == "train" or name not in found:
+            label = f"iteration {step:,}" if name == "train" else ""
+            several = max(Counter(node.problem for node in nodes).values()) > 1 and not label
+            numbers: dict[str, dict[str, int]] = {}
+            for node in nodes:
+                # Problems of equal texts are paired in their order.
+                same = numbers.setdefault(node.problem_hash, {})
+                key = f"{node.problem_hash}/{same.setdefault(node.problem, len(same))}"
+                entry = _entry_of(node, key, success, label, several)
+                found.setdefault(name, []).append(entry)
+    return found
+
+
+def _entry_of(node: Node, key: str, success: float, label: str, has_runs: bool) -> Entry:
+    messages = node.messages
+    own = next((i for i, one in enumerate(messages) if one[0] == "assistant"), len(messages))
+    is_right = node.is_right
+    if is_right is None and node.reward is not None:
+        is_right = node.reward >= success
+    facts = "no reward" if node.reward is None else f"reward {decimal(node.reward)}"
+    parts = [f"{words(name)} {decimal(value)}" for name, value in node.reward_parts.items()]
+    prompt = messages[:own]
+    title = prompt[-1][1] if prompt else node.prompt
+    return Entry(
+        key,
+        title,
+        f"solution: {node.solution}" if node.solution else "",
+        # A single message is the title already.
+        prompt if len(prompt) > 1 else [],
+        Side(
+            label or (f"run {node.run + 1}" if has_runs else ""),
+            *(is_right, node.reward, ", ".join([facts, *parts]), messages[own:]),
+        ),
+    )
+
+
+# ---- protocols
+
+
+def _protocol_tables(run: RunRecord) -> dict[str, list[Entry]]:
+    """The episodes on test data by table: all those of the last test."""
+    found: dict[str, list[Entry]] = {}
+    rows_of = run.episodes | run.outcomes
+    for name, _, rows in by_step(rows_of):
+        if name != "train" and name not in found:
+            found[name] = list(_episodes(rows))
+    return found
+
+
+def _episodes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
+    seen: Counter[str] = Counter()
+    for row in rows:
+        datapoint = mapping(row.get("datapoint"))
+        label = number(row.get("y", row.get("label")))
+        place = count(row.get("datapoint_id", datapoint.get("id")))
+        key = f"{place}/{label}/{text(row.get('datapoint_hash'))}"
+        seen[key] += 1
+        texts = [f"{words(name)}: {one}" for name, one in mapping(datapoint.get("texts")).items()]
+        decision = row.get("decision")
+        decided = number(decision)
+        said = text(decision) if decided is None else DECISIONS.get(int(decided), "")
+        rewards = mapping(row.get("rewards"))
+        facts = [said or "no decision"]
+        facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
+        stored = row.get("is_right")
+        is_right = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
+        wanted = "" if label is None else DECISIONS.get(int(label), "")
+        yield Entry(
+            # A datapoint that was played several times is paired time by time.
+            f"{key}/{seen[key]}",
+            " · ".join(texts) or f"datapoint {place}",
+            f"right: {wanted}" if wanted else "",
+            [],
+            Side("", is_right, None, ", ".join(facts), list(_moves(row))),
+        )
+
+
+def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
+    """What agents of a text protocol wrote; symbols of networks stand in the sample episodes."""
+    for one in (mapping(one) for one in items(row.get("rounds"))):
+        for move in (mapping(move) for move in items(one.get("moves"))):
+            sent = [one for one in mapping(move.get("messages")).values() if isinstance(one, str)]
+            decision = number(move.get("decision"))
+            ended = [] if decision in (None, 2) else [f"({DECISIONS.get(int(decision or 0), '')})"]
+            if sent or (ended and not mapping(move.get("messages"))):
+                yield words(text(move.get("agent"))), "\n".join([*sent, *ended])

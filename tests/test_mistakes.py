@@ -1,0 +1,140 @@
+"""Mistakes of users end with exit code 2, without a traceback, and with at most two lines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
+
+MOST_LINES, MOST_CHARACTERS = 2, 300
+FILES = {
+    "nothing.py": "x = 1\n",
+    "broken.py": "def f(:\n",
+    "raising.py": "raise ValueError('no such thing')\n",
+    "list.yaml": "[1, 2]\n",
+    "broken.yaml": "a: [1\n",
+    "cyclic.yaml": "extends: cyclic.yaml\n",
+    "unknown.yaml": "trainer: ast_dpo\nlearning_rate: 1\n",
+    "sweep.yaml": "trainers: [ast_dpo]\ngrid: {training.lr: [fast]}\n",
+    "binary.yaml": "\x00\x01",
+    "data.jsonl": "not json\n",
+    "folder/readme.txt": "no run",
+    "runs/mine/hyper_parameters.yaml": "trainer: ast_dpo\n",
+    "runs/mine/results.json": "{}",
+}
+SHOW = "show --trainer ast_dpo --set"
+MISTAKES = {
+    # names of everything; each with what the message must contain
+    "--trainer ast_dop": "'ast_dpo'",
+    "--trainer ast_dpo --scenario poket_chat": "'pocket_chat'",
+    "--trainer ast_dpo --scenario ./nowhere": "./nowhere",
+    "--trainer ast_dpo --scenario arithmetic": "pocket_chat",
+    "train --trainer ast_dpo": "nip-astra run",
+    "eval runs/mine": "nip-astra evaluate",
+    "evalute runs/mine": "'evaluate'",
+    "foo": "evaluate",
+    "list trainer_s": "'trainers'",
+    "show --explain qqqq": "'qqqq'",
+    "schema --trainer nix": "'nix'",
+    "sweep --trainer nix --dry-run": "'nix'",
+    "sweep --trainer ast_dpo --metric nix --dry-run": "failure_rate",
+    "export runs/mine --format cvs": "'csv'",
+    "check-resume --trainer nix": "'nix'",
+    "dataset download mnits": "'mnist'",
+    "dataset creat x": "'create'",
+    "dataset create x.safetensors --set num_trian=3": "'num_train'",
+    # parameters and settings
+    f"{SHOW} training.learning_rate=1e-4": "lr",
+    f"{SHOW} learning_rate=1e-4": "training.lr",
+    f"{SHOW} training.max_steps=10": "training.num_iterations",
+    f"{SHOW} training.per_device_train_batch_size=10": "training.minibatch_size",
+    f"{SHOW} traning.lr=1": "'training'",
+    f"{SHOW} training.lr=fast": '"fast"',
+    f"{SHOW} training.lr=-1": "greater than 0",
+    f"{SHOW} training.num_iterations=1.5": "whole",
+    f"{SHOW} training.lr": "training.lr",
+    f"{SHOW} training.optimizer=AdamX": "'adamax'",
+    f"{SHOW} ast_chat.tree_width=100000": "tree_width=100000",
+    f"{SHOW} ast_chat.scorer._type=detoxfy": "'detoxify'",
+    f"{SHOW} ppo.clip_low=0.1": "vanilla_ppo",
+    f"{SHOW} ast_dpo.beta=null": "ast_dpo.beta",
+    f"{SHOW} seed=abc": "seed",
+    "--trainer ast_dpo --seed x": "--seed",
+    "--trainer ast_dpo --lr 1": "--set training.lr",
+    "--trainer ast_dpo --config unknown.yaml": "--parameters",
+    "--trainer ast_dpo training.lr=1": "--set training.lr",
+    "--trainer ast_dpo --settings checkpont_period=3": "'checkpoint_period'",
+    "--trainer ast_dpo --settings checkpoint_period=often": '"often"',
+    "--trainer ast_dpo --device gpu": "cuda",
+    "--trainer ast_dpo --track wandbb": "'wandb'",
+    "--trainer ast_dpo --wandb on": "offline",
+    "--trainer": "--trainer",
+    "--trainer ast_dpo --run-id ../x": "'../x'",
+    "resume runs/mine --set training.lr=1": "stay",
+    # files and folders
+    "--parameters nowhere.yaml": "nowhere.yaml",
+    "--parameters list.yaml": "list",
+    "--parameters broken.yaml": "broken.yaml, line 2",
+    "--parameters cyclic.yaml": "cyclic.yaml",
+    "--parameters unknown.yaml": "training.lr",
+    "--parameters binary.yaml": "binary.yaml",
+    "--parameters folder": "folder",
+    "resume nowhere": "'nowhere'",
+    "evaluate": "RUN",
+    "evaluate nowhere": "'nowhere'",
+    "evaluate folder": "config.json",
+    "evaluate runs/mine --fail-if 'x >'": "'x >'",
+    "score folder --scorer detoxify": "folder",
+    "compare folder": "two",
+    "compare runs/mine runs/mine": "twice",
+    "compare nowhere other": "'nowhere'",
+    "report folder": "results.json",
+    "export folder --format csv": "folder",
+    "analyse folder": "folder",
+    "compare-dumps folder nowhere": "dump_period",
+    "sweep": "--trainer",
+    "sweep nowhere.yaml": "nowhere.yaml",
+    "sweep sweep.yaml --dry-run": '"fast"',
+    "sweep --trainer ast_dpo --seeds a..b --dry-run": "0..4",
+    # plug-ins, tasks, stress tests
+    "--trainer mine --plugin nothing.py": "nothing.py",
+    "--trainer mine --plugin broken.py": "line 1",
+    "--trainer mine --plugin raising.py": "no such thing",
+    "--trainer mine --plugin nowhere.py": "nowhere.py",
+    "task --data data.jsonl --reward exact": "--model",
+    "stress": "--target",
+    "stress --target ./nowhere --scorer detoxify": "./nowhere",
+}
+
+
+def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -> None:
+    assert len(MISTAKES) >= 60
+    for name, text in FILES.items():
+        (cli.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        cli.write(name, text)
+    wrong = []
+    for typed, fact in MISTAKES.items():
+        with plugins_forgotten_after():
+            said = cli(*shlex.split(typed))
+        lines = said.err.splitlines()
+        # The list of all names, where a name is unknown, takes the room that it needs.
+        own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", said.err)
+        is_short = 0 < len(lines) <= MOST_LINES and len(own) <= MOST_CHARACTERS
+        is_said = fact in said.err and "error: " in lines[0].lower()
+        if said.code != 2 or not is_short or not is_said or "Traceback" in said.err:
+            wrong.append((typed, fact, said.code, said.err))
+    assert wrong == []
+
+
+def test_without_its_packages_the_program_says_what_to_install() -> None:
+    run = Path(__file__).parents[1] / "run.py"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(run), "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"'\w+' is missing.*pip install", done.stderr)

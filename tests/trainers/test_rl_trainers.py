@@ -1,0 +1,193 @@
+"""PPO, MAPPO and REINFORCE learn a cooperative game, each by its own critic and returns."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody
+from tests.kit.toy_protocol_scenario import merged, toy_trainer
+
+pytestmark = pytest.mark.usefixtures("toy_protocol")
+
+LEARNING = {
+    "num_iterations": 16,
+    "frames_per_batch": 192,
+    "minibatch_size": 96,
+    "num_epochs": 4,
+    "lr": 0.02,
+    "num_test_iterations": 2,
+}
+ONE_STEP = {
+    "num_iterations": 60,
+    "frames_per_batch": 384,
+    "minibatch_size": 384,
+    "num_epochs": 1,
+    "lr": 0.03,
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("vanilla_ppo", {}),
+        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}}),
+        (
+            "vanilla_ppo",
+            {"rl": {"use_shared_body": True, "clip_value": 0.5, "loss_critic_type": "l2"}},
+        ),
+        ("vanilla_ppo", {"toy_protocol": {"include_linear_message_space": True}}),
+        ("mappo", {}),
+        *(
+            (
+                "reinforce",
+                {
+                    "rl": ONE_STEP,
+                    "reinforce": {"use_advantage_and_critic": use_critic, "entropy_weight": 0.01},
+                },
+            )
+            for use_critic in (False, True)
+        ),
+    ],
+)
+def test_the_prover_learns_to_tell_the_verifier_what_it_cannot_see(
+    trainer: str, more: dict[str, Any]
+) -> None:
+    built = toy_trainer(trainer, **merged({"rl": LEARNING}, more))
+    built.train()
+    assert built.results["before"]["mean_accuracy"] < 0.7
+    after = built.results["after"]
+    assert after["mean_accuracy"] >= 0.95
+    if trainer == "vanilla_ppo":
+        assert after["verifier/mean_episode_reward"] > 0.9
+    has_critic = more.get("reinforce", {}).get("use_advantage_and_critic", True)
+    assert ("verifier/mean_value" in after) is has_critic
+
+
+def test_without_the_prover_the_verifier_only_guesses() -> None:
+    more = {"toy_protocol": {"agents": {"prover": {"is_random": True}}}}
+    trainer = toy_trainer("vanilla_ppo", **merged({"rl": LEARNING}, more))
+    trainer.train()
+    assert 0.35 < trainer.results["after"]["mean_accuracy"] < 0.65
+
+
+PROTOCOLS = [
+    *(pytest.param(str(one), False, id=str(one)) for one in InteractionProtocolType),
+    *(pytest.param(str(one), True, id=f"zk_{one}") for one in InteractionProtocolType),
+]
+
+
+@pytest.mark.parametrize(("protocol", "is_zero_knowledge"), PROTOCOLS)
+def test_every_protocol_is_trained(protocol: str, is_zero_knowledge: bool) -> None:
+    trainer = toy_trainer(
+        "vanilla_ppo",
+        settings=ExperimentSettings(progress=False, test_run=True),
+        interaction_protocol=protocol,
+        protocol_common={"zero_knowledge": is_zero_knowledge},
+        rl={"frames_per_batch": 48, "steps_per_env_per_iteration": 8, "num_epochs": 1},
+    )
+    trainer.train()
+    after = trainer.results["after"]
+    assert trainer.state.iteration == 1
+    assert 0 <= after["mean_accuracy"] <= 1
+    assert {name.partition("/")[0] for name in after if "/" in name} == set(trainer.agents.names)
+
+
+def test_policy_and_value_function_have_bodies_of_their_own_unless_they_share() -> None:
+    for shares, count in ((False, 2), (True, 1)):
+        trainer = toy_trainer("vanilla_ppo", rl={"use_shared_body": shares})
+        bodies = trainer.agents["prover"].bodies
+        assert len(bodies) == count
+        assert all(isinstance(body, AgentBody) for body in bodies)
+
+
+def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does() -> None:
+    # Its reward is the same whatever it draws, so that it learns from its logits or not at all.
+    frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
+    learning = {"update_schedule": {"_type": "constant", "is_on": True}}
+    more = {
+        "toy_protocol": {"agents": {"default": frozen, "simulator": learning}},
+        "protocol_common": {"zero_knowledge": True},
+        "rl": {"num_iterations": 20},
+    }
+    trainer = toy_trainer("vanilla_ppo", **merged({"rl": LEARNING}, more))
+    trainer.train()
+    before, after = trainer.results["before"], trainer.results["after"]
+    name = "simulator/mean_step_reward"
+    assert after[name] > before[name] + 0.2
+    assert after["adversarial_verifier/mean_step_reward"] == pytest.approx(-after[name], abs=1e-5)
+
+
+def test_value_functions_see_every_channel_and_policies_their_own() -> None:
+    trainer = toy_trainer("mappo", interaction_protocol="mnip", mnip={"max_message_rounds": 4})
+    prover = trainer.agents["prover0"]
+    assert prover.shape.num_channels == 2
+    assert prover.policy_body.shape.num_visible == 1
+    assert prover.value_body.shape.num_visible == 2
+
+
+def test_the_label_changes_the_value_and_not_the_policy() -> None:
+    trainer = toy_trainer("mappo")
+    frames = trainer.collect().flatten()
+    other = frames.clone()
+    other["y"] = 1 - frames["y"]
+    with torch.no_grad():
+        for name in ("prover", "verifier"):
+            agents = trainer.agents
+            assert not torch.equal(agents.values(name, frames), agents.values(name, other))
+            seen = [agents.evaluate(name, one).logprobs_B for one in (frames, other)]
+            assert torch.equal(*seen)
+
+
+def test_the_label_tells_a_critic_what_the_verifier_itself_cannot_foresee() -> None:
+    left = {}
+    for name in ("vanilla_ppo", "mappo"):
+        trainer = toy_trainer(
+            name,
+            rl={"num_iterations": 12, "num_epochs": 4, "lr": 0.02},
+            # Policies rest, and the verifier accepts whatever the label is.
+            toy_protocol={"agents": {"default": {"agent_lr_factor": {"actor": 0.0}}}},
+        )
+        with torch.no_grad():
+            trainer.agents["verifier"].policy_head.decision.bias += torch.tensor([0.0, 6.0, 0.0])
+        trainer.train()
+        left[name] = trainer.results["after"]["verifier/residual_critic_variance"]
+    assert left["mappo"] < 0.3
+    assert left["vanilla_ppo"] > 0.8
+
+
+def test_a_shared_body_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Set rl\.use_shared_body=false"):
+        toy_trainer("mappo", rl={"use_shared_body": True})
+
+
+def test_value_functions_rest_where_moves_are_weighted_by_rewards_to_go() -> None:
+    trainer = toy_trainer("reinforce", rl={"num_iterations": 1})
+    before = {name: value.clone() for name, value in trainer.agents.state_dict().items()}
+    trainer.train()
+    after = trainer.agents.state_dict()
+    moved = {name.split(".")[2] for name, value in before.items() if not value.equal(after[name])}
+    assert moved == {"policy_body", "policy_head"}
+
+
+def test_several_epochs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        toy_trainer("reinforce", rl={"num_epochs": 3})
+    assert "set rl.num_epochs=1 for the exact gradient" in caplog.text
+
+
+def test_a_reward_to_go_reaches_to_the_end_of_an_episode_that_the_batch_cuts() -> None:
+    rounds = {"nip": {"max_message_rounds": 5}, "protocol_common": {"shared_reward": False}}
+    short = {"steps_per_env_per_iteration": 2, "frames_per_batch": 64}
+    long = {"steps_per_env_per_iteration": 10, "frames_per_batch": 320}
+    cut = toy_trainer("reinforce", rl=short, **rounds).collect()
+    whole = toy_trainer("reinforce", rl=long, **rounds).collect()[:, :2]
+    assert cut["agents", "message"].equal(whole["agents", "message"]), "the same is played"
+    assert not cut["next", "done"][:, -1].all()
+    torch.testing.assert_close(cut["agents", "reward_to_go"], whole["agents", "reward_to_go"])
