@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nip_astra.evaluation.run_results import read_results as read_results
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
+    from nip_astra.hub import push_to_hub as push_to_hub
     from nip_astra.installation import doctor as doctor
     from nip_astra.language_models.base import LanguageModel as LanguageModel
     from nip_astra.language_models.base import Learner as Learner

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from nip_astra.errors import (
     WorkerProcessError,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
+from nip_astra.evaluation.tables import Shown
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
@@ -84,11 +85,18 @@ class PreparedExperiment:
 
 
 @dataclass(frozen=True)
-class ExperimentResult:
+class ExperimentResult(Shown):
     """A finished run."""
 
     run_directory: RunDirectory
-    results: dict[str, Any]
+    results: dict[str, Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        return str(self.read())
+
+    def plot(self, *names: str) -> Any:
+        """Plot metrics by iteration; see `RunResults.plot`."""
+        return self.read().plot(*names)
 
     def read(self) -> RunResults:
         """Everything that the run recorded, as objects and frames."""

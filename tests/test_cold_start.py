@@ -28,17 +28,28 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "nip_astra, nip_astra.parameters, nip_astra.experiment_settings",
-        "nip_astra.parameters.files, nip_astra.parameters.content, nip_astra.plugins",
-        "nip_astra.progress, nip_astra.tracking.local, nip_astra.tracking.environment",
+def run_commands(*commands: list[str], forbidden: set[str]) -> list[list[str]]:
+    """Run commands in one process; exit code, CPU seconds and forbidden modules after each."""
+    code = (
+        "import sys, time\nfrom nip_astra.cli.app import main\n"
+        f"for typed in {commands}:\n"
+        "    sys.argv = ['nip-astra', *typed]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n"
+        f"        heavy = {forbidden} & set(sys.modules)\n"
+        "        print('after', end.code, time.process_time(), *sorted(heavy))\n"
+    )
+    lines = [line.split() for line in run_python(code).splitlines()]
+    return [line[1:] for line in lines if line[:1] == ["after"]]
+
+
+def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy() -> None:
+    modules = (
+        *("nip_astra", "nip_astra.parameters", "nip_astra.experiment_settings"),
+        *("nip_astra.parameters.files", "nip_astra.parameters.content", "nip_astra.plugins"),
+        *("nip_astra.progress", "nip_astra.tracking.local", "nip_astra.tracking.environment"),
         "nip_astra.cli.app",
-    ],
-)
-def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy(modules: str) -> None:
-    code = f"import sys, {modules}\nprint(*sorted(set(sys.modules) & set({HEAVY})))"
+    )
+    code = f"import sys, {', '.join(modules)}\nprint(*sorted(set(sys.modules) & set({HEAVY})))"
     assert run_python(code).split() == []
 
 
@@ -56,23 +67,16 @@ def test_help_answers_with_the_commands_and_the_options_of_run() -> None:
         assert f"\n  {option} " in done.stdout
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
+def test_wrong_names_are_refused_before_anything_heavy_is_imported() -> None:
+    found = run_commands(
         ["--trainer", "ast_dop"],
         ["--trainer", "ast_dpo", "--scenario", "nowhere"],
         ["--trainer", "ast_dpo", "--parameters", "nowhere.yaml"],
         ["evaluate", "nowhere"],
         ["compare", "nowhere", "x"],
-    ],
-)
-def test_wrong_names_are_refused_before_anything_heavy_is_imported(typed: list[str]) -> None:
-    code = (
-        f"import sys\nfrom nip_astra.cli.app import main\nsys.argv = ['nip-astra', *{typed}]\n"
-        "try:\n    main()\nexcept SystemExit as end:\n"
-        "    print(end.code, *sorted({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
+        forbidden={"torch", "transformers", "scipy"},
     )
-    assert run_python(code).split() == ["2"]
+    assert [(code, heavy) for code, _, *heavy in found] == [("2", [])] * 5
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +91,28 @@ def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path)
 
 
 @pytest.mark.parametrize(
-    ("command", "forbidden", "seconds"),
+    ("commands", "forbidden", "seconds"),
     [
-        ("list", {"torch", "transformers", "scipy"}, 1.5),
-        ("report", {"torch", "transformers", "scipy"}, 1.5),
+        (("list", "report"), {"torch", "transformers", "scipy"}, 1.5),
         # Quantiles of intervals are scipy's.
-        ("compare", {"torch", "transformers"}, 2.0),
-        ("show --trainer ast_dpo", {"transformers", "torchrl", "scipy"}, 3.5),
-        ("schema --trainer ast_dpo", {"transformers", "torchrl", "scipy"}, 3.5),
+        (("compare",), {"torch", "transformers"}, 2.0),
+        (
+            ("show --trainer ast_dpo", "schema --trainer ast_dpo"),
+            {"transformers", "torchrl", "scipy"},
+            3.5,
+        ),
     ],
 )
 def test_commands_that_build_nothing_start_fast(
-    command: str, forbidden: set[str], seconds: float, finished_runs: list[str]
+    commands: tuple[str, ...], forbidden: set[str], seconds: float, finished_runs: list[str]
 ) -> None:
-    typed = [*command.split(), *(finished_runs if command in ("report", "compare") else ())]
-    code = (
-        "import sys, time\nfrom nip_astra.cli.app import main\n"
-        f"sys.argv = ['nip-astra', *{typed}]\ntry:\n    main()\nexcept SystemExit as end:\n"
-        f"    print(end.code, time.process_time(), *sorted({forbidden} & set(sys.modules)))"
-    )
-    status, spent, *heavy = run_python(code).splitlines()[-1].split()
-    assert (status, heavy) == ("0", [])
-    # Generous, since CPU times vary with the machine.
-    assert float(spent) < 4 * seconds
+    typed = [
+        [*one.split(), *(finished_runs if one in ("report", "compare") else ())] for one in commands
+    ]
+    found = run_commands(*typed, forbidden=forbidden)
+    assert [(code, heavy) for code, _, *heavy in found] == [("0", [])] * len(commands)
+    # Of the first command. Generous, since CPU times vary with the machine.
+    assert float(found[0][1]) < 4 * seconds
 
 
 def test_the_package_gives_its_version_without_importing_the_rest() -> None:

@@ -36,6 +36,7 @@ FLOORS = [
             "run",
             "resume_check",
             "recipes",
+            "hub",
             "overview",
             "installation",
             "resolving",

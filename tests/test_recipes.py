@@ -241,6 +241,7 @@ SHORT = (
     "training.num_iterations=1",
     "training.num_episodes_per_experience=1",
     "training.minibatch_size=4",
+    "ast_chat.tree_depth=2",
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.labelled_responses=null",

@@ -265,6 +265,32 @@ def export(
         say(f"export     {file}")
 
 
+def push(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_runs)
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Whether a new repository is private.")
+    ] = True,
+    license: Annotated[  # noqa: A002 - the hub's word
+        str | None, typer.Option(metavar="NAME", help="Licence, for instance apache-2.0.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also write what is published to this folder.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write --output alone.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Publish a run's trained model on the Hugging Face hub, with a model card."""
+    from nip_astra.hub import push_to_hub
+
+    address = push_to_hub(
+        run, repo, private=private, license=license, folder=output, dry_run=dry_run
+    )
+    say(f"{'folder' if dry_run else 'model'}      {address}")
+
+
 def doctor(
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR", help="Where runs are to be kept.")
@@ -401,5 +427,5 @@ def compare_dumps(
     raise typer.Exit(1)
 
 
-COMMANDS = (evaluate, score, compare, report, export, doctor)
+COMMANDS = (evaluate, score, compare, report, export, push, doctor)
 """In the order of the help."""

@@ -25,6 +25,7 @@ from nip_astra.evaluation.families.base import (
     is_text_attacker,
     run_of,
 )
+from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
@@ -65,6 +66,12 @@ class Matrix(Printable):
         rows = [{"label": one.label, **one.values} for one in self.evaluations]
         frame: pd.DataFrame = import_pandas().json_normalize(rows)
         return frame
+
+    def plot(self) -> Any:
+        """Plot the figures that have an interval, those of each evaluation below each other."""
+        named = ((one.label, estimates_of(one.values)) for one in self.evaluations)
+        found = [one._replace(label=f"{label}: {one.label}") for label, own in named for one in own]
+        return plot_estimates(found, "evaluations")
 
     def tables(self) -> list[Any]:
         """The transfer matrix for a terminal; without one, the tables of each evaluation."""
@@ -118,6 +125,16 @@ class Comparison(Printable):
         ]
         frame: pd.DataFrame = import_pandas().DataFrame(rows)
         return frame
+
+    def plot(self) -> Any:
+        """Plot the difference of each metric from the first evaluation, with its interval."""
+        found = [
+            Estimate(f"{label}: {name}", one["difference"], one["low"], one["high"])
+            for label, metrics in self.comparisons.items()
+            for name, one in metrics.items()
+            if isinstance(one, Mapping)
+        ]
+        return plot_estimates(found, f"difference from {self.baseline}", zero=True)
 
     def tables(self) -> list[Any]:
         """One line per metric of each evaluation, and the warnings, for a terminal."""

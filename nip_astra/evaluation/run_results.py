@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rich.text import Text
+
 from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.evaluation.plots import plot_curves
 from nip_astra.evaluation.storage import Row, read_rows
+from nip_astra.evaluation.tables import Shown, as_text, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 from nip_astra.tracking.tracker import INTERVAL, flat_figures
+from nip_astra.utils.formatting import format_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +47,8 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunResults:
-    """The results, metrics and tables of a run.
+class RunResults(Shown):
+    """The results, metrics and tables of a run. Prints its figures, also in a notebook.
 
     Attributes
     ----------
@@ -54,9 +59,9 @@ class RunResults:
     """
 
     path: Path
-    results: dict[str, Any]
-    metrics: list[Row]
-    timings: list[Row]
+    results: dict[str, Any] = field(repr=False)
+    metrics: list[Row] = field(repr=False)
+    timings: list[Row] = field(repr=False)
 
     @property
     def status(self) -> Literal["finished", "failed", "unfinished"]:
@@ -64,6 +69,29 @@ class RunResults:
         if self.results.get("status") == FAILED:
             return "failed"
         return "finished" if self.results else "unfinished"
+
+    def __str__(self) -> str:
+        """The figures of each measurement beside each other."""
+        reports = {when: self.results.get(when) or {} for when in MEASUREMENTS}
+        shown = {when: report for when, report in reports.items() if report}
+        heading = f"{self.path.name}, {self.status}, {len(self.metrics)} rows of metrics"
+        table = plain_table(heading, "", *shown)
+        for name in dict.fromkeys(one.name for one in self.figures):
+            cells = (format_figure(report, name) for report in shown.values())
+            table.add_row(Text(name), *cells)
+        return as_text([table])
+
+    def plot(self, *names: str) -> Any:
+        """Plot metrics by iteration with matplotlib, those of the report without names.
+
+        Raises
+        ------
+        MissingDependencyError
+            When matplotlib is not installed.
+        UnknownNameError
+            When no such metric exists.
+        """
+        return plot_curves((*self.metrics, *self.timings), names)
 
     @property
     def figures(self) -> list[Figure]:

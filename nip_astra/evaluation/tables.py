@@ -49,7 +49,14 @@ class SafeConsole(Console):
         return super().render(renderable, options)
 
 
-class Printable:
+class Shown:
+    """Base of results that a notebook shows as they print; a subclass gives `__str__`."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Printable(Shown):
     """Base of results that print as tables; a subclass gives `tables`, or `__str__`."""
 
     def tables(self) -> list[RenderableType]:
@@ -58,9 +65,6 @@ class Printable:
 
     def __str__(self) -> str:
         return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:

@@ -65,13 +65,13 @@ def parameters(run: RunRecord) -> list[Parameter]:
     ]
 
 
-def _commands(run: RunRecord) -> list[tuple[str, str]]:
+def commands(run: RunRecord) -> list[tuple[str, str]]:
     """The commands that run it again, each with what it needs."""
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
     where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
-    commands = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
     if run.sources:
         names = ("trainer", "scenario", "seed")
         options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
@@ -81,8 +81,8 @@ def _commands(run: RunRecord) -> list[tuple[str, str]]:
                 options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
             elif one.is_given and one.path not in names:
                 options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
-        commands.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
-    return commands
+        found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return found
 
 
 def all_warnings(run: RunRecord) -> list[str]:
@@ -465,7 +465,7 @@ def _environment(run: RunRecord) -> Context | None:
         "environment": [
             (name, value_text(value)) for name, value in values if value not in (None, [])
         ],
-        "commands": _commands(run),
+        "commands": commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
         "has_target": run.kind == CONVERSATION,

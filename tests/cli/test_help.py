@@ -14,7 +14,7 @@ from tests.kit.command_line import CommandLine
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
 COMMANDS = (
     *("run", "resume", "list", "show", "schema"),
-    *("evaluate", "score", "compare", "report", "export", "doctor"),
+    *("evaluate", "score", "compare", "report", "export", "push", "doctor"),
     *("dataset", "time"),
 )
 OPTIONS = {

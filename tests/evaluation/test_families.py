@@ -24,7 +24,11 @@ RUNS = {
     "protocol": (
         "vanilla_ppo",
         "graph_isomorphism_small",
-        ("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
+        (
+            *("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
+            *("graph_isomorphism.dataset.num_train=60", "graph_isomorphism.dataset.num_test=30"),
+            "rl.pretrain_agents=false",
+        ),
     ),
     "text_protocol": (
         "pure_text_ei",

@@ -70,44 +70,56 @@ def assert_same(first: Any, second: Any, *tensors: torch.Tensor) -> None:
         assert torch.allclose(mine, other, rtol=0, atol=TOLERANCE["abs"])
 
 
+def loss_of_trl(
+    trainer_class: Any, batch: dict[str, torch.Tensor], inputs: dict[str, Any], **attributes: Any
+) -> torch.Tensor:
+    """What TRL computes of completions without prompts whose log-probabilities are the batch's."""
+    logprobs, mask = batch["logprobs"], batch["mask"].to(DOUBLE)
+    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
+    given = {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": batch["advantages"],
+    }
+    trainer = trl_trainer(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
+        **attributes,
+    )
+    loss = trainer_class._compute_loss(trainer, None, given | inputs)
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
 def grpo_of_trl(
     trl: SimpleNamespace, name: str, batch: dict[str, torch.Tensor], *, kl_weight: float
 ) -> torch.Tensor:
-    logprobs, mask = batch["logprobs"], batch["mask"].to(DOUBLE)
     variant = GROUP_VARIANTS[name]
     clip = PolicyLoss.of(variant.loss, clip_high=variant.clip_high).options
-    highest = clip["clip_high"] if name != "cispo" else 1 + clip["clip_high"]
-    trainer = trl_trainer(
+    return loss_of_trl(
+        trl.GRPOTrainer,
+        batch,
+        {
+            "old_per_token_logps": batch["old"],
+            "ref_per_token_logps": batch["reference"],
+            "num_items_in_batch": batch["mask"].to(DOUBLE).sum(),
+        },
         loss_type={"gspo": "grpo"}.get(name, name),
         importance_sampling_level="sequence" if name == "gspo" else "token",
         epsilon_low=clip["clip_low"],
-        epsilon_high=highest,
+        epsilon_high=clip["clip_high"] if name != "cispo" else 1 + clip["clip_high"],
         beta=kl_weight,
         max_completion_length=MAX_LENGTH,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         _entropy_bonus_enabled=False,
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            logprobs,
-            torch.zeros_like(logprobs),
-            None,
-        ),
     )
-    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
-    inputs = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
-        "completion_ids": torch.zeros_like(mask),
-        "completion_mask": mask,
-        "advantages": batch["advantages"],
-        "old_per_token_logps": batch["old"],
-        "ref_per_token_logps": batch["reference"],
-        "num_items_in_batch": mask.sum(),
-    }
-    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
-    assert isinstance(loss, torch.Tensor)
-    return loss
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
@@ -132,26 +144,8 @@ def test_group_variants_equal_grpo_of_trl(
 def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
     batch = random_batch(4, scale)
     logprobs = batch["logprobs"].requires_grad_()
-    mask = batch["mask"].to(DOUBLE)
-    trainer = trl_trainer(
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            logprobs,
-            torch.zeros_like(logprobs),
-            None,
-        ),
-    )
-    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
-    inputs = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
-        "completion_ids": torch.zeros_like(mask),
-        "completion_mask": mask,
-        "advantages": batch["advantages"],
-        "old_logps": (batch["old"] * mask).sum(1),
-    }
-    theirs = trl.RLOOTrainer._compute_loss(trainer, None, inputs)
+    old = {"old_logps": (batch["old"] * batch["mask"]).sum(1)}
+    theirs = loss_of_trl(trl.RLOOTrainer, batch, old, epsilon_low=0.2, epsilon_high=0.2)
     mine = loss_of_variant("rloo", logprobs, batch["old"], batch["advantages"], batch["mask"]).loss
     assert_same(mine, theirs, logprobs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,7 +62,9 @@ def assert_same(one: Progress, other: Progress, *, atol: float = 2e-5) -> None:
     assert one.finish_reason == other.finish_reason
     assert [record.token for record in one.tokens] == [record.token for record in other.tokens]
     pairs = zip(one.tokens, other.tokens, strict=True)
-    assert max((abs(a.logprob - b.logprob) for a, b in pairs), default=0) < atol
+    # The first token of an echoed prompt has none.
+    apart = [abs(a.logprob - b.logprob) for a, b in pairs if not math.isnan(a.logprob)]
+    assert max(apart, default=0) < atol
 
 
 def test_an_answer_does_not_depend_on_what_else_runs(engine: Engine) -> None:
@@ -98,7 +101,7 @@ def test_sample_i_of_n_is_drawn_alike_whatever_n(engine: Engine) -> None:
 
 
 def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
-    requests = [request_of(number) for number in range(30, 40)]
+    requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
     slow = load_engine(str(tiny_model_dir), device=CPU, limits=limits)
     whole = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())

@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
+from nip_astra.evaluation.plots import estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
@@ -187,6 +188,10 @@ class Evaluation(Printable):
     def tables(self) -> list[RenderableType]:
         """The figures as tables for a terminal."""
         return self.family.tables(self.figures)
+
+    def plot(self) -> Any:
+        """Plot the figures that have an interval, with matplotlib."""
+        return plot_estimates(estimates_of(self.values), self.label)
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a frame; groups within a row become columns `a.b`."""

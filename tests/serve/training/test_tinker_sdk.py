@@ -350,12 +350,18 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
     hot = tinker.SamplingParams(max_tokens=1, temperature=3e7)
     with pytest.raises(tinker.BadRequestError, match="temperature"):
         sampler(client).sample(prompt, 1, hot).result()
-    for ids in ([999], []):
-        with pytest.raises(tinker.BadRequestError, match="outside 0 to 53"):
-            sampler(client).compute_logprobs(tinker.ModelInput.from_ints(ids)).result()
+    with pytest.raises(tinker.BadRequestError, match="outside 0 to 53"):
+        sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
     training = training_client(client)
     with pytest.raises(tinker.BadRequestError, match="Leave kind out"):
         training.save_weights_and_get_sampling_client(kind="inflight").result()
+
+
+def test_an_empty_prompt_is_a_wrong_request(server: Server) -> None:
+    """Without the SDK, which repeats a request that meets a fault of the service for minutes."""
+    body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "policy"}
+    reply = httpx.post(f"{server.url}/api/v1/asample", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:

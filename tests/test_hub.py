@@ -1,0 +1,111 @@
+"""A trained policy is published with its card, and with nothing else of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from nip_astra.errors import (
+    ConfigurationError,
+    RunDirectoryError,
+    ServiceRequestError,
+    UntrustedRunError,
+)
+from nip_astra.hub import push_to_hub
+from tests.kit.command_line import CommandLine
+from tests.report.runs import write_run
+
+SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A stress test whose parameters and model folder hold paths, a token and others' files."""
+    sources = {"trainer": "command line", "training.lr": "command line", "training.data": "--set"}
+    parameters = {"data": f"{tmp_path}/secret/data.jsonl", "key": SECRET}
+    folder = write_run(tmp_path / "runs/one", parameters=parameters, sources=sources)
+    model = folder / "model"
+    model.mkdir()
+    config = {"_name_or_path": f"{tmp_path}/base", "auto_map": {"a": "b--c"}, "vocab_size": 3}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"/usr/bin": 1}}}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "train.jsonl").write_text("foreign")
+    return folder
+
+
+class Hub:
+    """Stands in for the hub's client, and keeps what it was given."""
+
+    endpoint = "https://hub.test"
+    calls: list[tuple[str, Any]]
+    error: Exception | None = None
+
+    def create_repo(self, repo_id: str, **options: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append((repo_id, options))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        files = [path for path in folder_path.rglob("*") if path.is_file()]
+        self.calls.append((repo_id, {one.name: one.read_bytes() for one in files}))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    Hub.calls, Hub.error = [], None
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return Hub
+
+
+def test_weights_tokenizer_and_card_are_published_and_nothing_private(
+    run: Path, hub: type[Hub], tmp_path: Path
+) -> None:
+    address = push_to_hub(run, "me/attacker", private=False, license="apache-2.0")
+    assert address == "https://hub.test/me/attacker"
+    (_, options), (_, files) = hub.calls
+    assert options == {"private": False, "exist_ok": True}
+    assert set(files) == {"README.md", "config.json", "tokenizer.json", "model.safetensors"}
+    assert json.loads(files["config.json"])["_name_or_path"] == "base"
+    assert json.loads(files["tokenizer.json"])["model"]["vocab"] == {"/usr/bin": 1}
+    for content in files.values():
+        assert str(tmp_path).encode() not in content
+        assert SECRET.encode() not in content
+    card = files["README.md"].decode()
+    for fact in ("license: apache-2.0", "ast_dpo", "pocket_chat", "transformers", "before", "["):
+        assert fact in card
+    assert "nip-astra --trainer ast_dpo" in card
+
+
+def test_a_dry_run_writes_the_folder_alone(run: Path, hub: type[Hub], tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert push_to_hub(run, "me/a", folder=target, dry_run=True) == str(target)
+    assert hub.calls == []
+    assert (target / "README.md").is_file()
+    assert "license:" not in (target / "README.md").read_text()
+    with pytest.raises(ConfigurationError, match="out"):
+        push_to_hub(run, "me/a", folder=target, dry_run=True)
+
+
+def test_what_cannot_be_published_is_refused(run: Path, hub: type[Hub], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no name"):
+        push_to_hub(run, "no/such/name")
+    hub.error = OSError("no route")
+    with pytest.raises(ServiceRequestError, match="no route"):
+        push_to_hub(run, "me/a")
+    (tmp_path / "other").write_bytes(b"other")
+    (run / "model" / "linked.safetensors").symlink_to(tmp_path / "other")
+    with pytest.raises(UntrustedRunError, match="linked"):
+        push_to_hub(run, "me/a")
+    with pytest.raises(RunDirectoryError, match="model"):
+        push_to_hub(write_run(tmp_path / "two"), "me/a")
+
+
+def test_the_command_writes_a_folder(cli: CommandLine, run: Path, tmp_path: Path) -> None:
+    said = cli("push", str(run), "me/a", "--dry-run", "--output", str(tmp_path / "out"))
+    assert said.code == 0, said
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights"
