@@ -126,7 +126,7 @@ class ExperimentSettings(SubParameters):
     tracker: Tracker | None = Field(default=None, exclude=True)
     """Receives metrics, tables and artifacts."""
     tqdm_func: Callable[..., Any] | None = Field(default=None, exclude=True)
-    """Replaces tqdm."""
+    """Makes bars with the methods of tqdm, in place of the progress line."""
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once per iteration, for instance for a sweep's bar."""
     team: Any = Field(default=None, exclude=True)

@@ -101,7 +101,7 @@ class ExperimentView(Printable):
             Include those that nothing in the experiment reads.
         """
         shown = [one for one in self.parameters if show_all or one.is_read]
-        extra = ["what it is"] if explain else []
+        extra = ["description"] if explain else []
         table = plain_table(None, "parameter", "value", "from", *extra)
         for one in shown:
             cells = [one.path, _short(one.value), one.source, *([one.meaning] if explain else [])]
@@ -270,7 +270,7 @@ def every_setting() -> list[Described]:
 
 def described_table(described: Iterable[Described]) -> Table:
     """Names, values and meanings, for a terminal."""
-    table = plain_table(None, "name", "value", "what it is")
+    table = plain_table(None, "name", "value", "description")
     for one in described:
         table.add_row(*map(Text, one))
     return table

@@ -256,7 +256,7 @@ def resume(
     settings: Settings = None,
     debug: Debug = False,
 ) -> None:
-    """Go on with a stopped run from its latest checkpoint."""
+    """Resume a stopped run from its latest checkpoint."""
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
@@ -351,7 +351,7 @@ def list_names(
     console, entries = open_console(), registered(kind, plugin or [])
     for title in dict.fromkeys(one.kind for one in entries):
         has_origin = title != "scenarios"
-        table = plain_table(title, "name", *(["from"] if has_origin else []), "what it is")
+        table = plain_table(title, "name", *(["from"] if has_origin else []), "description")
         for one in entries:
             if one.kind == title:
                 origin = [Text(one.origin)] if has_origin else []

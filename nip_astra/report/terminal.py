@@ -127,7 +127,7 @@ def _heading(run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
 def _print_plants(rows: Sequence[Row], console: Console) -> None:
     """Print the planted failures, with their rarity where it is known."""
     first = 1 if any(row.cells[1] != NOTHING for row in rows) else 2
-    headings = ["what it is", "met by ordinary turns", "training", "random search"]
+    headings = ["description", "met by ordinary turns", "training", "random search"]
     cells = [Row(row.label, row.cells[first:]) for row in rows]
     _print_table("planted failure", headings[first : len(rows[0].cells)], cells, console)
 

@@ -145,7 +145,7 @@ def calculator(expression: str) -> str:
     """Value of an expression of whole numbers with +, -, * and brackets."""
     parsed = value_of(expression)
     if parsed is None:
-        raise ValueError(f"{expression[:40]!r} is no such expression")
+        raise ValueError(f"{expression[:40]!r} is not an expression of whole numbers")
     return str(parsed[0])
 
 
