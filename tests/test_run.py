@@ -39,6 +39,7 @@ from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
+from tests.kit.toy_scenario import forget_toys
 from tests.tracking.wandb_log import WandbLog
 
 REPOSITORY = Path(__file__).parents[1]
@@ -344,6 +345,7 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
     scenario.write_text(scenario.read_text().replace("toy_trainer:\n  offset: 0.5\n", ""))
     with pytest.MonkeyPatch.context() as patch, plugins_forgotten_after():
         patch.chdir(work)
+        forget_toys()
         patch.setenv("TOY_SIGNAL", "0:SIGTERM")
         started = ("--parameters", "config/mine.yaml", "--plugin", "extra.py", "--run-id", "one")
         stopped = CommandLine(work, toy, capsys)(*started)

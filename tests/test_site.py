@@ -97,7 +97,7 @@ SEARCHES = {
     "checkpoint": "guides/first-run/",
     "resume": "guides/first-run/",
     "vllm": "guides/scaling/",
-    "fail-if": "reference/commands/",
+    "fail-if": "guides/evaluating/",
 }
 """Words that users type, and the page that answers them."""
 

@@ -92,6 +92,11 @@ def toy_scenario_in(folder: Path) -> Iterator[Path]:
     (folder / "plugin.py").write_text(PLUGIN)
     (folder / "scenario.yaml").write_text(SCENARIO)
     yield folder
+    forget_toys()
+
+
+def forget_toys() -> None:
+    """Let the plug-in of another folder register the names."""
     for registry, name in ((TRAINERS, "toy_trainer"), (SCENARIOS, "toy_kind")):
         if name in registry.names():
             registry.forget(name)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import Field, JsonValue
 
-from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
 from nip_astra.language_models.tool_calls import parse_tool_calls
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
@@ -41,15 +41,16 @@ _TASKSETS = "verifiers.v1.tasksets"
 class VerifiersEnvironment(Environment):
     """One task of a taskset, answered in one message after any calls of its tools."""
 
-    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop) -> None:
+    def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop) -> None:
         from verifiers.v1.state import state_cls
 
-        self.task, self._toolsets, self._loop = task, toolsets, loop
+        self.task, self._loop = task, loop
+        self._toolsets = task.toolsets(task.config)
         self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
         self.state = state_cls(type(task))()
         self.tools = [
             replace(tool, function=partial(self._call, toolset, tool.function))
-            for toolset in toolsets
+            for toolset in (*shared, *self._toolsets)
             for tool in tools_of(toolset.__class__)
         ]
 
@@ -102,8 +103,8 @@ class PlayedEnvironment(VerifiersEnvironment):
 
     concurrency = 16
 
-    def __init__(self, task: Any, toolsets: Sequence[Any], loop: BackgroundLoop, env: Any) -> None:
-        super().__init__(task, toolsets, loop)
+    def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop, env: Any) -> None:
+        super().__init__(task, shared, loop)
         self._env = env
         self._player: _Player | None = None
 
@@ -289,13 +290,25 @@ class VerifiersTask(Task):
     ) -> None:
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
         taskset_class, env_class = _find_taskset(parameters.taskset)
-        taskset = taskset_class(_config_of(taskset_class, parameters))
-        _check_support(taskset_class, env_class, taskset, parameters.taskset)
+        config = _config_of(taskset_class, parameters)
         self._loop = BackgroundLoop()
-        # One server for all episodes, as in verifiers.
-        self._shared = list(taskset_class.toolsets(taskset.config))
-        self._env = None if env_class is None else _env_of(env_class, taskset)
-        self._tasks = self._split(taskset)
+        try:
+            taskset = taskset_class(config)
+            _check_support(taskset_class, env_class, taskset, parameters.taskset)
+            # One server for all episodes, as in verifiers.
+            self._shared = list(taskset_class.toolsets(config))
+            for toolset in self._shared:
+                self._loop.run(toolset.setup())
+            self._env = None if env_class is None else _env_of(env_class, taskset)
+            self._tasks = self._split(taskset)
+        except NipAstraError:
+            raise
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip(" *")]
+            raise DataError(
+                f"the taskset {parameters.taskset!r} cannot be loaded: {type(error).__name__}: "
+                f"{' '.join(lines)[:200]}. Provide what it needs."
+            ) from error
 
     def _split(self, taskset: Any) -> dict[Split, list[Any]]:
         options = self.parameters
@@ -326,10 +339,9 @@ class VerifiersTask(Task):
     def environment(self, split: Split, index: int) -> VerifiersEnvironment:
         tasks = self._tasks[split]
         task = tasks[index % len(tasks)]
-        toolsets = [*self._shared, *task.toolsets(task.config)]
         if self._env is None:
-            return VerifiersEnvironment(task, toolsets, self._loop)
-        return PlayedEnvironment(task, toolsets, self._loop, self._env)
+            return VerifiersEnvironment(task, self._shared, self._loop)
+        return PlayedEnvironment(task, self._shared, self._loop, self._env)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
         """Score all episodes concurrently."""

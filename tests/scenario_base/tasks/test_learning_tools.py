@@ -1,0 +1,98 @@
+"""A small policy learns by reinforcement to call a tool."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra import find_scenario, resolve_experiment, run_experiment
+
+pytestmark = pytest.mark.slow
+SHARE_CALLS = 0.5
+"""Of the conversations that the policy begins with."""
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"built_by_{path.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_caller(folder: Path) -> Path:
+    """The policy of arithmetic, which now calls a calculator now and then."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arithmetic = find_scenario("arithmetic")
+    sys.path.insert(0, str(find_scenario("pocket_chat")))
+    build = module_at(arithmetic / "build.py")
+    tiny: Any = build.tiny_models
+    source = arithmetic / "models" / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    problems = build.Corpus(0).problems
+
+    def turns(rng: random.Random) -> list[tuple[bool, str]]:
+        one = rng.choice(problems[4])
+        wrong = str(one.answer + rng.choice((-10, -2, -1, 1, 2, 10)))
+        if rng.random() > SHARE_CALLS:
+            return [(False, f"{one.problem}="), (True, wrong)]
+        answer = str(one.answer)
+        return [(False, f"{one.problem}="), (True, f"calc({one.problem})"), (False, answer),
+                (True, answer)]  # fmt: skip
+
+    def next_batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = []
+        for _ in range(64):
+            ids, labels = [tiny.BOS], [-100]
+            for is_own, text in turns(rng):
+                said = [*tokenizer.encode(text, add_special_tokens=False), tiny.END]
+                ids += [tiny.ASSISTANT if is_own else tiny.USER, *said]
+                labels += [-100, *(said if is_own else [-100] * len(said))]
+            rows.append((ids, labels))
+        width = max(len(ids) for ids, _ in rows)
+        padded = [
+            (ids + [tiny.PAD] * (width - len(ids)), labels + [-100] * (width - len(labels)))
+            for ids, labels in rows
+        ]
+        return torch.tensor([one for one, _ in padded]), torch.tensor([one for _, one in padded])
+
+    tiny.train(model, next_batch, steps=250, lr=1e-3, seed=0)
+    tiny.save(model, tokenizer, folder)
+    return folder
+
+
+def test_a_policy_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    """Of five seeds, accuracy rose from at most 0.35 to at least 0.61, and calls to 0.93."""
+    caller = build_caller(tmp_path / "caller")
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo",
+        scenario="arithmetic",
+        overrides=[
+            f"task.policy.language_model.model={caller}",
+            "task.policy.max_new_tokens=16",
+            "task.task.levels=[4]",
+            "task.tools.offered.calc.function=calculator",
+            "task.tools.describe=false",
+            "task.max_turns=3",
+            "task.evaluation.num_problems=100",
+            "training.num_iterations=80",
+            "training.num_episodes_per_experience=16",
+        ],
+    )
+    results = run_experiment(
+        resolved, runs_dir=str(tmp_path), run_id="calc", progress=False
+    ).results
+    before, after = results["before"], results["after"]
+    assert before["accuracy_interval"][1] < after["accuracy_interval"][0]
+    assert after["tools/calls_mean"] > before["tools/calls_mean"] + 0.2
+    assert after["tools/error_share"] <= 0.1
