@@ -74,12 +74,12 @@ def push_to_hub(
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # lazy export
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConfigurationError(f"{repo_id!r} is no name on the hub: {error}") from error
+        raise ConfigurationError(f"{repo_id!r} is not a name on the hub: {error}") from error
     if dry_run and folder is None:
         raise ConfigurationError("a dry run needs a folder (--output) to write to.")
     path = run_of(locate(run, settings))[0]
