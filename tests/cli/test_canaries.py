@@ -35,6 +35,7 @@ AdvantageParameters.advantage_options AgentParameters.checkpoint_version
 AgentParameters.load_from_run AstSftTrainer.Parameters.probes BaseRunParameters.run
 ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
 CommonPpoParameters.loss_options GymnasiumTask.Parameters.arguments
+OpenEnvTask.Parameters.arguments ToolParameters.options
 DatasetTask.Parameters.dev DatasetTask.Parameters.test
 DatasetTask.Parameters.train DetoxifyScorer.Parameters.checkpoint
 DetoxifyScorer.Parameters.config_path EmbedderParameters.model

@@ -18,6 +18,8 @@ from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParam
 ROOT = Path(nip_astra.__file__).parent
 # What stands in files for the next version of the package.
 NOT_READ = {"package_version"}
+# Groups that need one of several fields.
+INCOMPLETE = {"OpenEnvTask.Parameters"}
 
 
 def subclasses_of(cls: type[SubParameters]) -> set[type[SubParameters]]:
@@ -59,7 +61,8 @@ def test_every_group_whose_fields_have_defaults_is_valid_and_comes_back_from_its
     complete = [
         cls
         for cls in every_group()
-        if not any(field.is_required() for field in cls.model_fields.values())
+        if cls.__qualname__ not in INCOMPLETE
+        and not any(field.is_required() for field in cls.model_fields.values())
     ]
     assert len(complete) > 3
     for cls in complete:
