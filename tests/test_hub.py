@@ -92,7 +92,7 @@ def test_a_dry_run_writes_the_folder_alone(run: Path, hub: type[Hub], tmp_path: 
 
 
 def test_what_cannot_be_published_is_refused(run: Path, hub: type[Hub], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no name"):
+    with pytest.raises(ConfigurationError, match="no/such/name"):
         push_to_hub(run, "no/such/name")
     hub.error = OSError("no route")
     with pytest.raises(ServiceRequestError, match="no route"):

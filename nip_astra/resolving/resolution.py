@@ -472,7 +472,7 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
         try:
             return name, TRAINERS.get(name)
         except UnknownNameError as error:
-            files = ", ".join(Path(one.spec).name for one in loaded_plugins()[:3])
+            files = ", ".join(Path(one.spec).name for one in loaded_plugins()[-3:])
             if not files:
                 raise
             advice = f"The plug-ins {files} register no trainer of this name."
