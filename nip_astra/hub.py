@@ -66,7 +66,7 @@ def push_to_hub(
     Raises
     ------
     ConfigurationError
-        When the name is none of the hub, or `folder` is missing or not empty.
+        When `repo_id` is not a valid name, or `folder` is missing or not empty.
     RunDirectoryError
         When the run has no trained language model.
     ServiceRequestError
@@ -108,7 +108,7 @@ def push_to_hub(
 
 
 def write_model_folder(run: Path, target: Path, *, license: str | None = None) -> None:  # noqa: A002
-    """Write what is published of a run: its models, each in a folder if several, and the card."""
+    """Write the published files of a run: its models, each in a folder if several, and the card."""
     from nip_astra.language_models.sources import is_model_folder
 
     model = run / MODEL_DIR
@@ -194,7 +194,7 @@ def _table(run: RunRecord) -> Iterator[str]:
 
 
 def _data(run: RunRecord) -> Iterator[str]:
-    """The data sets that the parameters name, without their folders."""
+    """The data sets that the parameters name."""
     found = mapping(mapping(run.hyper_params.get("task")).get("task"))
     named = {
         name: one for name, one in found.items() if name in ("train", "dev", "test", "dataset")

@@ -35,9 +35,7 @@ def import_pyplot() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise MissingDependencyError(
-            f"plots need the package matplotlib: {error}. Run: pip install 'nip_astra[plot]'"
-        ) from error
+        raise MissingDependencyError.of("a plot", "matplotlib", "plot") from error
     return pyplot
 
 

@@ -115,7 +115,7 @@ def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
 
 
 def facts_of(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The number of runs, and of those that failed or go on."""
+    """The number of runs, in all and by status."""
     states = [row["status"] for row in rows]
     counts = [("runs", len(rows)), *((name, states.count(name)) for name in dict.fromkeys(states))]
     return [(name, count(value)) for name, value in counts]
