@@ -221,9 +221,8 @@ def _fluency(before: Report, after: Report) -> Iterator[str]:
         likely = f"{decimal(abs(change), 2)} nats per token {'less' if change > 0 else 'more'} "
         same = abs(change) < _SAME_NLL
         yield f"Its probes are {'about as likely as' if same else likely + 'likely than'} before."
-    share = number(after.get("distinct_share"))
-    if share is not None:
-        yield f"{percent(share, 0)} of the probes that succeed are distinct."
+    if number(after.get("distinct_share")) is not None:
+        yield f"Distinct among its successful probes: {distinct_text(after)}."
 
 
 def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
