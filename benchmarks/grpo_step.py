@@ -114,7 +114,9 @@ class Ours:
 
     trainer: Any
 
-    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+    def __init__(
+        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: str = "cpu"
+    ) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
             trainer="self_hosted_grpo",
@@ -128,7 +130,8 @@ class Ours:
                 "training.batch_order=by_episode",
             ],
         )
-        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        settings = ExperimentSettings(progress=False, device=device)
+        self.trainer = prepare_experiment(resolved, settings).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
@@ -170,7 +173,9 @@ class Ours:
 class Trls:
     """A step of TRL's GRPOTrainer, its loss and backward pass as they are."""
 
-    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+    def __init__(
+        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: str = "cpu"
+    ) -> None:
         os.environ.setdefault("WANDB_MODE", "disabled")
         warnings.filterwarnings("ignore")
         import trl
@@ -193,7 +198,7 @@ class Trls:
                 max_grad_norm=MAX_GRAD_NORM,
                 gradient_checkpointing=False,
                 report_to="none",
-                use_cpu=True,
+                use_cpu=device == "cpu",
                 bf16=False,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["x"] * len(work.prompts)}),
@@ -201,7 +206,7 @@ class Trls:
         )
         self.trainer.create_optimizer()
         self.module = self.trainer.model.train()
-        whole = self._inputs(work)
+        whole = {name: value.to(device) for name, value in self._inputs(work).items()}
         self.parts = [
             {
                 name: value[start : start + rows_at_once] if value.ndim else value
