@@ -99,10 +99,10 @@ def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) ->
 def test_a_run_hands_its_models_and_checkpoints_to_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = []
-    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **about: kinds.append(about["type"]))
+    told: list[str] = []
+    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **about: told.append(about["type"]))
     build_text_trainer(_build(tmp_path), _directory(tmp_path)).train()
-    assert sorted(kinds) == ["checkpoint", "model", "rollouts"]
+    assert sorted(told) == ["checkpoint", "model", "rollouts"]
 
 
 def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
