@@ -100,7 +100,7 @@ def test_a_run_hands_its_models_and_checkpoints_to_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **about: told.append(about["type"]))
+    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **had: told.append(had["type"]))
     build_text_trainer(_build(tmp_path), _directory(tmp_path)).train()
     assert sorted(told) == ["checkpoint", "model", "rollouts"]
 
