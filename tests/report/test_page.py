@@ -133,6 +133,9 @@ def test_every_rate_of_the_page_stands_beside_its_counts(tmp_path: Path) -> None
         "transfer": str(evaluations.transfer_matrix(run)),
     }
     assert [name for name, text in places.items() if "29 of 40, 10 unknown" not in text] == []
+    told["after"] |= {"if_unknown_passed": 0.725, "if_unknown_failed": 0.975}
+    rows = summary.main_table(read_run(write_run(tmp_path / "two", results=told)))[1]
+    assert "72.5% / 97.5%" in {row.cells[1] for row in rows}
 
 
 def test_an_evaluation_is_shown_with_its_clusters_the_likeliest_first(run: Path) -> None:

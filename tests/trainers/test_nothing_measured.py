@@ -295,6 +295,8 @@ def test_empty_replies_and_refusals_stand_beside_the_rate(
     assert (cell in said.out) == is_silent
     found = json.loads((Path(path) / "evaluations" / "test" / "evaluation.json").read_text())
     assert tuple(found["replies"].values()) == counts
+    with_evaluation = (run.run_directory.path / "report.html").read_text(encoding="utf-8")
+    assert (with_evaluation.count(cell) > page.count(cell)) == is_silent
 
 
 def test_an_error_of_another_kind_is_kept_in_the_results(tmp_path: Path) -> None:
