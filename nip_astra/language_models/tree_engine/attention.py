@@ -188,7 +188,8 @@ def _scatter_groups(x: Tensor) -> Tensor:
 class Block(NamedTuple):
     """Consecutive queries, and the keys that any of them sees.
 
-    `bias_QL` is 0 where a key is seen, -inf elsewhere; `Q` counts each query once per `G`.
+    All queries see the first keys; for the others `bias_QL` is 0 where a key is seen, -inf
+    elsewhere. `Q` counts each query once per `G`.
     """
 
     start: int
@@ -200,16 +201,25 @@ class Block(NamedTuple):
 def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
     """Divide the rows of a trie into blocks, for `group` query heads a key-value head."""
     blocks, first = [], 0
-    for mask in trie.row_masks():
-        for start in range(0, len(mask), BLOCK_TOKENS):
-            seen = mask[start : start + BLOCK_TOKENS]
-            keys = seen.any(dim=0).nonzero().squeeze(1)
-            is_hidden_QL = ~seen[:, keys].repeat_interleave(group, dim=0)
-            bias_QL = torch.zeros(is_hidden_QL.shape, device=mask.device)
-            bias_QL.masked_fill_(is_hidden_QL, float("-inf"))
-            begin = first + start
-            blocks.append(Block(begin, begin + len(seen), keys + first, bias_QL))
-        first += len(mask)
+    for ends_L in torch.split(trie.ends_N, trie.row_lengths):
+        open_L = ends_L[:0]
+        for start in range(0, len(ends_L), BLOCK_TOKENS):
+            queries_Q = torch.arange(start, min(start + BLOCK_TOKENS, len(ends_L))).to(ends_L)
+            keys_L = torch.cat([open_L, queries_Q])
+            stop = start + len(queries_Q)
+            # Keys before the block are ancestors of its first query: the later, the sooner closed.
+            num_seen_by_all = int((ends_L[open_L] >= stop).sum())
+            partly_L = keys_L[num_seen_by_all:]
+            is_seen_QL = (partly_L <= queries_Q[:, None]) & (queries_Q[:, None] < ends_L[partly_L])
+            bias_QL = torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf"))
+            blocks.append(
+                Block(
+                    *(first + start, first + stop, first + keys_L),
+                    bias_QL.repeat_interleave(group, dim=0),
+                )
+            )
+            open_L = keys_L[ends_L[keys_L] > stop]
+        first += len(ends_L)
     return blocks
 
 
@@ -277,7 +287,8 @@ def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[
     for block in blocks:
         queries_KQD = exact_queries[:, block.start * group : block.stop * group]
         keys_KDL = exact_keys_KND.index_select(1, block.keys_L).transpose(1, 2)
-        scores = torch.baddbmm(block.bias_QL, queries_KQD, keys_KDL)
+        scores = torch.bmm(queries_KQD, keys_KDL)
+        scores[..., -block.bias_QL.shape[1] :] += block.bias_QL
         yield scores.softmax(dim=-1).to(keys_KND.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
 
 import pytest
@@ -79,7 +80,8 @@ def test_a_block_leaves_out_what_none_of_its_tokens_sees(monkeypatch: pytest.Mon
     # The last branch sees the beginning and itself, of 170 tokens.
     assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
     assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
-    assert last.bias_QL.shape == (5 * 3, 50)
+    # Of the last 30 the branch sees all that come before the block.
+    assert last.bias_QL.shape == (5 * 3, 5)
 
 
 def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
@@ -91,7 +93,7 @@ def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
         kept = parent[: numbers.randrange(len(parent) + 1)]
         new = [numbers.randrange(6, 20) for _ in range(numbers.randrange(1, 12))]
         sequences.append(kept + new)
-    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else 2048)
+    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else math.inf)
 
 
 @pytest.fixture
@@ -198,3 +200,32 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
     assert max(sizes) <= 64
     for ours, expected in zip(found, dense, strict=True):
         assert torch.allclose(ours, expected, atol=1e-4)
+
+
+def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(6, 20, (1, 2100), generator=generator)
+    contexts, answers = prompt.expand(4, -1), torch.randint(6, 20, (4, 30), generator=generator)
+    rows = contexts, contexts > 0, answers, answers > 0
+
+    def learnt() -> tuple[float, float, float]:
+        tiny_model.module.zero_grad()
+        with tiny_model.counting() as spent:
+            loss = tiny_model.logprobs(*rows).double().mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in tiny_model.parameters()])
+        return float(loss.detach()), float(norm), spent.forwarded / (2100 + 4 * 29)
+
+    loss, norm, forwarded = learnt()
+    assert forwarded <= 1.05
+    with torch.no_grad():
+        tiny_model.max_batch_tokens = 256
+        assert float(tiny_model.logprobs(*rows).double().mean()) == pytest.approx(loss, rel=1e-6)
+    monkeypatch.setattr(
+        "nip_astra.language_models.huggingface.row_limits", lambda *_: {"max_row_tokens": 2048}
+    )
+    cut_loss, cut_norm, cut_forwarded = learnt()
+    assert cut_forwarded > 3
+    assert (loss, norm) == pytest.approx((cut_loss, cut_norm), rel=1e-6)
