@@ -16,6 +16,8 @@ import torch
 pytest.importorskip("fastapi")
 tinker = pytest.importorskip("tinker")
 
+from nip_astra.serve.requests import ApiError  # noqa: E402
+from nip_astra.serve.tinker.messages import read_forward_backward  # noqa: E402
 from tests.serve.training.running import POLICY, Server, training_server  # noqa: E402
 
 PROMPT = [1, 10, 11, 12, 13]
@@ -362,6 +364,17 @@ def test_an_empty_prompt_is_a_wrong_request(server: Server) -> None:
     body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "policy"}
     reply = httpx.post(f"{server.url}/api/v1/asample", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_a_chunk_that_ends_within_a_token_is_a_wrong_request() -> None:
+    from tinker.proto import tinker_public_pb2 as pb
+
+    request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
+    request.data.add().model_input.add().encoded_text.tokens = bytes(5)
+    with pytest.raises(ApiError) as caught:
+        read_forward_backward(request.SerializeToString())
+    assert caught.value.status == 400
+    assert "5 bytes" in str(caught.value)
 
 
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:
