@@ -393,14 +393,15 @@ def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Serv
 
 def test_operations_before_their_turn_keep_no_other_client_waiting() -> None:
     with training_server(["tinker"], max_waiting=4) as server, service_client(server) as client:
-        training, other = (training_client(client) for _ in range(2))
-        model = training.get_info().model_id
+        *early, other = (training_client(client) for _ in range(3))
+        models = [one.get_info().model_id for one in early]
 
-        def send(number: int) -> int:
+        def send(model: str, number: int) -> int:
             body = {"model_id": model, "seq_id": number, "adam_params": {}}
             return httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code
 
-        assert [send(number) for number in (3, 4, 100)] == [200, 200, 400]
+        for model in models:
+            assert [send(model, number) for number in (2, 3, 4, 100)] == [200, 200, 200, 400]
         step(other, [datum(weights=MASK)], "cross_entropy")
 
 
