@@ -131,7 +131,9 @@ class Ours:
 
     trainer: Any
 
-    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+    def __init__(
+        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: str = "cpu"
+    ) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
             trainer="self_hosted_grpo",
@@ -145,7 +147,8 @@ class Ours:
                 "training.batch_order=by_episode",
             ],
         )
-        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        settings = ExperimentSettings(progress=False, device=device)
+        self.trainer = prepare_experiment(resolved, settings).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
@@ -194,6 +197,7 @@ class Trls:
         precision: str,
         *,
         rows_at_once: int,
+        device: str = "cpu",
         module: Any = None,
         tokenizer: Any = None,
         reward: Callable[..., list[float]] = lambda completions, **_: [0.0] * len(completions),
@@ -223,7 +227,7 @@ class Trls:
                 max_grad_norm=MAX_GRAD_NORM,
                 gradient_checkpointing=False,
                 report_to="none",
-                use_cpu=True,
+                use_cpu=device == "cpu",
                 bf16=False,
                 **options,
             ),
@@ -232,7 +236,7 @@ class Trls:
         )
         self.trainer.create_optimizer()
         self.module = self.trainer.model.train()
-        whole = self._inputs(work)
+        whole = {name: value.to(device) for name, value in self._inputs(work).items()}
         self.parts = [
             {
                 name: value[start : start + rows_at_once] if value.ndim else value

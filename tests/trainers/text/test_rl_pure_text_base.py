@@ -22,6 +22,7 @@ from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobSta
 from nip_astra.run import _write_report
 from nip_astra.samplers import answer_journal
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
+from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import STAGES, PureTextRlTrainer, Stage
 from nip_astra.utils.nested_array_dict import NestedArrayDict
@@ -93,6 +94,15 @@ def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) ->
     assert [one["datapoint_id"] for one in told] == rollouts["datapoint_id"].tolist()
     assert told[0]["turns"][0]["messages"] == {"main": told[0]["turns"][0]["raw_message"]}
     assert "You are Prover" in rollouts["agents", "prompt"][0, 0, 0]
+
+
+def test_a_run_hands_its_models_and_checkpoints_to_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **had: told.append(had["type"]))
+    build_text_trainer(_build(tmp_path), _directory(tmp_path)).train()
+    assert sorted(told) == ["checkpoint", "model", "rollouts"]
 
 
 def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
