@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Fixtures import what they need: the process that hands tests to workers runs none, and the workers
 # wait until it has read this file.
 
+# Bars of weights that are read; the command line turns them off too.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 
 def pytest_collectstart() -> None:
     # Modules and tests stay: a search for garbage would only find them again.
@@ -57,6 +60,15 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _models_read_once() -> Iterator[None]:
+    from tests.kit.reading import models_are_read_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        models_are_read_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
