@@ -365,12 +365,11 @@ def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Ca
 
     Beyond its limit (8) torch would compute all scores at once, without a word.
     """
-    compiled = torch.compile(flex_attention, dynamic=False, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, backend=backend)
 
-    def attend(*inputs: Tensor, **options: Any) -> Tensor:
+    def attend(*inputs: Any, **options: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            attended: Tensor = compiled(*inputs, **options)
-        return attended
+            return compiled(*inputs, **options)
 
     return attend
 

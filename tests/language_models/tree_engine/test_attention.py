@@ -243,6 +243,21 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
         assert torch.allclose(ours, expected, atol=1e-4)
 
 
+def test_flex_attention_reads_prompts_that_share_a_beginning_in_several_passes(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
+    limits = tree_scores.row_limits(tiny_model._decoder, torch.device("cuda"), torch.float32)
+    prompts = [[2, *[number] * 199] for number in range(10, 26)]
+    trie = build_trie(
+        [[*one, *answer] for one in prompts for answer in ([5] * 40, [6] * 40)], **limits
+    )
+    assert max(part.num_tokens for part in trie.passes(600)) <= 600
+    assert trie.num_tokens <= 1.05 * trie.num_unique
+    # Answers to one prompt stay together.
+    assert len(trie.row_lengths) == len(prompts)
+
+
 def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
