@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nip_astra.errors import reason_of
-from nip_astra.language_models.tree_engine.token_trie import TokenTrie
+from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ BLOCK_TOKENS = 96
 """Smaller blocks compute fewer unrelated pairs, in more and smaller products."""
 SMALLEST_FLEX = 512
 """Shortest sequence that flex attention is compiled for; shorter ones are computed densely."""
+FLEX_BLOCK = 128
+"""Tokens of a block that flex attention skips or computes."""
+MAX_COMPILED = 128
+"""Kernels of flex attention in one process: sizes are powers of two."""
 
 
 def grouped_attention(
@@ -337,24 +341,47 @@ def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends_N[key])
 
-    mask: BlockMask = create_block_mask(sees, None, None, size, size, device=device)
-    return mask
+    # The queries that see a key are those from itself to its end, so that the ends in a block of
+    # keys decide which blocks of queries see any or all of it: no pair of tokens is looked at.
+    ends_KB = ends_N.view(-1, FLEX_BLOCK)
+    starts_Q = torch.arange(0, size, FLEX_BLOCK, device=device)[:, None]
+    is_below_QK = starts_Q > starts_Q.T
+    is_full_QK = is_below_QK & (ends_KB.amin(dim=1) >= starts_Q + FLEX_BLOCK)
+    is_seen_QK = is_below_QK & (ends_KB.amax(dim=1) > starts_Q) | (starts_Q == starts_Q.T)
+    parts = _seen_first(is_seen_QK & ~is_full_QK) + _seen_first(is_full_QK)
+    return BlockMask.from_kv_blocks(
+        *parts, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+    )
+
+
+def _seen_first(is_seen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries sees, and all blocks, those first; int32."""
+    order_QK = is_seen_QK.int().argsort(dim=1, descending=True, stable=True)
+    return is_seen_QK.sum(dim=1, dtype=torch.int32)[None, None], order_QK.int()[None, None]
+
+
+def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Flex attention, compiled for each size, precision and model, with gradients and without.
+
+    Beyond its limit (8) torch would compute all scores at once, without a word.
+    """
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, backend=backend)
+
+    def attend(*inputs: Any, **options: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+            return compiled(*inputs, **options)
+
+    return attend
 
 
 @lru_cache(maxsize=1)
 def compiled_flex_attention() -> Callable[..., Any] | None:
     """Compile flex attention and try it, with gradients, once in a process."""
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    compiled = compile_flex_attention()
     try:
         inputs = [torch.randn(1, 2, SMALLEST_FLEX, 64, device="cuda") for _ in range(3)]
-        mask = create_block_mask(
-            lambda batch, head, query, key: key <= query,
-            None,
-            None,
-            SMALLEST_FLEX,
-            SMALLEST_FLEX,
-            "cuda",
-        )
+        trie = build_trie([range(SMALLEST_FLEX)]).to(inputs[0].device)
+        mask = _block_mask(trie, SMALLEST_FLEX)
         for x in inputs:
             x.requires_grad_(True)
         with torch.enable_grad():

@@ -48,12 +48,15 @@ def sequences_to_read(rows: TokenRows) -> list[list[int]]:
 def row_limits(
     decoder: Decoder | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Options of `build_trie` for the attention of a device; none if unrelated tokens are skipped.
+    """Options of `build_trie` for the attention of a device.
 
-    Only dense masks take memory quadratic in a row.
+    Only dense masks take memory quadratic in a row. Flex attention skips unrelated tokens, but rows
+    that share almost nothing can be read in several passes.
     """
-    if decoder is None or uses_flex_attention(device):
+    if decoder is None:
         return {}
+    if uses_flex_attention(device):
+        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
     if device.type == "cpu":
         in_blocks = math.isqrt(SMALLEST_IN_BLOCKS // (decoder.num_heads * decoder.head_dim))
         return {"pair_cost": decoder.pair_cost, "max_dense_tokens": in_blocks}
