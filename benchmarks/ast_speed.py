@@ -32,6 +32,7 @@ from measuring import (
     options_of,
     ratio,
     tell,
+    wait_for_gpu,
 )
 from our_ast import (
     DTYPES,
@@ -62,16 +63,25 @@ class Contest:
     plain_episodes : int
         Episodes that the plain way plays; the time of all follows from these, since it plays one
         after the other.
+    more : str
+        Further parameters of both, `name=value`.
     """
 
     def __init__(
-        self, setting: Setting, precision: Sequence[str], plain_episodes: int | None = None
+        self,
+        setting: Setting,
+        precision: Sequence[str],
+        plain_episodes: int | None = None,
+        *more: str,
     ) -> None:
-        resolved = setting.resolve()
+        resolved = setting.resolve("fp32", *more)
         self.setting, self.prompts = setting, setting.openings(resolved)
         self.plain_episodes = plain_episodes or setting.episodes
-        self.plain = PlainAst(resolved)
-        self.ours = {name: OurAst(setting.resolve(name), self.prompts) for name in precision}
+        self.plain = PlainAst(resolved, setting.device)
+        self.ours = {
+            name: OurAst(setting.resolve(name, *more), self.prompts, setting.device)
+            for name in precision
+        }
 
     def run(self, parts: Sequence[str], num_rounds: int) -> Figures:
         """Measure the parts: `rollout`, `update` on the same pairs, `iteration` of both."""
@@ -146,6 +156,7 @@ class Contest:
         models = (plain.attacker, plain.target, plain.reference)
         before, started = sum(model.num_forwarded for model in models), time.perf_counter()
         function()
+        wait_for_gpu()
         seconds = time.perf_counter() - started
         return Spent(seconds, sum(model.num_forwarded for model in models) - before)
 

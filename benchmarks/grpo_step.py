@@ -1,6 +1,8 @@
 """How long does a GRPO step take beside TRL's GRPOTrainer, on the same tokens in the same run?
 
     python benchmarks/grpo_step.py --out grpo_step.json
+    python benchmarks/grpo_step.py --prompt-tokens 2000 --groups 1 --against floor
+    python benchmarks/grpo_step.py --task arithmetic --groups 32 --answer-tokens 5 --rounds 15
 
 A step on groups of answers to one prompt each: loss, gradients, clipping, optimizer. Both start
 from the same weights in the same precision, take turns, and must agree in loss and gradient norm at
@@ -9,10 +11,15 @@ both; the median of the rounds counts. Beside it is that of the processor's time
 work takes little. Preparing (advantages, batches) is part of our time, and not of TRL's, which
 reads as many rows at once as its configuration has by default. On a machine with little memory
 `--our-rows 16` reads fewer of ours at once.
+
+The floor is the time of the products alone: weights with the unique tokens, and queries, keys and
+values of tokens that see each other, forward and backward. With `--task` both also sample, with
+the policy and the problems of that scenario, and rate; the parts of a step are timed apart.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import math
@@ -33,6 +40,8 @@ from measuring import in_turns, options_of, ratio, seconds_of, tell
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.language_models.tree_engine.attention import blocks_of
+from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import score_batch
@@ -84,12 +93,20 @@ class Work:
         return sum(map(len, self.prompts)) * self.group_size + sum(map(len, self.answers))
 
 
-def make_work(tokenizer: Any, groups: int, size: int, longest: int, seed: int = 0) -> Work:
-    """Word problems with answers of a quarter to all of the longest length, drawn at random."""
+def make_work(
+    tokenizer: Any, groups: int, size: int, longest: int, prompt_tokens: int = 0, seed: int = 0
+) -> Work:
+    """Word problems with answers of a quarter to all of the longest length, drawn at random.
+
+    With `prompt_tokens` the prompts are so many random tokens.
+    """
     rng = random.Random(seed)
     vocabulary = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
     prompts = []
     for number in range(groups):
+        if prompt_tokens:
+            prompts.append(rng.choices(vocabulary, k=prompt_tokens))
+            continue
         problem = problem_of(5, derived_generator(seed, "benchmark", number)).problem
         text = (
             "You solve problems with whole numbers. Think step by step, write every step on a line "
@@ -114,7 +131,9 @@ class Ours:
 
     trainer: Any
 
-    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+    def __init__(
+        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: str = "cpu"
+    ) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
             trainer="self_hosted_grpo",
@@ -128,7 +147,8 @@ class Ours:
                 "training.batch_order=by_episode",
             ],
         )
-        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        settings = ExperimentSettings(progress=False, device=device)
+        self.trainer = prepare_experiment(resolved, settings).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
@@ -170,7 +190,19 @@ class Ours:
 class Trls:
     """A step of TRL's GRPOTrainer, its loss and backward pass as they are."""
 
-    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+    def __init__(
+        self,
+        work: Work,
+        model: str | None,
+        precision: str,
+        *,
+        rows_at_once: int,
+        device: str = "cpu",
+        module: Any = None,
+        tokenizer: Any = None,
+        reward: Callable[..., list[float]] = lambda completions, **_: [0.0] * len(completions),
+        **options: Any,
+    ) -> None:
         os.environ.setdefault("WANDB_MODE", "disabled")
         warnings.filterwarnings("ignore")
         import trl
@@ -178,12 +210,14 @@ class Trls:
 
         config: Any = trl.GRPOConfig  # type: ignore[attr-defined]  # exported lazily
         trainer: Any = trl.GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
-        source = resolve_model(model, None)
-        module: Any = load_causal_lm(*source).to(getattr(torch, precision))
+        if model is not None:
+            source = resolve_model(model, None)
+            module = load_causal_lm(*source).to(getattr(torch, precision))
+            tokenizer = load_tokenizer(*source)
         self.folder = tempfile.TemporaryDirectory()
         self.trainer: Any = trainer(
             model=module,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            reward_funcs=reward,
             args=config(
                 output_dir=self.folder.name,
                 per_device_train_batch_size=rows_at_once,
@@ -193,15 +227,16 @@ class Trls:
                 max_grad_norm=MAX_GRAD_NORM,
                 gradient_checkpointing=False,
                 report_to="none",
-                use_cpu=True,
+                use_cpu=device == "cpu",
                 bf16=False,
+                **options,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["x"] * len(work.prompts)}),
-            processing_class=load_tokenizer(*source),
+            processing_class=tokenizer,
         )
         self.trainer.create_optimizer()
         self.module = self.trainer.model.train()
-        whole = self._inputs(work)
+        whole = {name: value.to(device) for name, value in self._inputs(work).items()}
         self.parts = [
             {
                 name: value[start : start + rows_at_once] if value.ndim else value
@@ -249,6 +284,151 @@ def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tenso
     return ids, pad(ones, batch_first=True, padding_side=side)
 
 
+class Floor:
+    """The products of a step on the unique tokens: forward, and two each in the backward pass."""
+
+    def __init__(self, work: Work, module: Any) -> None:
+        rows = [
+            [*work.prompts[index // work.group_size], *answer[:-1]]
+            for index, answer in enumerate(work.answers)
+        ]
+        config = module.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        trie = build_trie(rows)
+        self.blocks = blocks_of(trie, self.heads // self.kv_heads)
+        *self.layers, self.head = (
+            one.weight.detach() for one in module.modules() if isinstance(one, torch.nn.Linear)
+        )
+        self.num_layers = config.num_hidden_layers
+        self.inputs = {
+            size: torch.randn(trie.num_tokens, size, dtype=self.head.dtype)
+            for weight in (*self.layers, self.head)
+            for size in weight.shape
+            if weight is not self.head or size == self.head.shape[1]
+        }
+        dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.keys = torch.randn(self.kv_heads, trie.num_tokens, dim, dtype=self.head.dtype)
+        self.queries = torch.randn(
+            self.kv_heads, trie.num_tokens * self.heads // self.kv_heads, dim, dtype=self.head.dtype
+        )
+        self.num_scored = sum(map(len, work.answers))
+
+    def __call__(self) -> None:
+        """Multiply."""
+        for weight in self.layers:
+            x, gradient = self.inputs[weight.shape[1]], self.inputs[weight.shape[0]]
+            torch.mm(x, weight.T), torch.mm(gradient, weight), torch.mm(gradient.T, x)
+        for hidden in torch.split(self.inputs[self.head.shape[1]][: self.num_scored], 256):
+            logits = torch.mm(hidden, self.head.T)
+            torch.mm(logits, self.head), torch.mm(logits.T, hidden)
+        group = self.queries.shape[1] // self.keys.shape[1]
+        for _ in range(self.num_layers):
+            for block in self.blocks:
+                queries = self.queries[:, block.start * group : block.stop * group]
+                keys = self.keys[:, block.keys_L]
+                for _ in range(2):
+                    scores = torch.bmm(queries, keys.transpose(1, 2))
+                    torch.bmm(scores, keys), torch.bmm(scores.transpose(1, 2), queries)
+
+
+# ---- with sampling
+
+
+class OurTask:
+    """Steps of `self_hosted_grpo` on a task."""
+
+    def __init__(self, task: str, groups: int, size: int, answer_tokens: int) -> None:
+        resolved = resolve_experiment(
+            trainer="self_hosted_grpo",
+            scenario=task,
+            overrides=[
+                f"training.num_episodes_per_experience={groups}",
+                f"training.minibatch_size={groups * size}",
+                f"self_hosted_grpo.group_size={size}",
+                f"task.policy.max_new_tokens={answer_tokens}",
+            ],
+        )
+        self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        self.iteration = 0
+
+    def __call__(self) -> dict[str, tuple[float, float]]:
+        """Sample, rate and prepare; then learn."""
+        trainer, state = self.trainer, self.trainer.state
+        generation = both_times_of(partial(trainer._collect, self.iteration))
+        update = both_times_of(partial(trainer._update, self.iteration))
+        state.samples = None
+        self.iteration += 1
+        return {"generation": generation, "update": update}
+
+
+class TrlsTask:
+    """Steps of TRL's GRPOTrainer on the problems of a task."""
+
+    def __init__(self, ours: OurTask, groups: int, size: int, answer_tokens: int) -> None:
+        agent, self.task = ours.trainer.agent, ours.trainer.task
+        self.groups, self.size, self.iteration = groups, size, 0
+        self.agent = agent
+        self.trls = Trls(
+            Work([[1]] * groups, [[1]] * groups * size, [0.0] * groups * size),
+            None,
+            "float32",
+            rows_at_once=groups * size,
+            module=copy.deepcopy(agent.language_model.module).requires_grad_(),
+            tokenizer=agent.language_model.tokenizer,
+            max_completion_length=answer_tokens,
+            reward=self.rewards,
+        )
+
+    def rewards(self, completions: list[str], environment: list[Any], **_: Any) -> list[float]:
+        """The rewards of the environments."""
+        return [one.step(text).reward for one, text in zip(environment, completions, strict=True)]
+
+    def __call__(self) -> dict[str, tuple[float, float]]:
+        """Sample, rate and prepare; then learn."""
+        first = self.iteration * self.groups
+        self.iteration += 1
+        found: list[Any] = []
+
+        def generate() -> None:
+            rows = []
+            for problem in range(first, first + self.groups):
+                environment = self.task.environment("train", problem)
+                (message,) = environment.reset()
+                context = self.agent.contexts([[self.agent.turn(message.role, message.text)]])
+                prompt = self.agent.language_model.tokenizer.decode(context[0])
+                rows += [{"prompt": prompt, "environment": environment}] * self.size
+            found.append(self.trls.trainer._generate_and_score_completions(rows))
+
+        generation = both_times_of(generate)
+        self.trls.parts = found
+        return {"generation": generation, "update": both_times_of(self.trls)}
+
+
+def compare_on_task(options: Any) -> dict[str, Any]:
+    """Ratios of whole steps and of their parts."""
+    size = options.groups, options.group_size, options.answer_tokens
+    ours = OurTask(options.task, *size)
+    ways = {"ours": ours, "trl": TrlsTask(ours, *size)}
+    for way in ways.values():
+        way()
+    times = in_turns(ways, options.rounds)
+    figures: dict[str, Any] = {
+        "trl": importlib.metadata.version("trl"),
+        "num_rows": options.groups * options.group_size,
+        "answer_tokens": options.answer_tokens,
+    }
+    for part in ("generation", "update", "step"):
+        names = ("generation", "update") if part == "step" else (part,)
+        cpu = {
+            who: [sum(one[name][1] for name in names) for one in found]
+            for who, found in times.items()
+        }
+        figures[f"{part}_cpu_seconds"] = statistics.median(cpu["ours"])
+        figures[f"{part}_trl_cpu_seconds"] = statistics.median(cpu["trl"])
+        figures[f"{part}_cpu_ratio"] = ratio(cpu["trl"], cpu["ours"])
+    return figures
+
+
 def check(ours: tuple[float, float], theirs: tuple[float, float], tolerance: float) -> None:
     """Raise where the first steps differ in loss or gradient norm."""
     for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
@@ -271,41 +451,57 @@ def main(arguments: list[str] | None = None) -> None:
         precision={"choices": ["float32", "bfloat16"], "default": "float32"},
         groups=8,
         group_size=8,
+        prompt_tokens={"type": int, "default": 0, "help": "random prompts; 0: word problems"},
         answer_tokens=48,
         rounds=3,
         our_rows={"type": int, "help": "rows that we read at once; all of them"},
         trl_rows={"type": int, "default": 8, "help": "rows that TRL reads at once"},
+        against={"nargs": "+", "choices": ["trl", "floor"], "default": ["trl"]},
+        task={"help": "scenario to sample from, for instance arithmetic"},
     ).parse_args(arguments)
     torch.set_num_threads(1)
+    if options.task:
+        tell(compare_on_task(options), options.out)
+        return
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
-    work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
+    work = make_work(
+        *(tokenizer, options.groups, options.group_size),
+        *(options.answer_tokens, options.prompt_tokens),
+    )
     given = work, options.model, options.precision
     ours = Ours(*given, rows_at_once=options.our_rows or len(work.answers))
-    theirs = Trls(*given, rows_at_once=options.trl_rows)
     # The first steps, which set up optimizers, are compared and not timed.
     ours()
-    theirs()
-    check(ours.first or (0, 0), theirs.first or (0, 0), 1e-3)
-    ways = {"ours": partial(both_times_of, ours), "trl": partial(both_times_of, theirs)}
+    ways = {"ours": partial(both_times_of, ours)}
+    figures: dict[str, Any] = {"loss": ours.first}
+    if "floor" in options.against:
+        floor = Floor(work, ours.trainer.policy.module)
+        ways["floor"] = partial(both_times_of, floor)
+    if "trl" in options.against:
+        theirs = Trls(*given, rows_at_once=options.trl_rows)
+        theirs()
+        check(ours.first or (0, 0), theirs.first or (0, 0), 1e-3)
+        ways["trl"] = partial(both_times_of, theirs)
+        figures |= {"trl": importlib.metadata.version("trl"), "trl_loss": theirs.first}
     times = in_turns(ways, options.rounds)
     seconds = {name: [wall for wall, _ in found] for name, found in times.items()}
     cpu = {name: [busy for _, busy in found] for name, found in times.items()}
-    figures = {
-        "trl": importlib.metadata.version("trl"),
+    figures |= {
         "num_rows": len(work.answers),
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
         "num_tokens": work.num_rows,
         "num_unique_tokens": work.num_unique,
         "forwarded_per_unique": ours.forwarded_per_unique,
         "seconds": statistics.median(seconds["ours"]),
-        "trl_seconds": statistics.median(seconds["trl"]),
-        "median_ratio": ratio(seconds["trl"], seconds["ours"]),
-        "median_cpu_ratio": ratio(cpu["trl"], cpu["ours"]),
         "runs": seconds,
         "cpu_runs": cpu,
-        "loss": ours.first,
-        "trl_loss": theirs.first,
     }
+    if "floor" in ways:
+        figures["cpu_ratio_to_floor"] = ratio(cpu["ours"], cpu["floor"])
+    if "trl" in ways:
+        figures["trl_seconds"] = statistics.median(seconds["trl"])
+        figures["median_ratio"] = ratio(seconds["trl"], seconds["ours"])
+        figures["median_cpu_ratio"] = ratio(cpu["trl"], cpu["ours"])
     tell(figures, options.out)
 
 

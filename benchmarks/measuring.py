@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.metadata
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from nip_astra.utils.processor import peak_memory_bytes
 
 Result = TypeVar("Result")
 
@@ -93,10 +99,23 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+def wait_for_gpu() -> None:
+    """Wait until a GPU that torch uses has done its work, without which times mean nothing."""
+    if torch := _torch_with_gpu():
+        torch.cuda.synchronize()
+
+
+def _torch_with_gpu() -> Any:
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
 def seconds_of(function: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """How long a call takes, with the work that it gives to a GPU."""
+    wait_for_gpu()
     started = time.perf_counter()
     function()
+    wait_for_gpu()
     return time.perf_counter() - started
 
 
@@ -137,9 +156,85 @@ def held_memory_bytes() -> int | None:
 
 
 def forget_peak_memory() -> None:
-    """Start a new peak at what is held now; where the system refuses, the peak stays."""
+    """Free what is not held, and start a new peak; where the system refuses, the peak stays."""
+    gc.collect()
+    if torch := _torch_with_gpu():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Most memory since the last peak was forgotten: of the GPU if one is used, or resident."""
+    torch = _torch_with_gpu()
+    return int(torch.cuda.max_memory_allocated()) if torch else peak_memory_bytes()
+
+
+# ---- rows that are written as soon as they are measured
+
+
+class Row(NamedTuple):
+    """Something to measure, in a part of a benchmark; `run` gives figures by name.
+
+    `needs` are packages; a row without one of them, or without a GPU that it needs, is skipped.
+    """
+
+    part: str
+    name: str
+    run: Callable[[Any], dict[str, Any]]
+    needs: tuple[str, ...] = ()
+    needs_gpu: bool = False
+    in_small: bool = True
+
+    def record(self, setting: Any, *, has_gpu: bool) -> dict[str, Any]:
+        """Run it: status, figures or reason, seconds, peak memory, device and versions.
+
+        Figures with a `difference` also have the `tolerance` within which it `agrees`.
+        """
+        found: dict[str, Any] = {"part": self.part, "row": self.name}
+        missing = [one for one in self.needs if not (version_of(one) or one in sys.modules)]
+        if missing or (self.needs_gpu and not has_gpu):
+            reason = f"package {', '.join(missing)} is missing" if missing else "needs a GPU"
+            return found | {"status": "skipped", "reason": reason}
+        forget_peak_memory()
+        try:
+            started = time.perf_counter()
+            figures = self.run(setting)
+            wait_for_gpu()
+            found |= {"status": "measured", "seconds": time.perf_counter() - started}
+            found["figures"] = figures
+            if "difference" in figures:
+                found["agrees"] = bool(figures["difference"] <= figures["tolerance"])
+        # Benchmarks whose ways differ exit.
+        except (Exception, SystemExit) as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {str(error)[:800]}"
+            found |= {"status": "failed", "error": f"{said} ({place.filename}:{place.lineno})"}
+        return found | {"peak_bytes": peak_bytes()}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def measure_rows(
+    rows: Sequence[Row], setting: Any, out: Path, *, has_gpu: bool, about: Mapping[str, Any]
+) -> bool:
+    """Append a record of each row, and `about`, to a JSONL file; whether none failed or differs."""
+    is_fine = True
+    with out.open("a", encoding="utf-8") as file:
+        for row in rows:
+            record = row.record(setting, has_gpu=has_gpu) | about
+            file.write(json.dumps(record, default=str) + "\n")
+            file.flush()
+            is_fine &= record["status"] != "failed" and record.get("agrees", True)
+            note = record.get("reason") or record.get("error") or record.get("figures")
+            print(f"{row.part} | {row.name} | {record['status']} | {note}", flush=True)
+    return is_fine
 
 
 # ---- Markdown

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from measuring import Spent
+from measuring import Spent, wait_for_gpu
 from plain_ast import Pair, PlainAst
 from tensordict import TensorDict
 from torch import Tensor
@@ -56,6 +56,7 @@ class Setting:
     pairs: int = 4
     temperature: float = 1.0
     seed: int = 0
+    device: str = "cpu"
 
     def resolve(self, precision: str = "fp32", *more: str) -> ResolvedExperiment:
         """The experiment of both ways; the plain one computes in float32 whatever the precision."""
@@ -113,8 +114,11 @@ class Played(NamedTuple):
 class OurAst:
     """A trainer ready to play and learn."""
 
-    def __init__(self, resolved: ResolvedExperiment, prompts: Sequence[str]) -> None:
-        trainer = prepare_experiment(resolved, num_threads=torch.get_num_threads()).trainer
+    def __init__(
+        self, resolved: ResolvedExperiment, prompts: Sequence[str], device: str = "cpu"
+    ) -> None:
+        num_threads = torch.get_num_threads()
+        trainer = prepare_experiment(resolved, num_threads=num_threads, device=device).trainer
         assert isinstance(trainer, AstTrainer)
         self.trainer = trainer
         trainer.rollouts.prompts = prompts
@@ -142,6 +146,7 @@ class OurAst:
             with policy.counting() as count:
                 for batch in batches:
                     self.trainer._optimizer_step([batch])
+            wait_for_gpu()
             seconds = time.perf_counter() - started
         return Spent(seconds, count.forwarded, count.scored)
 

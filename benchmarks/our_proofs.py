@@ -21,7 +21,7 @@ NUM_ITERATIONS = 1_000_000
 
 
 def graph_trainer(
-    num_frames: int, minibatch_size: int, num_epochs: int, num_threads: int
+    num_frames: int, minibatch_size: int, num_epochs: int, num_threads: int, device: str = "cpu"
 ) -> TensorDictRlTrainer:
     """Build a trainer on graph isomorphism at the published shapes, but for the sizes given.
 
@@ -45,13 +45,13 @@ def graph_trainer(
         overrides=[f"{name}={value}" for name, value in values.items()],
         seed=0,
     )
-    settings = ExperimentSettings(progress=False, num_threads=num_threads)
+    settings = ExperimentSettings(progress=False, num_threads=num_threads, device=device)
     trainer = prepare_experiment(resolved, settings).trainer
     assert isinstance(trainer, TensorDictRlTrainer)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weights in trainer.agents.parameters():
-            weights += 0.01 * torch.randn(weights.shape, generator=generator)
+            weights += 0.01 * torch.randn(weights.shape, generator=generator).to(weights)
     return trainer
 
 

@@ -52,6 +52,7 @@ class PlainModel:
 
     agent: ConversationAgentParameters
     scenario_dir: Path
+    device: str = "cpu"
     suppressed_ids: tuple[int, ...] = ()
     num_forwarded: int = 0
     module: Any = field(init=False)
@@ -61,7 +62,7 @@ class PlainModel:
         self.tokenizer: Any = load_tokenizer(*source)
         self.pad_id = self.tokenizer.eos_token_id
         self.chat = ChatFormat(self.tokenizer, system_prompt=self.agent.system_prompt)
-        self.module = load_causal_lm(*source).eval()
+        self.module = load_causal_lm(*source).to(self.device).eval()
         self.module.get_input_embeddings().register_forward_hook(self._count)
 
     def _count(self, _: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
@@ -78,8 +79,8 @@ class PlainModel:
         if agent.temperature == 0:
             drawing = {}
         said_BL = self.module.generate(
-            input_ids=ids_BC,
-            attention_mask=mask_BC,
+            input_ids=ids_BC.to(self.device),
+            attention_mask=mask_BC.to(self.device),
             min_new_tokens=agent.min_new_tokens,
             max_new_tokens=agent.max_new_tokens,
             do_sample=bool(drawing),
@@ -100,6 +101,7 @@ class PlainModel:
         mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in both])
         start_B1 = torch.tensor([[len(context)] for context in contexts])
         scored_BL = (torch.arange(width) >= start_B1) & mask_BL.bool()
+        ids_BL, mask_BL, scored_BL = (x.to(self.device) for x in (ids_BL, mask_BL, scored_BL))
         logits = self.module(input_ids=ids_BL, attention_mask=mask_BL).logits
         # The position before a token predicts it.
         distribution = logits[:, :-1].log_softmax(dim=-1)
@@ -151,15 +153,15 @@ class _Conversation(NamedTuple):
 class PlainAst:
     """Plays and learns in the plain way, with three models and a scorer of its own."""
 
-    def __init__(self, resolved: ResolvedExperiment) -> None:
+    def __init__(self, resolved: ResolvedExperiment, device: str = "cpu") -> None:
         section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
-        self.attacker = PlainModel(section.attacker, scenario_dir)
-        self.target = PlainModel(section.target, scenario_dir)
+        self.attacker = PlainModel(section.attacker, scenario_dir, device)
+        self.target = PlainModel(section.target, scenario_dir, device)
         # The reference reads what the attacker reads.
-        self.reference = PlainModel(section.attacker, scenario_dir)
+        self.reference = PlainModel(section.attacker, scenario_dir, device)
         if section.attacker.language_model.lora is not None:
             adapted = add_adapter(self.attacker.module, section.attacker.language_model.lora)
-            self.attacker.module = adapted.eval()
+            self.attacker.module = adapted.to(device).eval()
         self.scorer: Scorer = build_scorer(
             section.scorer, device=torch.device("cpu"), scenario_dir=scenario_dir
         )
@@ -228,7 +230,7 @@ class PlainAst:
         ]
         lengths_B = torch.tensor([len(probe) for probe in probes])
         with torch.no_grad():
-            return -self.target.logprobs(before, probes).sum(dim=1) / lengths_B
+            return -self.target.logprobs(before, probes).sum(dim=1).cpu() / lengths_B
 
     def _reward(
         self, probe_texts: Sequence[str], response_texts: Sequence[str], nll_B: Tensor

@@ -6,16 +6,19 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
-from nip_astra.utils.sandbox import why_no_bubblewrap
-from tests.kit.command_line import CommandLine, plugins_forgotten_after
-from tests.kit.tiny import make_language_model, write_scenario
-from tests.kit.toy_scenario import toy_scenario_in
+if TYPE_CHECKING:
+    from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+    from tests.kit.command_line import CommandLine
+
+# Fixtures import what they need: the process that hands tests to workers runs none, and the workers
+# wait until it has read this file.
+
+# Bars of weights that are read; the command line turns them off too.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def pytest_collectstart() -> None:
@@ -29,8 +32,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("needs_sandbox") and (why := why_no_bubblewrap()):
-        pytest.skip(f"sandbox: {why}")
+    if item.get_closest_marker("needs_sandbox"):
+        from nip_astra.utils.sandbox import why_no_bubblewrap
+
+        if why := why_no_bubblewrap():
+            pytest.skip(f"sandbox: {why}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -51,7 +57,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _one_thread() -> None:
     # Small operations run many times slower with two threads on busy cores, and a command that was
     # given a number of threads leaves it.
+    import torch
+
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _models_read_once() -> Iterator[None]:
+    from tests.kit.reading import models_are_read_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        models_are_read_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -61,6 +78,8 @@ def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("OMP_NUM_THREADS", "1")
+        # No test cuts the power, and a busy disk takes long.
+        patch.setattr(os, "fsync", lambda file: None)
         # Services that tests start are on this machine.
         for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
             patch.delenv(name, raising=False)
@@ -70,12 +89,19 @@ def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer Llama and its tokenizer."""
+    from tests.kit.tiny import make_language_model
+
     return make_language_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
 def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
     """A trainable backend over the tiny model."""
+    import torch
+
+    from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+    from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+
     return HuggingFaceLanguageModel(
         load_causal_lm(str(tiny_model_dir), None),
         load_tokenizer(str(tiny_model_dir)),
@@ -87,12 +113,16 @@ def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
 @pytest.fixture(scope="session")
 def tiny_scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scenario folder over tiny random models."""
+    from tests.kit.tiny import write_scenario
+
     return write_scenario(tmp_path_factory.mktemp("scenario"))
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A scenario folder of numbers, without models, whose trainer counts."""
+    from tests.kit.toy_scenario import toy_scenario_in
+
     with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
         yield folder
 
@@ -114,6 +144,8 @@ def cli(
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[CommandLine]:
     """The command line in an empty folder; plug-ins that a test loads are forgotten after it."""
+    from tests.kit.command_line import CommandLine, plugins_forgotten_after
+
     monkeypatch.chdir(tmp_path)
     with plugins_forgotten_after():
         yield CommandLine(tmp_path, tiny_scenario, capsys)
@@ -122,6 +154,8 @@ def cli(
 @pytest.fixture
 def no_plugins_left() -> Iterator[None]:
     """What a test registers, or loads as a plug-in, is forgotten after it."""
+    from tests.kit.command_line import plugins_forgotten_after
+
     with plugins_forgotten_after():
         yield
 

@@ -97,6 +97,9 @@ def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Pa
     with pytest.raises(StopRequested, match="notebook"):
         run_experiment(resolved, stop_flag=lambda: "notebook", **settings)
     assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 1
+    for given in ({"tracker": Tracker()}, {"actor_cpus": 2.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(given))):
+            resume_experiment(tmp_path / "one", progress=False, **given)
     assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
 
 

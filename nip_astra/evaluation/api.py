@@ -23,6 +23,7 @@ from nip_astra.evaluation.families.base import (
     as_list,
     family_of_run,
     is_text_attacker,
+    refuse_without_effect,
     run_of,
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
@@ -43,6 +44,10 @@ WEIGHTS = "huggingface"
 EXPORTS = "exports"
 """Folder in a run's directory, unless another is given."""
 TRANSFER = "transfer"
+OF_STORED = frozenset({"plugins", "is_trusted", "fail_if"})
+"""Options of whatever reads stored evaluations."""
+OF_RATING = frozenset({"name", "scorers", "threshold", "labelled", "embedder", "overwrite"})
+"""Options of `score` beside them."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,8 @@ def score(
     scorers : str or sequence of str
         Registered names, YAML files, or "own"; the first decides.
     settings, **options
-        As in `evaluate`.
+        As in `evaluate`: `name`, `threshold`, `labelled`, `embedder`, `overwrite`, `plugins` and
+        `is_trusted`.
 
     Raises
     ------
@@ -244,7 +250,7 @@ def score(
         When the run has no such texts, or an option has no effect.
     """
     settings = _settings(settings)
-    request = _request({**options, "scorers": scorers})
+    request = _request({**options, "scorers": scorers}, OF_STORED | OF_RATING)
     path = locate(run, settings)
     family = _stored_family(path, request)
     with showing("Rating", enabled=settings.progress):
@@ -277,7 +283,7 @@ def compare(
     DataError
         When two share no unit.
     """
-    settings, request = _settings(settings), _request(options)
+    settings, request = _settings(settings), _request(options, OF_STORED)
     given = [*as_list(first), *others]
     paths = [locate(one, settings) for one in given]
     if len(paths) < 2:
@@ -370,9 +376,17 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
     )
 
 
-def _request(options: Mapping[str, Any]) -> EvaluationRequest:
-    """The options, with their plug-ins loaded, which may register formats, metrics and families."""
+def _request(
+    options: Mapping[str, Any], readable: frozenset[str] | None = None
+) -> EvaluationRequest:
+    """The options, with their plug-ins loaded, which may register formats, metrics and families.
+
+    Refuses options that are not among the readable ones.
+    """
     request = EvaluationRequest(**options)
+    if readable is not None:
+        unread = [name for name in request.given() if name not in readable]
+        refuse_without_effect(unread, "stored evaluations")
     for spec in request.plugins:
         load_plugin(spec)
     return request

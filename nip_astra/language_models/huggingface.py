@@ -72,7 +72,7 @@ from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import (
     find_support,
-    pair_cost_of,
+    row_limits,
     score_trie,
     sequences_to_read,
 )
@@ -407,8 +407,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             scores, spent = score_rows(self._reader, rows, max_batch_tokens=None, **needs)
             self.token_count.add(spent)
             return scores
-        pair_cost = pair_cost_of(self._decoder, self.device)
-        trie = build_trie(sequences_to_read(rows), pair_cost=pair_cost)
+        limits = row_limits(self._decoder, self.device, self.dtype)
+        trie = build_trie(sequences_to_read(rows), **limits)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None and not self.scores_by_module:

@@ -62,8 +62,9 @@ from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
 
-SCORE_ONE = SamplingOptions(max_new_tokens=1)
-"""vLLM samples at least one token of every text that it scores."""
+SCORE_ONE = SamplingOptions(max_new_tokens=1, temperature=0.0)
+"""vLLM samples at least one token of every text that it scores; a greedy one needs no seed, for
+which vLLM draws row by row."""
 
 
 @register_language_model(LanguageModelType.VLLM)
@@ -427,8 +428,11 @@ class LearntWeights:
                 return None
             return engine.hold_adapter(self.version, lambda folder: save_weights(module, folder))
 
+        # The engine would round them in the same way, after twice as many bytes have travelled.
+        dtype = getattr(torch, engine.options.dtype)
+
         def weights() -> Iterable[tuple[str, Tensor]]:
-            return ((name, weight.detach()) for name, weight in module.named_parameters())
+            return ((name, one.detach().to(dtype)) for name, one in module.named_parameters())
 
         engine.hold_weights(self.version, weights)
         return None

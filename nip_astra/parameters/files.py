@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -231,6 +232,8 @@ def merge_layers(
     values, sources = merger.values, merger.sources
     if not resolve:
         return values, sources
+    if _is_plain(values):
+        return deepcopy(values), sources
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]  # a mapping
             OmegaConf.create(values), resolve=True
@@ -243,6 +246,13 @@ def merge_layers(
             "Refer to one that a file sets, as ${path.to.parameter}; write \\${ for plain text."
         ) from error
     return resolved, sources
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether values are plain and refer to nothing; OmegaConf takes long to give them back."""
+    if type(value) in (dict, list):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return "${" not in value if type(value) is str else type(value) in (bool, int, float, NoneType)
 
 
 class _Merger:

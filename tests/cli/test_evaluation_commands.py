@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation import playing
+from nip_astra.evaluation.api import compare, score
 from nip_astra.evaluation.playing import Player
 from nip_astra.evaluation.storage import PARTS, read_rows
 from nip_astra.resolving.resolution import resolve_experiment
@@ -262,12 +264,24 @@ def test_attackers_against_targets_make_a_matrix(
 def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
-    typed = ("evaluate", "runs/one", "--probability-episodes", "0")
-    plant = ("--set", "ast_chat.planted_failures=[{name: own, probe: cat}]")
-    assert cli(*typed, *plant).code == 0
-    assert cli(*typed, *plant, "--target", str(tiny_scenario / "attacker")).code == 0
+    path = run / "hyper_parameters.yaml"
+    plant = "planted_failures: [{name: own, probe: cat}]"
+    path.write_text(path.read_text().replace("planted_failures: []", plant))
+    typed = ("evaluate", "runs/one", "--probability-episodes", "0", "--trust")
+    assert cli(*typed).code == 0
+    assert cli(*typed, "--target", str(tiny_scenario / "attacker")).code == 0
     assert figures_of(run, "test")["plants"]["total"] == 1
     assert figures_of(run, "test-attacker")["plants"] is None
+    for name, is_own in (("test", True), ("test-attacker", False)):
+        again = score(run / "evaluations" / name, "own", name=f"{name}-again", is_trusted=True)
+        assert (again.figures["plants"] is not None) is is_own
+
+
+def test_options_that_stored_evaluations_do_not_read_are_refused(run: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--num-episodes, --set has no effect on stored"):
+        score(run, overrides=["seed=1"], num_episodes=3)
+    with pytest.raises(ConfigurationError, match="--target has no effect on stored"):
+        compare(run, run / "x", targets=["y"])
 
 
 def _another_scorer(cli: CommandLine) -> tuple[str, ...]:

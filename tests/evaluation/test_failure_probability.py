@@ -144,6 +144,16 @@ def test_both_estimates_are_right_where_verdicts_are_missing_at_random() -> None
     assert plain["value"] == pytest.approx(TRUTH, abs=3 * plain["standard_error"])
 
 
+def test_what_is_censored_widens_the_bound_until_nothing_is_known_to_the_end() -> None:
+    quiet = WeighedEpisodes(
+        np.zeros((50, 2)), FollowUp([2] * 50, [False] * 50, 2), [REFERENCE] * 50, list(range(50))
+    )
+    half = replace(quiet, follow_up=FollowUp([2] * 25 + [1] * 25, [False] * 50, 2))
+    assert importance_sampling(half).high == pytest.approx(2 * importance_sampling(quiet).high)
+    none = importance_sampling(replace(quiet, follow_up=FollowUp([1] * 50, [False] * 50, 2)))
+    assert (none.value, none.reason) == (None, "no episode has verdicts through its last turn")
+
+
 def first_of(follow_up: FollowUp) -> list[int]:
     """The turn of each first failure, counted from 0; -1 for none."""
     pairs = zip(follow_up.turns, follow_up.is_event, strict=True)

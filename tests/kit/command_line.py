@@ -8,10 +8,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.main
 
 from nip_astra import plugins
 from nip_astra.cli.app import main
@@ -32,6 +34,8 @@ from nip_astra.scorers.base import SCORERS
 from nip_astra.trainers.registry import TRAINERS
 
 LOGGER = logging.getLogger("nip_astra")
+ONCE = cache(typer.main.get_command)
+"""Reading the types of all options takes longer than most commands."""
 REGISTRIES = (
     (TRAINERS, TrainerType),
     (SCENARIOS, ScenarioType),
@@ -62,6 +66,7 @@ class CommandLine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", os.environ.copy())
             patch.setattr(sys, "argv", ["nip-astra", *arguments])
+            patch.setattr(typer.main, "get_command", ONCE)
             # A command that serves adds one that writes to this test's standard error.
             patch.setattr(LOGGER, "handlers", list(LOGGER.handlers))
             with pytest.raises(SystemExit) as caught:

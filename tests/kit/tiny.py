@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import yaml
@@ -100,6 +102,26 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+Files = tuple[dict[str, bytes], torch.Tensor]
+
+
+@cache
+def _files_of(make: Callable[..., None], **options: int) -> Files:
+    """The files of a model by name, and the state of torch's generator after it was made."""
+    with TemporaryDirectory() as folder:
+        make(Path(folder), **options)
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    return files, torch.get_rng_state()
+
+
+def _write(found: Files, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in found[0].items():
+        (directory / name).write_bytes(content)
+    torch.set_rng_state(found[1])
+    return directory
+
+
 def make_language_model(
     directory: Path,
     *,
@@ -109,6 +131,21 @@ def make_language_model(
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Write a random Llama of two layers with its tokenizer, and give its folder."""
+    options = {"seed": seed, "window": window, "head_size": head_size}
+    if tokenizer is None:
+        return _write(_files_of(_save_language_model, **options), directory)
+    _save_language_model(directory, tokenizer=tokenizer, **options)
+    return directory
+
+
+def _save_language_model(
+    directory: Path,
+    *,
+    seed: int,
+    window: int,
+    head_size: int,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> None:
     tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -126,11 +163,14 @@ def make_language_model(
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return directory
 
 
 def make_classifier(directory: Path, *, seed: int = 0) -> Path:
     """Write a random two-label BERT with its tokenizer, and give its folder."""
+    return _write(_files_of(_save_classifier, seed=seed), directory)
+
+
+def _save_classifier(directory: Path, *, seed: int) -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = BertConfig(
@@ -147,7 +187,6 @@ def make_classifier(directory: Path, *, seed: int = 0) -> Path:
     BertForSequenceClassification(config).save_pretrained(directory)
     tokenizer.model_max_length = 128
     tokenizer.save_pretrained(directory)
-    return directory
 
 
 def scenario_section(root: Path, **changes: object) -> dict[str, object]:

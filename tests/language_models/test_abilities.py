@@ -31,7 +31,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
-from tests.conftest import plugins_forgotten_after
+from tests.kit.command_line import plugins_forgotten_after
 
 
 class Wrapped(TokenModel):

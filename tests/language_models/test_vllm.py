@@ -144,6 +144,29 @@ def test_what_was_learnt_is_sampled_from_the_next_time(model_dir: Path, lora: An
     assert model.take_metrics()["sampler_gap/largest"] < 1e-4
 
 
+def test_weights_travel_in_the_precision_of_the_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(model_dir, dtype="bfloat16")
+    assert model.scorer is not None
+    sent: list[tuple[str, torch.Tensor]] = []
+    load_weights = fake_vllm._Inner.load_weights
+
+    def noted(self: Any, weights: Any) -> set[str]:
+        sent.extend(weights)
+        return load_weights(self, sent)
+
+    monkeypatch.setattr(fake_vllm._Inner, "load_weights", noted)
+    change(model)
+    model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    own = dict(model.scorer.module.named_parameters())
+    assert {one.dtype for one in own.values()} == {torch.float32}
+    assert {one.dtype for _, one in sent} == {torch.bfloat16}
+    # What the engine would have made of float32 weights.
+    for name, held in llm().module.named_parameters():
+        assert torch.equal(held, own[name].detach().to(torch.bfloat16))
+
+
 def test_adapters_get_new_numbers_and_leave_no_folder_behind(model_dir: Path) -> None:
     model = load(model_dir, lora={"rank": 4})
     folders = []

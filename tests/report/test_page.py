@@ -133,6 +133,28 @@ def test_every_rate_of_the_page_stands_beside_its_counts(tmp_path: Path) -> None
         "transfer": str(evaluations.transfer_matrix(run)),
     }
     assert [name for name, text in places.items() if "29 of 40, 10 unknown" not in text] == []
+    of_probes = {
+        "plants": {"recall": 0.5, "found": 1, "total": 2},
+        "fluency": {"share_below": 0.1, "num_below": 4, "num_probes": 40},
+        "diversity": {
+            "distinct_share": 0.65,
+            "num_distinct": 13,
+            "num_probes": 20,
+            "vendi": 3.5,
+            "self_bleu_complement": 0.5,
+            "self_bleu_num_probes": 12,
+            "cosine_distance": 0.25,
+        },
+    }
+    run = read_run(
+        write_run(tmp_path / "probes", results=told, evaluations={"a": evaluation(**of_probes)})
+    )
+    cells = {cell for row in evaluations.main_figures(run) for cell in row.cells}
+    assert {"50.0%, 1 of 2", "10.0%, 4 of 40", "65.0%, 13 of 20"} <= cells
+    assert {"3.5, of 20", "0.5, of 12", "0.25, of 20"} <= cells
+    told["after"] |= {"if_unknown_passed": 0.725, "if_unknown_failed": 0.975}
+    rows = summary.main_table(read_run(write_run(tmp_path / "two", results=told)))[1]
+    assert "72.5% / 97.5%" in {row.cells[1] for row in rows}
 
 
 def test_an_evaluation_is_shown_with_its_clusters_the_likeliest_first(run: Path) -> None:

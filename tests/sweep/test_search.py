@@ -287,10 +287,13 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(
     values = [float(value) for value in rows[0]["values"].split()]
     assert len(set(values)) == 3
     assert ", ".join(map(decimal, values)) in page
+    (caution,) = found.cautions(["mean_reward"])
+    assert caution.partition("'")[0] in page
     capsys.readouterr()
     sweeping._show(found, ["mean_reward"], as_json=False)
     told = capsys.readouterr().out
     assert all(f"{value:.3g}" in told.split() for value in values)
+    assert " ".join(caution.split()) in " ".join(told.split())
     assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
     assert frame["value"].tolist() == [row["value"] for row in found.rows]

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,16 +26,18 @@ from nip_astra.errors import (
 from nip_astra.run import run_experiment
 from nip_astra.sweep.plan import (
     MAX_RUNS,
+    FinishedRun,
     RequestedFigures,
     RunStatus,
     SweepPlan,
     grid_of,
+    read_failures,
     read_plan,
     seeds_of,
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_sweep
-from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep
+from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep, run_sweep
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
 from tests.kit.command_line import plugins_forgotten_after
 
@@ -142,7 +145,9 @@ def test_figures_that_no_trainer_reports_are_refused_before_the_first_run() -> N
         RequestedFigures(searching)
 
 
-def test_figures_of_a_plug_in_are_checked_after_its_first_run(tmp_path: Path) -> None:
+def test_figures_of_a_plug_in_are_checked_after_its_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
@@ -158,12 +163,21 @@ def test_figures_of_a_plug_in_are_checked_after_its_first_run(tmp_path: Path) ->
             plugins=[str(plugin)],
         )
         figures = RequestedFigures(plan, ["wonders", "nothing", "failur_rate"])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "hyper_parameters.yaml").write_text("")
-    results = {"after": {"wonders": 3.0, "nothing": None, "failure_rate": 0.5}}
-    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
-    with pytest.raises(UnknownNameError, match="failure_rate"):
-        figures.note(plan.runs[0], tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "hyper_parameters.yaml").write_text("")
+        results = {"after": {"wonders": 3.0, "nothing": None, "failure_rate": 0.5}}
+        (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+        with pytest.raises(UnknownNameError, match="failure_rate"):
+            figures.note(plan.runs[0], tmp_path / "run")
+
+        def play_one(runner: SweepRunner, *, on_end: Any, **_: Any) -> None:
+            shutil.copytree(tmp_path / "run", plan.runs[0].folder_in(runner.directory))
+            on_end(FinishedRun(plan.runs[0], RunStatus.ENDED, 1.0))
+
+        monkeypatch.setattr(SweepRunner, "run", play_one)
+        options = SweepOptions(metrics=["failur_rate"])
+        with pytest.raises(UnknownNameError, match="failure_rate"):
+            run_sweep(tmp_path / "sweep", options=options, **plan.to_dict())
 
 
 def test_shards_hold_every_run_once() -> None:
@@ -305,6 +319,7 @@ def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: P
     plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
     (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
     (tmp_path / "failures.json").write_bytes(b"[1]")
+    assert read_failures(tmp_path) == {}
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=file):
         read_sweep(tmp_path).write()

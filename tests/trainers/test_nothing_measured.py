@@ -6,12 +6,14 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nip_astra.errors import NipAstraError, NothingMeasuredError, ServiceError
+from nip_astra.evaluation.families.protocols import Protocols
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -295,6 +297,8 @@ def test_empty_replies_and_refusals_stand_beside_the_rate(
     assert (cell in said.out) == is_silent
     found = json.loads((Path(path) / "evaluations" / "test" / "evaluation.json").read_text())
     assert tuple(found["replies"].values()) == counts
+    with_evaluation = (run.run_directory.path / "report.html").read_text(encoding="utf-8")
+    assert (with_evaluation.count(cell) > page.count(cell)) == is_silent
 
 
 def test_an_error_of_another_kind_is_kept_in_the_results(tmp_path: Path) -> None:
@@ -304,3 +308,9 @@ def test_an_error_of_another_kind_is_kept_in_the_results(tmp_path: Path) -> None
     assert isinstance(caught.value, NipAstraError)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["status"], results["error"]["type"]) == ("failed", "ServiceError")
+
+
+def test_an_evaluation_of_a_protocol_in_which_no_episode_ended_is_an_error() -> None:
+    folder: Any = SimpleNamespace(path=Path("again"))
+    with pytest.raises(NothingMeasuredError, match="again"):
+        Protocols().figures(None, folder, {"figures": {"num_episodes": 0}})  # type: ignore[arg-type]

@@ -302,13 +302,8 @@ class EvaluationFamily(ABC):
 
     def check(self, runs: Sequence[str], request: EvaluationRequest) -> None:
         """Refuse options without effect and unknown splits, before anything is loaded."""
-        given = request.given()
-        unread = [name for name in given if name in self.unread]
-        if unread:
-            names = (OPTION_NAMES.get(name, f"--{name.replace('_', '-')}") for name in unread)
-            raise ConfigurationError(
-                f"{', '.join(names)} has no effect on {runs[0]}, a {self.name} run. Leave it out."
-            )
+        unread = [name for name in request.given() if name in self.unread]
+        refuse_without_effect(unread, f"{runs[0]}, a {self.name} run")
         if self.splits and request.split not in self.splits:
             raise UnknownNameError("split", request.split, self.splits, "Give one as --split.")
 
@@ -563,6 +558,13 @@ def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         close_all(list(services.values()))
+
+
+def refuse_without_effect(unread: Sequence[str], where: str) -> None:
+    """Raise a `ConfigurationError` that names options which have no effect there, if any."""
+    if unread:
+        names = (OPTION_NAMES.get(name, f"--{name.replace('_', '-')}") for name in unread)
+        raise ConfigurationError(f"{', '.join(names)} has no effect on {where}. Leave it out.")
 
 
 def refuse_unread_overrides(overrides: Sequence[str], readable: tuple[str, ...], path: str) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,7 +222,13 @@ def _describe(name: str) -> list[str]:
         return []
     file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else name
-    return [digest, *map(package_text, metadata.packages_distributions().get(top, ()))]
+    return [digest, *map(package_text, _distributions().get(top, ()))]
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Names of installed distributions by package; reading them takes a second."""
+    return metadata.packages_distributions()
 
 
 def _scorer_reference(parameters: Any) -> str | None:

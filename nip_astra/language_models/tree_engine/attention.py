@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nip_astra.errors import reason_of
-from nip_astra.language_models.tree_engine.token_trie import TokenTrie
+from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ BLOCK_TOKENS = 96
 """Smaller blocks compute fewer unrelated pairs, in more and smaller products."""
 SMALLEST_FLEX = 512
 """Shortest sequence that flex attention is compiled for; shorter ones are computed densely."""
+FLEX_BLOCK = 128
+"""Tokens of a block that flex attention skips or computes."""
+MAX_COMPILED = 128
+"""Kernels of flex attention in one process: sizes are powers of two."""
 
 
 def grouped_attention(
@@ -188,7 +192,8 @@ def _scatter_groups(x: Tensor) -> Tensor:
 class Block(NamedTuple):
     """Consecutive queries, and the keys that any of them sees.
 
-    `bias_QL` is 0 where a key is seen, -inf elsewhere; `Q` counts each query once per `G`.
+    All queries see the first keys; for the others `bias_QL` is 0 where a key is seen, -inf
+    elsewhere. `Q` counts each query once per `G`.
     """
 
     start: int
@@ -200,16 +205,25 @@ class Block(NamedTuple):
 def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
     """Divide the rows of a trie into blocks, for `group` query heads a key-value head."""
     blocks, first = [], 0
-    for mask in trie.row_masks():
-        for start in range(0, len(mask), BLOCK_TOKENS):
-            seen = mask[start : start + BLOCK_TOKENS]
-            keys = seen.any(dim=0).nonzero().squeeze(1)
-            is_hidden_QL = ~seen[:, keys].repeat_interleave(group, dim=0)
-            bias_QL = torch.zeros(is_hidden_QL.shape, device=mask.device)
-            bias_QL.masked_fill_(is_hidden_QL, float("-inf"))
-            begin = first + start
-            blocks.append(Block(begin, begin + len(seen), keys + first, bias_QL))
-        first += len(mask)
+    for ends_L in torch.split(trie.ends_N, trie.row_lengths):
+        open_L = ends_L[:0]
+        for start in range(0, len(ends_L), BLOCK_TOKENS):
+            queries_Q = torch.arange(start, min(start + BLOCK_TOKENS, len(ends_L))).to(ends_L)
+            keys_L = torch.cat([open_L, queries_Q])
+            stop = start + len(queries_Q)
+            # Keys before the block are ancestors of its first query: the later, the sooner closed.
+            num_seen_by_all = int((ends_L[open_L] >= stop).sum())
+            partly_L = keys_L[num_seen_by_all:]
+            is_seen_QL = (partly_L <= queries_Q[:, None]) & (queries_Q[:, None] < ends_L[partly_L])
+            bias_QL = torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf"))
+            blocks.append(
+                Block(
+                    *(first + start, first + stop, first + keys_L),
+                    bias_QL.repeat_interleave(group, dim=0),
+                )
+            )
+            open_L = keys_L[ends_L[keys_L] > stop]
+        first += len(ends_L)
     return blocks
 
 
@@ -277,7 +291,8 @@ def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[
     for block in blocks:
         queries_KQD = exact_queries[:, block.start * group : block.stop * group]
         keys_KDL = exact_keys_KND.index_select(1, block.keys_L).transpose(1, 2)
-        scores = torch.baddbmm(block.bias_QL, queries_KQD, keys_KDL)
+        scores = torch.bmm(queries_KQD, keys_KDL)
+        scores[..., -block.bias_QL.shape[1] :] += block.bias_QL
         yield scores.softmax(dim=-1).to(keys_KND.dtype)
 
 
@@ -326,24 +341,47 @@ def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends_N[key])
 
-    mask: BlockMask = create_block_mask(sees, None, None, size, size, device=device)
-    return mask
+    # The queries that see a key are those from itself to its end, so that the ends in a block of
+    # keys decide which blocks of queries see any or all of it: no pair of tokens is looked at.
+    ends_KB = ends_N.view(-1, FLEX_BLOCK)
+    starts_Q = torch.arange(0, size, FLEX_BLOCK, device=device)[:, None]
+    is_below_QK = starts_Q > starts_Q.T
+    is_full_QK = is_below_QK & (ends_KB.amin(dim=1) >= starts_Q + FLEX_BLOCK)
+    is_seen_QK = is_below_QK & (ends_KB.amax(dim=1) > starts_Q) | (starts_Q == starts_Q.T)
+    parts = _seen_first(is_seen_QK & ~is_full_QK) + _seen_first(is_full_QK)
+    return BlockMask.from_kv_blocks(
+        *parts, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+    )
+
+
+def _seen_first(is_seen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries sees, and all blocks, those first; int32."""
+    order_QK = is_seen_QK.int().argsort(dim=1, descending=True, stable=True)
+    return is_seen_QK.sum(dim=1, dtype=torch.int32)[None, None], order_QK.int()[None, None]
+
+
+def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Flex attention, compiled for each size, precision and model, with gradients and without.
+
+    Beyond its limit (8) torch would compute all scores at once, without a word.
+    """
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, backend=backend)
+
+    def attend(*inputs: Any, **options: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+            return compiled(*inputs, **options)
+
+    return attend
 
 
 @lru_cache(maxsize=1)
 def compiled_flex_attention() -> Callable[..., Any] | None:
     """Compile flex attention and try it, with gradients, once in a process."""
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    compiled = compile_flex_attention()
     try:
         inputs = [torch.randn(1, 2, SMALLEST_FLEX, 64, device="cuda") for _ in range(3)]
-        mask = create_block_mask(
-            lambda batch, head, query, key: key <= query,
-            None,
-            None,
-            SMALLEST_FLEX,
-            SMALLEST_FLEX,
-            "cuda",
-        )
+        trie = build_trie([range(SMALLEST_FLEX)]).to(inputs[0].device)
+        mask = _block_mask(trie, SMALLEST_FLEX)
         for x in inputs:
             x.requires_grad_(True)
         with torch.enable_grad():

@@ -103,8 +103,12 @@ class Decoder:
         attend: Attend,
         *,
         num_positions: int | None = None,
+        max_tokens: int | None = None,
     ) -> Tensor:
-        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype."""
+        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype.
+
+        Without gradients at most `max_tokens` are in an MLP at once, which takes the most memory.
+        """
         # As in the module, the padding token's own row gets no gradient from being read.
         x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
         num_tokens = len(ids_N)
@@ -115,17 +119,29 @@ class Decoder:
         read: Callable[..., Tensor] = self._read_layer
         if self.recomputes_layers and torch.is_grad_enabled():
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+        size = max_tokens if max_tokens and not torch.is_grad_enabled() else max(num_tokens, 1)
         for index, layer in enumerate(weights.layers):
-            x = read(x, layer, partial(attend, index), cos, sin)
+            x = read(x, layer, partial(attend, index), cos, sin, size)
         return rms_norm(x, weights.final_norm, self.eps)
 
     def _read_layer(
-        self, x: Tensor, layer: Layer, attend: Callable[..., Tensor], cos: Tensor, sin: Tensor
+        self,
+        x: Tensor,
+        layer: Layer,
+        attend: Callable[..., Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        size: int,
     ) -> Tensor:
         joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
         queries, keys = self._place(joined, layer, cos, sin)
         values = joined.view(len(x), -1, self.head_dim)[:, -self.num_kv_heads :]
         x = x + layer.output(attend(queries, keys, values))
+        if len(x) <= size:
+            return self._read_mlp(x, layer)
+        return torch.cat([self._read_mlp(part, layer) for part in torch.split(x, size)])
+
+    def _read_mlp(self, x: Tensor, layer: Layer) -> Tensor:
         gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
         gated = silu_gated(gate_up) if self._is_silu else unsaved(self._gated, gate_up)
         return x + layer.down(gated)

@@ -256,9 +256,10 @@ class KeyValueTree:
         self.blocks = []
 
     def grow(self, num_groups: int, capacity: int) -> Block:
-        """Add and return a block of `num_groups` with room for `capacity` positions.
+        """Return a top block of `num_groups` with room for `capacity` more positions.
 
-        If it is cheap, the block below is copied into it instead of being read beside it.
+        If it is cheap, the block below is copied into it instead of being read beside it. A block
+        of as many groups that has room is used further.
         """
         layers, num_heads, dim = self.shape
         below = self.blocks[-1] if self.blocks else None
@@ -268,6 +269,11 @@ class KeyValueTree:
         )
         old = below.length if below is not None and is_folded else 0
         size = old + capacity
+        if below is not None and num_groups == below.num_groups:
+            if size <= below.values.shape[3]:
+                return below
+            # Room for later turns, or each turn would copy all that came before it.
+            size += old // 4
         # Zeros, because padding that was never written is multiplied by a weight of 0.
         block = Block(
             keys=self._zeros(num_groups, num_heads, dim, size),

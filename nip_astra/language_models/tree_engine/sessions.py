@@ -28,8 +28,8 @@ from nip_astra.language_models.tree_engine.weights import Weights
 MAX_SCORES = 1 << 26
 """Attention scores computed at once: 256 MiB of float32."""
 CHECK_PERIOD = 8
-"""Fixed-shape steps between checks whether all rows have ended: a check waits for the device, and
-steps after the last end are wasted."""
+"""Steps on a GPU between checks which rows have ended: a check waits for the device, and steps of
+rows that have ended are wasted."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CachedSession(GenerationSession):
 
     Contexts that continue rows of the last call start from their keys and values; common beginnings
     of several contexts are forwarded once. Decoding has fixed shapes if `steps` is given; otherwise
-    rows leave the batch when they end.
+    rows leave the batch after they have ended.
     """
 
     def __init__(
@@ -85,6 +85,11 @@ class CachedSession(GenerationSession):
         shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self._tree = KeyValueTree(shape, weights.dtype, self.device)
         self._cached: list[list[int]] = []
+
+    @property
+    def check_period(self) -> int:
+        """Steps between checks which rows have ended."""
+        return 1 if self.steps is None and self.device.type == "cpu" else CHECK_PERIOD
 
     @torch.no_grad()
     def generate(
@@ -245,76 +250,64 @@ class CachedSession(GenerationSession):
             # The last token of a turn is predicted and not read.
             num_new = options.max_new_tokens - 1
             fixed = self.steps.begin(self.weights, self._tree, lengths, num_new)
-        if fixed is None:
-            sampled = self._generate_shrinking(hidden_RX, lengths, uniforms_RT, options)
-        else:
-            sampled = self._generate_fixed(fixed, hidden_RX, uniforms_RT, options)
+        sampled = self._generate(fixed, hidden_RX, lengths, uniforms_RT, options)
         ids_RT, mask_RT, logprobs_RT = (x.cpu() for x in sampled)
         return Generation(ids_RT, mask_RT, logprobs_RT)
 
-    def _generate_shrinking(
+    def _generate(
         self,
+        fixed: FixedStep | None,
         hidden_RX: Tensor,
         lengths: Sequence[int],
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Drop rows from the batch when they end."""
+        """Sample until all rows have ended, which is checked only now and then on a GPU.
+
+        Rows that have ended leave the batch at a check, except from steps of fixed shapes.
+        """
         num_rows, width = len(hidden_RX), options.max_new_tokens
         ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
         rows_A = torch.arange(num_rows, device=self.device)
+        is_open_A = torch.ones(num_rows, dtype=torch.bool, device=self.device)
         positions_R = torch.tensor(lengths, device=self.device)
         end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
-        attend = _DecodeAttention(self._tree, num_rows)
+        attend = _DecodeAttention(self._tree, num_rows) if fixed is None else None
+        tokens_A, chosen_A = self._draw_after(hidden_RX, uniforms_RT[:, 0], 0, options)
         for step in range(width):
-            tokens_A, chosen_A = self._draw_after(
-                hidden_RX, uniforms_RT[rows_A, step], step, options
-            )
-            ids_RT[rows_A, step] = tokens_A
-            mask_RT[rows_A, step] = True
-            logprobs_RT[rows_A, step] = chosen_A
-            is_open_A = ~torch.isin(tokens_A, end_ids)
-            if step + 1 == width or not is_open_A.any():
+            ids_RT[rows_A, step] = tokens_A * is_open_A
+            mask_RT[rows_A, step] = is_open_A
+            logprobs_RT[rows_A, step] = torch.where(is_open_A, chosen_A, 0.0)
+            is_open_A = is_open_A & ~torch.isin(tokens_A, end_ids)
+            if step + 1 == width:
                 break
-            if not is_open_A.all():
-                rows_A, tokens_A = rows_A[is_open_A], tokens_A[is_open_A]
+            if (step + 1) % self.check_period == 0:
+                open_A = is_open_A.nonzero().squeeze(1)
+                if len(open_A) == 0:
+                    break
+                if attend is not None and len(open_A) < len(rows_A):
+                    rows_A, tokens_A = rows_A[open_A], tokens_A[open_A]
+                    is_open_A = torch.ones_like(open_A, dtype=torch.bool)
+            uniforms_A = uniforms_RT[rows_A, step + 1]
+            if fixed is not None:
+                self.token_count.forwarded += len(fixed.tokens_R)
+                self.token_count.head_rows += len(fixed.tokens_R)
+                logits_RV = fixed.advance(tokens_A).float()
+                tokens_A, chosen_A = self.draw(logits_RV, uniforms_A, step + 1, options)
+                continue
+            assert attend is not None
             attend.advance(rows_A)
             self.token_count.forwarded += len(tokens_A)
-            hidden_RX = self.decoder.hidden(
+            hidden_AX = self.decoder.hidden(
                 self.weights,
                 tokens_A,
                 positions_R[rows_A] + step,
                 attend,
                 num_positions=max(lengths) + step + 1,
             )
-        return ids_RT, mask_RT, logprobs_RT
-
-    def _generate_fixed(
-        self,
-        fixed: FixedStep,
-        hidden_RX: Tensor,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward all rows to the end, checking for the end only now and then."""
-        num_rows, width = len(hidden_RX), options.max_new_tokens
-        ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
-        end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
-        is_open_R = torch.ones(num_rows, dtype=torch.bool, device=self.device)
-        tokens_R, chosen_R = self._draw_after(hidden_RX, uniforms_RT[:, 0], 0, options)
-        for step in range(width):
-            ids_RT[:, step] = tokens_R * is_open_R
-            mask_RT[:, step] = is_open_R
-            logprobs_RT[:, step] = torch.where(is_open_R, chosen_R, 0.0)
-            is_open_R = is_open_R & ~torch.isin(tokens_R, end_ids)
-            is_check = (step + 1) % CHECK_PERIOD == 0
-            if step + 1 == width or (is_check and not is_open_R.any()):
-                break
-            self.token_count.forwarded += len(fixed.tokens_R)
-            self.token_count.head_rows += len(fixed.tokens_R)
-            logits_RV = fixed.advance(tokens_R).float()
-            tokens_R, chosen_R = self.draw(logits_RV, uniforms_RT[:, step + 1], step + 1, options)
-        fixed.close()
+            tokens_A, chosen_A = self._draw_after(hidden_AX, uniforms_A, step + 1, options)
+        if fixed is not None:
+            fixed.close()
         return ids_RT, mask_RT, logprobs_RT
 
     def _empty(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,8 @@ row.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 IntArray = NDArray[np.int64]
+
+SMALLEST_PART = 12
+"""Both parts of a long row that is cut are at least so many times what the cut repeats."""
+MAX_REPEATED = 0.05
+"""Most tokens that cuts of long rows repeat, as a share of the unique ones."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,11 @@ class TokenTrie:
 
 
 def build_trie(
-    sequences: Sequence[Sequence[int]], *, pair_cost: float = 0.0, max_row_tokens: int = 2048
+    sequences: Sequence[Sequence[int]],
+    *,
+    pair_cost: float = 0.0,
+    max_dense_tokens: float = math.inf,
+    max_row_tokens: float = math.inf,
 ) -> TokenTrie:
     """Merge sequences into a trie, in one or several rows.
 
@@ -93,8 +106,10 @@ def build_trie(
     ----------
     pair_cost : float
         Cost of one token attending to one other, in forwarded tokens.
-    max_row_tokens : int
-        Most tokens of a row; one sequence alone may be longer.
+    max_dense_tokens : float
+        Longer rows skip unrelated tokens, and are cut only where almost nothing is shared.
+    max_row_tokens : float
+        Most tokens of a row; one sequence alone may be longer. Cuts are logged.
     """
     num_sequences = len(sequences)
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
@@ -106,7 +121,7 @@ def build_trie(
     tokens_SD, lengths = tokens_SD[order], lengths[order]
     shared_S = _shared_with_previous(tokens_SD, lengths)
     num_unique = int((lengths - shared_S).sum())
-    rows = _cut(lengths, shared_S, pair_cost, max_row_tokens)
+    rows = _cut(lengths, shared_S, pair_cost, max_dense_tokens, max_row_tokens)
     shared_S[[start for start, _ in rows]] = 0
     depth_D = np.arange(width)
     is_new_SD = (depth_D >= shared_S[:, None]) & (depth_D < lengths[:, None])
@@ -140,11 +155,16 @@ def _shared_with_previous(tokens_SD: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _cut(
-    lengths: IntArray, shared_S: IntArray, pair_cost: float, max_row_tokens: int
+    lengths: IntArray,
+    shared_S: IntArray,
+    pair_cost: float,
+    max_dense_tokens: float,
+    max_row_tokens: float,
 ) -> list[tuple[int, int]]:
     """The ranges of sequences that form rows."""
     new_S = lengths - shared_S
     todo, rows = [(0, len(lengths))], []
+    spare = MAX_REPEATED * new_S.sum()
     while todo:
         start, stop = todo.pop()
         size = int(new_S[start:stop].sum() + shared_S[start]) if stop > start else 0
@@ -158,7 +178,17 @@ def _cut(
             repeated = int(shared_S[place])
             right = size - left + repeated
             saved = pair_cost * (size**2 - left**2 - right**2)
-            if saved > repeated or size > max_row_tokens:
+            is_cheap = saved > repeated
+            if size > max_dense_tokens:
+                is_cheap &= repeated <= min(spare, left / SMALLEST_PART, right / SMALLEST_PART)
+                spare -= repeated * is_cheap
+            if is_cheap or size > max_row_tokens:
+                if not is_cheap:
+                    logger.info(
+                        "a tree of %d tokens is cut, which repeats %d: its mask would be too large",
+                        size,
+                        repeated,
+                    )
                 todo += [(place, stop), (start, place)]
                 continue
         if stop > start:

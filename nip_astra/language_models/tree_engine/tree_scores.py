@@ -6,6 +6,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,10 +16,17 @@ from nip_astra.language_models.plain_forward import spread
 from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
 from nip_astra.language_models.tokens import TokenCount, TokenRows, TokenScores
-from nip_astra.language_models.tree_engine.attention import trie_attention, uses_flex_attention
+from nip_astra.language_models.tree_engine.attention import (
+    SMALLEST_IN_BLOCKS,
+    trie_attention,
+    uses_flex_attention,
+)
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.language_models.tree_engine.weights import Weights
+
+MAX_MASK_BYTES = 1 << 28
+"""Largest dense mask of a row."""
 
 
 def sequences_to_read(rows: TokenRows) -> list[list[int]]:
@@ -37,9 +45,23 @@ def sequences_to_read(rows: TokenRows) -> list[list[int]]:
     ]
 
 
-def pair_cost_of(decoder: Decoder | None, device: torch.device) -> float:
-    """Relative cost of attention between two tokens; 0 if unrelated tokens are skipped."""
-    return 0.0 if decoder is None or uses_flex_attention(device) else decoder.pair_cost
+def row_limits(
+    decoder: Decoder | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Options of `build_trie` for the attention of a device.
+
+    Only dense masks take memory quadratic in a row. Flex attention skips unrelated tokens, but rows
+    that share almost nothing can be read in several passes.
+    """
+    if decoder is None:
+        return {}
+    if uses_flex_attention(device):
+        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
+    if device.type == "cpu":
+        in_blocks = math.isqrt(SMALLEST_IN_BLOCKS // (decoder.num_heads * decoder.head_dim))
+        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": in_blocks}
+    longest = math.isqrt(MAX_MASK_BYTES // dtype.itemsize)
+    return {"pair_cost": decoder.pair_cost, "max_row_tokens": longest}
 
 
 def score_trie(
@@ -68,6 +90,7 @@ def score_trie(
                 part.positions_N,
                 trie_attention(part, weights.dtype),
                 num_positions=trie.nodes_SD.shape[1],
+                max_tokens=max_batch_tokens,
             )
             for part in trie.passes(limit)
         ]

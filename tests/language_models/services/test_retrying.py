@@ -457,3 +457,9 @@ def test_a_run_of_faults_is_survived_and_paid_for_once(tmp_path: Path) -> None:
         assert len(stub.requests) == len(replies)
     assert clock.pauses == [9.0, 2.0, 4.0, 8.0]
     assert model.use.failures == {"malformed": 2, "rate_limited": 2, "unavailable": 2}
+
+
+def test_what_a_service_sends_can_be_encoded() -> None:
+    answer = ChatAnswer("a \ud800", refusal="no \ud83d")
+    assert (answer.text, answer.refusal) == ("a \ufffd", "no \ufffd")
+    assert ChatFailure(FailureReason.MALFORMED, "\ud800").message == "\ufffd"

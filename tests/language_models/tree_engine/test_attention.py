@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import random
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as torch_flex
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -79,7 +82,8 @@ def test_a_block_leaves_out_what_none_of_its_tokens_sees(monkeypatch: pytest.Mon
     # The last branch sees the beginning and itself, of 170 tokens.
     assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
     assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
-    assert last.bias_QL.shape == (5 * 3, 50)
+    # Of the last 30 the branch sees all that come before the block.
+    assert last.bias_QL.shape == (5 * 3, 5)
 
 
 def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
@@ -91,7 +95,7 @@ def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
         kept = parent[: numbers.randrange(len(parent) + 1)]
         new = [numbers.randrange(6, 20) for _ in range(numbers.randrange(1, 12))]
         sequences.append(kept + new)
-    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else 2048)
+    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else math.inf)
 
 
 @pytest.fixture
@@ -148,6 +152,45 @@ def test_blocks_that_nobody_sees_are_left_out() -> None:
 
 
 @pytest.mark.usefixtures("_small_flex")
+@pytest.mark.parametrize(("seed", "pair_cost"), [(0, 0.0), (1, 0.5), (2, 0.0)])
+def test_blocks_by_the_ends_of_tokens_are_those_of_all_pairs(
+    seed: int, pair_cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "FLEX_BLOCK", 8)
+    trie = tree(seed, pair_cost=pair_cost)
+    ours = FlexTrieAttention(trie).block_mask
+    size = (1, 1, ours.shape[-2], ours.shape[-1])
+    pairs = torch_flex.create_block_mask(ours.mask_mod, *size, device="cpu", BLOCK_SIZE=8)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (f"{name}_num_blocks", f"{name}_indices")
+        assert torch.equal(getattr(ours, counts), getattr(pairs, counts))
+        numbers = torch.arange(getattr(ours, indices).shape[-1])
+        is_used = numbers < getattr(ours, counts)[..., None]
+        assert torch.equal(getattr(ours, indices)[is_used], getattr(pairs, indices)[is_used])
+    assert int(ours.full_kv_num_blocks.sum()) > 0
+
+
+@pytest.mark.usefixtures("_small_flex")
+def test_more_shapes_than_torch_compiles_by_default_are_each_compiled_once() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = attention.compile_flex_attention(counter)
+    generator = torch.Generator().manual_seed(0)
+    for _ in "ab":
+        for length, heads in itertools.product((20, 140, 270, 520, 1030), (2, 4)):
+            trie = build_trie([range(length), [*range(length // 2), 5]])
+            inputs = [
+                torch.randn(trie.num_tokens, count, 8, generator=generator)
+                for count in (heads, 2, 2)
+            ]
+            found = FlexTrieAttention(trie, compiled)(0, *inputs)
+            dense = TrieAttention(trie, torch.float32)(0, *inputs)
+            assert torch.allclose(found, dense, atol=1e-5)
+    assert counter.frame_count == 10
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_small_flex")
 def test_the_cpu_keeps_dense_attention() -> None:
     trie = tree(0)
     assert isinstance(trie_attention(trie, torch.float32), TrieAttention)
@@ -198,3 +241,47 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
     assert max(sizes) <= 64
     for ours, expected in zip(found, dense, strict=True):
         assert torch.allclose(ours, expected, atol=1e-4)
+
+
+def test_flex_attention_reads_prompts_that_share_a_beginning_in_several_passes(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
+    limits = tree_scores.row_limits(tiny_model._decoder, torch.device("cuda"), torch.float32)
+    prompts = [[2, *[number] * 199] for number in range(10, 26)]
+    trie = build_trie(
+        [[*one, *answer] for one in prompts for answer in ([5] * 40, [6] * 40)], **limits
+    )
+    assert max(part.num_tokens for part in trie.passes(600)) <= 600
+    assert trie.num_tokens <= 1.05 * trie.num_unique
+    # Answers to one prompt stay together.
+    assert len(trie.row_lengths) == len(prompts)
+
+
+def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(6, 20, (1, 2100), generator=generator)
+    contexts, answers = prompt.expand(4, -1), torch.randint(6, 20, (4, 30), generator=generator)
+    rows = contexts, contexts > 0, answers, answers > 0
+
+    def learnt() -> tuple[float, float, float]:
+        tiny_model.module.zero_grad()
+        with tiny_model.counting() as spent:
+            loss = tiny_model.logprobs(*rows).double().mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in tiny_model.parameters()])
+        return float(loss.detach()), float(norm), spent.forwarded / (2100 + 4 * 29)
+
+    loss, norm, forwarded = learnt()
+    assert forwarded <= 1.05
+    with torch.no_grad():
+        tiny_model.max_batch_tokens = 256
+        assert float(tiny_model.logprobs(*rows).double().mean()) == pytest.approx(loss, rel=1e-6)
+    monkeypatch.setattr(
+        "nip_astra.language_models.huggingface.row_limits", lambda *_: {"max_row_tokens": 2048}
+    )
+    cut_loss, cut_norm, cut_forwarded = learnt()
+    assert cut_forwarded > 3
+    assert (loss, norm) == pytest.approx((cut_loss, cut_norm), rel=1e-6)

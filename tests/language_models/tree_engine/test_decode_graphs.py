@@ -223,9 +223,10 @@ def llama_on_meta() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(META)
 
 
+@pytest.mark.parametrize("is_fixed", [True, False])
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (None, 0.9), (5, 0.9)])
 def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
-    top_k: int | None, top_p: float, monkeypatch: pytest.MonkeyPatch
+    top_k: int | None, top_p: float, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "CHECK_PERIOD", 100)
     module = llama_on_meta()
@@ -251,13 +252,16 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
     )
     passes = session._read(CONTEXTS, 1, 6)
     assert session.steps is not None
-    fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
-    assert fixed is not None
+    fixed = None
+    if is_fixed:
+        fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
+        assert fixed is not None
     options = SamplingOptions(max_new_tokens=7, top_k=top_k, top_p=top_p)
     uniforms = torch.rand(3, 7, device=META)
-    said = session._generate_fixed(fixed, passes[-1].last_hidden(), uniforms, options)
+    hidden_RX = passes[-1].last_hidden()
+    said = session._generate(fixed, hidden_RX, [6, 5, 8], uniforms, options)
     assert [x.device.type for x in said] == ["meta"] * 3
-    assert fixed.num_steps == 6
+    assert fixed is None or fixed.num_steps == 6
 
 
 def test_scores_of_a_tree_are_computed_where_the_weights_are() -> None:

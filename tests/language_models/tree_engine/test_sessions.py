@@ -102,6 +102,45 @@ def test_small_passes_and_few_scores_at_once_change_nothing(
         assert torch.allclose(one[1], other[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("period", [2, 3, 100])
+@pytest.mark.parametrize("dropping", [False, True])
+def test_rows_may_leave_some_steps_after_they_have_ended(
+    tiny_model: HuggingFaceLanguageModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fold_tokens: int,
+    dropping: bool,
+    period: int,
+) -> None:
+    """As on a GPU, where a check waits for the device."""
+    shape = {"width": 2, "branching": 2, "seed": 2, "dropping": dropping}
+    at_once = _grow(tiny_model, cached=True, **shape)
+    monkeypatch.setattr(sessions.CachedSession, "check_period", period)
+    later = _grow(tiny_model, cached=True, **shape)
+    assert len({len(ids) for ids in at_once[0][0]}) > 1
+    for one, other in zip(at_once, later, strict=True):
+        assert one[0] == other[0]
+        assert torch.allclose(one[1], other[1], atol=1e-5)
+        assert torch.allclose(one[2], other[2], atol=1e-5)
+
+
+def test_caches_of_long_conversations_are_seldom_copied(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    options = SamplingOptions(max_new_tokens=3, min_new_tokens=3)
+    session, rows, places = tiny_model.open_session(), [[2, 4, 6], [2, 4, 7]], set()
+    assert isinstance(session, sessions.CachedSession)
+    for turn in range(14):
+        uniforms = torch.rand(2, 3, generator=torch.Generator().manual_seed(turn))
+        said = session.generate(rows, 1, uniforms, options).generation
+        alone = tiny_model.generate(rows, 1, uniforms, options)
+        assert torch.equal(said.ids_BT, alone.ids_BT)
+        assert torch.allclose(said.logprobs_BT, alone.logprobs_BT, atol=1e-5)
+        rows = [[*row, *ids, 8, 9] for row, ids in zip(rows, said.ids_BT.tolist(), strict=True)]
+        places.add(session._tree.top.keys.data_ptr())
+        assert session._tree.top.keys.shape[-1] <= 1.25 * len(rows[0]) + 5
+    assert len(places) <= 8
+
+
 def test_each_token_of_a_tree_is_forwarded_once(tiny_model: HuggingFaceLanguageModel) -> None:
     session = tiny_model.open_session()
     options = SamplingOptions(max_new_tokens=4, min_new_tokens=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -56,6 +57,27 @@ def test_rows_are_cut_only_where_attention_saves_more_than_is_repeated() -> None
     alike = [[1, 2, 3, 4], [1, 2, 3, 5]]
     assert len(build_trie(apart, pair_cost=0.01).row_lengths) == 2
     assert len(build_trie(alike, pair_cost=0.01).row_lengths) == 1
+
+
+def test_long_rows_are_cut_only_where_almost_nothing_is_shared() -> None:
+    prompt, answers = list(range(80)), [[100 + i] * 200 for i in range(8)]
+    group = [[*prompt, *answer] for answer in answers]
+    assert build_trie(group, pair_cost=0.01).num_tokens > 1.1 * (80 + 8 * 200)
+    trie = build_trie(group, pair_cost=0.01, max_dense_tokens=300)
+    assert trie.num_tokens == trie.num_unique == 80 + 8 * 200
+    alike = [[1, *answer] for answer in answers]
+    assert len(build_trie(alike, pair_cost=0.01, max_dense_tokens=300).row_lengths) == 8
+    begun = build_trie([[*prompt[:12], *one] for one in answers], pair_cost=1, max_dense_tokens=200)
+    assert 12 + 8 * 200 < begun.num_tokens <= 1.05 * (12 + 8 * 200)
+
+
+def test_a_cut_for_the_size_of_a_row_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build_trie([[1, 2, 3], [1, 2, 4]], max_row_tokens=3)
+        build_trie([[1, 2], [3, 4]], pair_cost=1.0, max_row_tokens=3)
+    (record,) = caplog.records
+    assert "4 tokens" in record.getMessage()
+    assert "repeats 2" in record.getMessage()
 
 
 def test_passes_divide_the_rows_in_order() -> None:

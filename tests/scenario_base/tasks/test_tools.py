@@ -314,6 +314,16 @@ def test_methods_keep_state_and_may_end_the_episode(play: Any) -> None:
     assert episode.tool_counts == {"calls": 2}
 
 
+def test_a_reward_of_a_tool_is_checked(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(self: Sums, number: int) -> Reaction:
+        """Give the answer."""
+        return Reaction(reward=float("nan"))
+
+    monkeypatch.setattr(Sums, "submit", submit)
+    with pytest.raises(TaskError, match="a tool of Sums"):
+        play('{"name": "submit", "arguments": {"number": 5}}')
+
+
 def test_calls_take_turns(play: Any) -> None:
     rollout, _ = play(ADD, ADD, "5", max_turns=2)
     assert rollout.episodes[0].reward == 0.0

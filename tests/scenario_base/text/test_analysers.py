@@ -189,6 +189,13 @@ def test_a_refusal_is_no_verdict_and_a_service_that_is_down_ends_the_analysis(
         _judge("follow_up", rollouts, cast, lambda *_: down)
 
 
+def test_what_the_model_has_requested_again_is_not_requested_again(tmp_path: Path) -> None:
+    rollouts, cast = _played(tmp_path)
+    malformed = ChatFailure(FailureReason.MALFORMED, "no text")
+    judged, _ = _judge("follow_up", rollouts, cast, lambda *_: malformed, num_retries=3)
+    assert (judged.verdicts["verdict"][0, 1, 0], judged.num_requests) == (Verdict.UNKNOWN, 1)
+
+
 def test_an_instruction_in_a_message_stays_material(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path)
     (analyser,) = build_rollout_analysers(["follow_up"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
 from nip_astra.parameters.content import content_root
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
@@ -111,6 +112,15 @@ def test_agents_are_grouped_and_an_unknown_one_is_told() -> None:
     assert sorted(apart.shared_model_groups) == ["judges", "players"]
     with pytest.raises(ConfigurationError, match="Did you mean 'prover'"):
         _prepare("secret_word", "secret_word.agents.provers.top_p=0.5")
+
+
+def test_jobs_have_the_limits_of_their_chat_model() -> None:
+    pytest.importorskip("openai")
+    chat = "{_type: openai, model: m, base_url: 'http://127.0.0.1:9/v1', limits: {num_retries: 1}}"
+    groups = _prepare("secret_word", f"secret_word.agents.default.model={chat}").shared_model_groups
+    service = groups["players"].service
+    assert isinstance(service, OpenAIFineTuning)
+    assert service.parameters.limits.num_retries == 1
 
 
 def test_trainers_of_networks_are_refused() -> None:

@@ -22,6 +22,7 @@ from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobSta
 from nip_astra.run import _write_report
 from nip_astra.samplers import answer_journal
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
+from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import STAGES, PureTextRlTrainer, Stage
 from nip_astra.utils.nested_array_dict import NestedArrayDict
@@ -93,6 +94,15 @@ def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) ->
     assert [one["datapoint_id"] for one in told] == rollouts["datapoint_id"].tolist()
     assert told[0]["turns"][0]["messages"] == {"main": told[0]["turns"][0]["raw_message"]}
     assert "You are Prover" in rollouts["agents", "prompt"][0, 0, 0]
+
+
+def test_a_run_hands_its_models_and_checkpoints_to_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **had: told.append(had["type"]))
+    build_text_trainer(_build(tmp_path), _directory(tmp_path)).train()
+    assert sorted(told) == ["checkpoint", "model", "rollouts"]
 
 
 def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
@@ -343,6 +353,8 @@ def test_a_job_that_dies_again_is_submitted_under_a_further_key(tmp_path: Path) 
     _continue(tmp_path, directory, parts)
     keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
     assert keys == [*("prover/0", "verifier/0", "prover/1", "prover/2"), "prover/3", "verifier/1"]
+    of_prover = [o.seed for key, _, _, o in jobs.submitted if "/prover/" in key]
+    assert len(set(of_prover[:3])) == 1 != len(set(of_prover))
 
 
 def _die(*args: object) -> None:

@@ -1,0 +1,105 @@
+"""What the first run on a GPU measures also runs on a CPU, small, where nothing can differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.language_models import fake_vllm
+
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
+
+SMALL = ("--small", "--device", "cpu")
+
+
+def run(benchmark: ModuleType, out: Path, part: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code, and the records that were added."""
+    before = len(out.read_text().splitlines()) if out.exists() else 0
+    code = benchmark.main([*SMALL, "--part", part, "--out", str(out)])
+    return code, [json.loads(line) for line in out.read_text().splitlines()[before:]]
+
+
+def test_each_row_is_measured_and_agrees_with_the_cpu(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[dict[str, Any]] = []
+    for part in benchmark.PARTS:
+        with monkeypatch.context() as patch:
+            if part == "vllm":
+                fake_vllm.install(patch)
+            code, added = run(benchmark, tmp_path / "rows.jsonl", part)
+        assert code == 0, [one for one in added if one["status"] == "failed"]
+        records += added
+    rows = [one for one in benchmark.ROWS if one.in_small]
+    assert [(one["part"], one["row"]) for one in records] == [(one.part, one.name) for one in rows]
+    for record in records:
+        assert record["status"] == "measured"
+        assert record["is_small"]
+        assert record["versions"]["torch"] == torch.__version__
+        assert record["device"]
+        assert record["seconds"] >= 0
+        assert record["peak_bytes"] > 0
+        assert record.get("agrees", True)
+    by_name = {one["row"]: one["figures"] for one in records}
+    assert by_name["objectives"]["num_compared"] > 100
+    assert by_name["trainer: self_hosted_grpo"]["loss"][0] is not None
+    assert by_name["engine: full"]["after"]["sampler_gap/mean"] < 1e-4
+
+
+def test_a_failing_row_is_written_and_the_others_run(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(bench: Any) -> dict[str, Any]:
+        raise RuntimeError("no kernel for this device")
+
+    ways = {
+        "missing": {"run": fail, "needs": ("not_a_package",)},
+        "on a GPU": {"run": fail, "needs_gpu": True},
+        "broken": {"run": fail},
+        "different": {"run": lambda _: {"difference": 0.2, "tolerance": 0.1}},
+        "nan": {"run": lambda _: {"difference": float("nan"), "tolerance": 0.1}},
+        "fine": {"run": lambda _: {"tokens": 3}},
+    }
+    rows = [benchmark.Row("memory", name, **how) for name, how in ways.items()]
+    monkeypatch.setattr(benchmark, "ROWS", rows)
+    code, records = run(benchmark, tmp_path / "rows.jsonl", "memory")
+    assert code == 1
+    missing, on_gpu, broken, different, nan, fine = records
+    assert (missing["status"], missing["reason"]) == ("skipped", "package not_a_package is missing")
+    assert on_gpu["status"] == "skipped"
+    assert broken["status"] == "failed"
+    assert "RuntimeError: no kernel for this device" in broken["error"]
+    assert not different["agrees"]
+    assert not nan["agrees"]
+    assert (fine["status"], fine["figures"]) == ("measured", {"tokens": 3})
+
+
+def test_a_part_that_ends_early_is_written(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    # An executable that is no Python ends with another code than 0 or 1.
+    monkeypatch.setattr(benchmark.sys, "executable", "/bin/ls")
+    assert not benchmark.run_apart("memory", SMALL, out)
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert (record["part"], record["status"]) == ("memory", "failed")
+
+
+def test_a_wrong_part_and_a_missing_device_are_refused(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong in (["--part", "losses"], ["--device", "tpu"]):
+        with pytest.raises(SystemExit) as stopped:
+            benchmark.main(wrong)
+        assert stopped.value.code == 2
+    assert "memory" in capsys.readouterr().err
+
+
+def test_the_list_names_each_row(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(benchmark.ROWS)
