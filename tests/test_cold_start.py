@@ -53,20 +53,6 @@ def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy() -
     assert run_python(code).split() == []
 
 
-def test_help_answers_with_the_commands_and_the_options_of_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "run.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    for command in ("run", "resume", "list", "show", "schema"):
-        assert f"\n  {command} " in done.stdout
-    for option in (
-        *("--trainer", "--scenario", "--parameters", "--set", "--device", "--seed", "--run-id"),
-        *("--wandb", "--plugin", "--test-run", "--dry-run"),
-    ):
-        assert f"\n  {option} " in done.stdout
-
-
 def test_wrong_names_are_refused_before_anything_heavy_is_imported() -> None:
     found = run_commands(
         ["--trainer", "ast_dop"],

@@ -59,7 +59,7 @@ NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the first two of README."""
 OPTIONAL_PACKAGES = ("datasets", "openai", "pandas", "tinker")
 """A Python block that imports one of them is skipped if the package is missing."""
-FIRST_PAGES = ("README", "first-run")
+FIRST_PAGES = ("README",)
 """Pages of the default tests; the others are marked slow."""
 
 

@@ -18,7 +18,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.language_models.services.chat import ChatRequest
-from nip_astra.nip import HyperParameters, RlTrainerParameters, running
+from nip_astra.nip import HyperParameters, RlTrainerParameters, running, tensors
 from nip_astra.nip import hyper_params as nip_parameters
 from nip_astra.nip.hyper_params import DEFAULTS, ours
 from nip_astra.nip.modules import MODULES
@@ -325,7 +325,7 @@ def test_parameter_classes_are_dataclasses_with_test_values() -> None:
 @pytest.mark.parametrize(
     ("own", "shipped", "groups"),
     [
-        ("own_ppo", "vanilla_ppo", {"rl": {"clip_value": True}}),
+        ("own_ppo", "vanilla_ppo", {"rl": {"clip_value": True}, "ppo": {"clip_epsilon": 0.01}}),
         ("own_ppo", "vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}}),
         ("own_reinforce", "reinforce", {}),
         ("own_reinforce", "reinforce", {"reinforce": {"use_advantage_and_critic": True}}),
@@ -354,6 +354,10 @@ def test_a_trainer_of_ones_own_learns_what_the_shipped_one_learns(
             **{**groups, "rl": rl | groups.get("rl", {})},
         )
         built = prepare_experiment(ours(given), progress=False).trainer
+        if trainer == "own_reinforce":
+            super(type(built), built)._get_replay_buffer(Reward2GoTransform(gamma=0.5))
+            assert built.reward_to_go_gamma == 0.5
+            built.reward_to_go_gamma = built.rl.gamma
         if trainer == own:
             assert built.scenario_instance.combined_policy_head is built.agents
             assert len(built.scenario_instance.train_dataset) == 20
@@ -371,10 +375,10 @@ def test_keys_and_transforms_that_would_not_be_read_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="next"):
         Reward2GoTransform(gamma=0.5, in_keys=("next", "reward"))
     with pytest.raises(ConfigurationError, match="elsewhere"):
-        importlib.import_module("nip_astra.nip.tensors")._Keys.set_keys(
-            SimpleNamespace(), value="elsewhere"
-        )
+        tensors._Keys.set_keys(SimpleNamespace(), value="elsewhere")  # type: ignore[arg-type]
     assert KEYS["done"] == ("agents", "done")
+    _, rl = tensors._parameters(False, clip_value=True, clip_epsilon=0.1)
+    assert rl.clip_value == 0.1
 
 
 # ---- trainers of chat models

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.command_line import CommandLine
 from tests.kit.documents import ROOT
 
 PACKAGE = ROOT / "tests" / "plugin_package"
@@ -52,45 +52,22 @@ def _install_by_hand(target: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def _run(site: Path, folder: Path, *commands: list[str]) -> str:
-    """What the program prints in a process that begins with the package installed."""
-    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    code = (
-        "import sys\nfrom nip_astra.cli.app import main\n"
-        f"for arguments in {commands}:\n"
-        "    sys.argv = ['nip-astra', *arguments]\n"
-        "    try:\n        main()\n    except SystemExit as end:\n"
-        "        assert end.code in (0, None), arguments\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_an_installed_trainer_is_listed_with_its_package_and_runs_by_its_name_alone(
-    site: Path, tmp_path: Path, tiny_scenario: Path
+    site: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = _run(
-        site,
-        tmp_path,
-        ["list", "trainers"],
-        [
-            *("--trainer", "my_trainer", "--scenario", str(tiny_scenario), "--test-run"),
-            *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
-        ],
-    )
-    (line,) = (line for line in printed.splitlines() if line.startswith("my_trainer"))
+    monkeypatch.syspath_prepend(site)
+    listed = cli("list", "trainers")
+    (line,) = (line for line in listed.out.splitlines() if line.startswith("my_trainer"))
     assert "entry point of my-trainer" in line
     assert "Maximise the likelihood of probes" in line
-    assert "held-out episodes before and after training" in printed
-    assert (tmp_path / "runs" / "installed" / "results.json").is_file()
-    metrics = (tmp_path / "runs" / "installed" / "metrics.jsonl").read_text()
+    ran = cli(
+        *("--trainer", "my_trainer", "--scenario", str(cli.scenario), "--test-run"),
+        *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
+    )
+    assert ran.code == 0, ran.err
+    assert "held-out episodes before and after training" in ran.out
+    assert (cli.folder / "runs" / "installed" / "results.json").is_file()
+    metrics = (cli.folder / "runs" / "installed" / "metrics.jsonl").read_text()
     assert '"log_likelihood"' in metrics
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -41,8 +40,6 @@ from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
 from tests.kit.toy_scenario import forget_toys
 from tests.tracking.wandb_log import WandbLog
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -310,20 +307,11 @@ class Mine(TRAINERS.get("toy_trainer")):
 """
 
 
-def in_a_new_process(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run(
-        [sys.executable, "-m", "nip_astra", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
@@ -357,8 +345,11 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
         with pytest.raises(UntrustedRunError, match=r"(extra|mine|plugin)\.py"):
             resume_experiment(work / "runs" / "one")
     (work / "extra.py").write_text("LOADED = 2\n")
-    resumed = in_a_new_process("resume", str(work / "runs" / "one"), cwd=elsewhere)
-    assert resumed.returncode == 0, resumed.stderr
+    monkeypatch.chdir(elsewhere)
+    with plugins_forgotten_after():
+        forget_toys()
+        resumed = CommandLine(elsewhere, toy, capsys)("resume", str(work / "runs" / "one"))
+    assert resumed.code == 0, resumed.err
     assert counts(work / "runs" / "one") == [2.0, 3.0, 4.0]
     assert list(elsewhere.iterdir()) == []
     recorded = RunDirectory.open(work / "runs" / "one").read_yaml("hyper_parameters.yaml")

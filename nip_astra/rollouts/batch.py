@@ -438,7 +438,7 @@ def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[st
 
 def _ids(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
     """The ids, with one of its own for each trajectory that has none."""
-    found = [one[name] for one in trajectories]
+    found = [getattr(one, name) for one in trajectories]
     return [f"own-{index}" if one is None else one for index, one in enumerate(found)]
 
 
@@ -455,7 +455,8 @@ def _advantages(trajectories: Sequence[Trajectory], mask_BT: Tensor) -> Tensor:
 def _column(
     values: list[Any], trajectories: Sequence[Trajectory], mask_BT: Tensor
 ) -> Tensor | list[Any]:
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    is_plain = {*map(type, values)} <= {int, float}
+    if is_plain or all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
         return torch.tensor(values)
     if all(
         isinstance(value, Tensor) and value.shape == one.tokens.shape

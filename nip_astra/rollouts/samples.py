@@ -5,7 +5,9 @@ Shape suffixes: `B` row, `T` token of the trajectory, `R` token after the first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict
@@ -28,6 +30,9 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
     A sequence `x` becomes `x` `[B, T]`, padded with 0 on the right (`context`: on the left), and
     `x_mask` `[B, T]` bool.
     """
+    table = _table_of(samples)
+    if table is not None:
+        return table.collate([cast(_RowSample, sample).row for sample in samples])
     _check(samples)
     batch: dict[str, Tensor] = {}
     for name, first in samples[0].items():
@@ -113,22 +118,108 @@ def samples_of(batch: Batch) -> list[Sample]:
     per_token = {n: v for n, v in fields.items() if v.shape[:2] == mask_BT.shape}
     per_row = {n: v for n, v in fields.items() if n not in per_token}
     is_used = trained_BT.any(dim=1) & (data["row_weights"] > 0)
-    episodes = _episodes_of(batch)
-    starts = trained_BT.to(torch.uint8).argmax(dim=1).clamp(min=1).tolist()
-    lengths = mask_BT.sum(dim=1).tolist()
-    samples = []
-    for row in is_used.nonzero().squeeze(1).tolist():
-        start, end = starts[row], lengths[row]
-        sample = {
-            "context": data["input_ids"][row, :start],
-            "response": data["input_ids"][row, start:end],
-            "is_trained": trained_BT[row, start:end],
-            "episode": torch.tensor(episodes[row]),
+    columns = {
+        "context": data["input_ids"],
+        "response": data["input_ids"],
+        "is_trained": trained_BT,
+        "episode": torch.tensor(_episodes_of(batch)),
+        **per_token,
+        **{name: value for name, value in per_row.items() if value.ndim == 1},
+    }
+    starts = trained_BT.to(torch.uint8).argmax(dim=1).clamp(min=1)
+    table = _Table(columns, starts, mask_BT.sum(dim=1))
+    return [_RowSample(table, row) for row in is_used.nonzero().squeeze(1).tolist()]
+
+
+class _Table(NamedTuple):
+    """Fields of tokens, `[B, T]`, and of rows, `[B]`, of which samples are views."""
+
+    columns: dict[str, Tensor]
+    start_B: Tensor
+    length_B: Tensor
+
+    def sample(self, row: int) -> Sample:
+        """One row: the context up to its start, the other tokens from there on."""
+        start, end = int(self.start_B[row]), int(self.length_B[row])
+        places = {"context": slice(start)}
+        return {
+            name: value[row] if value.ndim == 1 else value[row, places.get(name, slice(start, end))]
+            for name, value in self.columns.items()
         }
-        sample |= {name: value[row, start:end] for name, value in per_token.items()}
-        sample |= {name: value[row] for name, value in per_row.items() if value.ndim == 1}
-        samples.append(sample)
-    return samples
+
+    def collate(self, rows: Sequence[int]) -> TensorDict:
+        """What `collate` gives, without a loop over rows."""
+        row_B1 = torch.tensor(rows).unsqueeze(1)
+        start_B1 = self.start_B[row_B1]
+        num_B1 = self.length_B[row_B1] - start_B1
+        context_BT = torch.arange(int(start_B1.max())).expand(len(rows), -1)
+        context_BT = context_BT - (context_BT.shape[1] - start_B1)
+        response_BT = torch.arange(int(num_B1.max())).expand(len(rows), -1)
+        # Each place of the batch by its place in the row, and whether it is one.
+        context = context_BT.clamp(min=0), context_BT >= 0
+        last = next(iter(self.columns.values())).shape[1] - 1
+        response = (response_BT + start_B1).clamp(max=last), response_BT < num_B1
+        batch = {}
+        for name, value in self.columns.items():
+            if value.ndim == 1:
+                batch[name] = value[row_B1.squeeze(1)]
+                continue
+            place_BT, mask_BT = context if name in LEFT_PADDED else response
+            found = value[row_B1, place_BT]
+            found[~mask_BT] = 0
+            batch |= {name: found, f"{name}_mask": mask_BT.clone()}
+        return TensorDict(batch, batch_size=[len(rows)])
+
+
+class _RowSample(dict[str, Tensor]):
+    """A sample that is made of its table when it is first read."""
+
+    def __init__(self, table: _Table, row: int) -> None:
+        super().__init__()
+        self.table: _Table | None = table
+        self.row = row
+        self.is_made = False
+
+    def make(self, *, is_changed: bool) -> None:
+        """Fill the dict; one that is changed no longer is its row."""
+        if not self.is_made and self.table is not None:
+            self.is_made = True
+            dict.update(self, self.table.sample(self.row))
+        if is_changed:
+            self.table = None
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        return dict, (dict(self),)
+
+
+def _making(name: str, *, is_changed: bool) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def call(self: _RowSample, *args: Any, **kwargs: Any) -> Any:
+        self.make(is_changed=is_changed)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+for _name in (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__repr__", "__reversed__", "__ror__", "copy", "get", "items", "keys", "values"),
+):
+    setattr(_RowSample, _name, _making(_name, is_changed=False))
+for _name in (
+    *("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update"),
+):
+    setattr(_RowSample, _name, _making(_name, is_changed=True))
+
+
+def _table_of(samples: Sequence[Sample]) -> _Table | None:
+    """The table of which all samples are rows; None if there is none."""
+    tables = {id(one.table): one.table for one in samples if isinstance(one, _RowSample)}
+    if len(tables) != 1 or not all(isinstance(one, _RowSample) for one in samples):
+        return None
+    return next(iter(tables.values()))
 
 
 def _episodes_of(batch: Batch) -> list[int]:

@@ -90,20 +90,22 @@ class Trajectory:
         extra_fields: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> None:
-        object.__setattr__(self, "extras", {})
-        self.tokens = _vector(tokens, torch.int64)
-        self.loss_mask = _vector(loss_mask, torch.bool)
-        self.logprobs = logprobs  # type: ignore[assignment]  # a vector is made of it
-        self.reward = None if reward is None else float(reward)
-        self.run_id, self.group_id, self.advantage = run_id, group_id, advantage
-        self.extras.update(extras)
-        self.extra_fields.update(extra_fields or {})
-        lengths = {
-            name: len(value)
-            for name in ("loss_mask", "logprobs")
-            if (value := getattr(self, name)) is not None
-        }
-        wrong = {name: length for name, length in lengths.items() if length != len(self.tokens)}
+        self.__dict__.update(
+            extras=dict(extras),
+            tokens=_vector(tokens, torch.int64),
+            loss_mask=_vector(loss_mask, torch.bool),
+            logprobs=None if logprobs is None else _vector(logprobs, torch.float32),
+            reward=None if reward is None else float(reward),
+            run_id=run_id,
+            group_id=group_id,
+            advantage=readable(advantage) if isinstance(advantage, np.ndarray) else advantage,
+        )
+        if extra_fields:
+            self.extra_fields.update(extra_fields)
+        given = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
+        lengths = {name: value.shape[0] for name, value in given.items() if value is not None}
+        num_tokens = self.tokens.shape[0]
+        wrong = {name: length for name, length in lengths.items() if length != num_tokens}
         if wrong:
             raise DataError(
                 f"a trajectory has {len(self.tokens)} tokens, but "
@@ -114,25 +116,33 @@ class Trajectory:
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
         """The trajectory of turns in order; those without log-probabilities are masked."""
-        counts = [len(span.ids) for span in spans]
-        is_own = torch.tensor([span.logprobs is not None for span in spans], dtype=torch.bool)
-        mask = is_own.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-        return cls(
-            [token for span in spans for token in span.ids],
-            mask,
-            logprobs=torch.from_numpy(
-                np.concatenate(
-                    [
-                        np.zeros(len(span.ids), np.float32)
-                        if span.logprobs is None
-                        else np.asarray(span.logprobs, np.float32)
-                        for span in spans
-                    ]
-                    or [np.zeros(0, np.float32)]
-                )
-            ),
-            **fields,
-        )
+        (found,) = cls.all_from_spans([spans], [fields])
+        return found
+
+    @classmethod
+    def all_from_spans(
+        cls, spans: Sequence[Sequence[TokenSpan]], fields: Sequence[Mapping[str, Any]]
+    ) -> list[Trajectory]:
+        """A trajectory of each list of turns with its fields; see `from_spans`."""
+        turns = [span for own in spans for span in own]
+        counts = [len(span.ids) for span in turns]
+        is_own = np.array([span.logprobs is not None for span in turns], np.bool_)
+        mask = is_own.repeat(counts)
+        logprobs = np.zeros(len(mask), np.float32)
+        known = [x for span in turns if span.logprobs is not None for x in span.logprobs]
+        if len(known) != mask.sum():
+            raise DataError(
+                f"turns of the policy have {mask.sum()} tokens, but {len(known)} log-probabilities."
+                " Give one for each token."
+            )
+        logprobs[mask] = known
+        tokens = np.array([token for span in turns for token in span.ids], np.int64)
+        sizes = [sum(len(span.ids) for span in own) for own in spans]
+        columns = (torch.split(torch.from_numpy(x), sizes) for x in (tokens, mask, logprobs))
+        return [
+            cls(token, own, logprobs=logprob, **given)
+            for token, own, logprob, given in zip(*columns, fields, strict=True)
+        ]
 
     # ---- one access
 
@@ -274,7 +284,8 @@ def readable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _vector(values: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(values, Tensor):
-        return values.detach().to(dtype)
+        is_plain = values.dtype == dtype and not values.requires_grad
+        return values if is_plain else values.detach().to(dtype)
     # NumPy reads a list several times faster than torch does, and converts a short one faster.
     return torch.from_numpy(np.array(values).astype(_NUMPY[dtype], copy=False))
 

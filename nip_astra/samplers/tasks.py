@@ -47,6 +47,7 @@ from nip_astra.scenario_base.tasks.base import (
     Task,
     close_environment,
     environment_of,
+    is_stateless,
     opening_of,
     rate_episodes,
     reaction_of,
@@ -111,18 +112,19 @@ class PlayedEpisode:
         """How many environments such as this one may run at once."""
         return getattr(self.episode.environment, "concurrency", 1)
 
-    def observe(self, agent: ConversationAgent, messages: Sequence[Message]) -> None:
-        """Add messages to the episode and to the next context."""
-        has_template = agent.conversation_format.supports_tools
+    def observe(self, messages: Sequence[Message], *, has_template: bool) -> list[tuple[str, str]]:
+        """Add messages to the episode; gives roles and texts for the next context."""
         introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
         self.episode.messages += messages
+        found = []
         for role, own in groupby(messages, key=lambda message: message.role):
             texts = [one.text for one in own]
             if role == "tool" and not has_template:
                 role, texts = "user", ["\n".join(texts)]
             for text in texts:
-                self.turns.append(agent.turn(role, introduction + text))
+                found.append((role, introduction + text))
                 introduction = ""
+        return found
 
     def read(self, context: Sequence[int]) -> None:
         """Continue with a context; a new trajectory begins if it does not extend the last."""
@@ -132,36 +134,56 @@ class PlayedEpisode:
             known = []
         self.spans[-1].append(TokenSpan(context[len(known) :]))
 
-    def trajectories(self) -> list[Trajectory]:
-        """The trajectories with the present reward of the episode."""
-        return [
-            Trajectory.from_spans(
-                spans,
-                reward=self.episode.reward,
-                group_id=self.group_id,
-                run_id=self.run_id,
-                problem=self.problem,
-                num_turns=self.num_turns,
-                is_cut=int(self.is_cut),
-            )
-            for spans in self.spans
-        ]
+
+def observe_together(
+    agent: ConversationAgent,
+    episodes: Sequence[PlayedEpisode],
+    messages: Sequence[Sequence[Message]],
+) -> None:
+    """Add messages to episodes and to their next contexts; each text is encoded once."""
+    has_template = agent.conversation_format.supports_tools
+    texts = [
+        one.observe(some, has_template=has_template)
+        for one, some in zip(episodes, messages, strict=True)
+    ]
+    turns = iter(agent.turns([pair for own in texts for pair in own]))
+    for one, own in zip(episodes, texts, strict=True):
+        one.turns += islice(turns, len(own))
+
+
+def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
+    """The trajectories with the present rewards of the episodes."""
+    return Trajectory.all_from_spans(
+        [spans for one in played for spans in one.spans],
+        [
+            {
+                "reward": one.episode.reward,
+                "group_id": one.group_id,
+                "run_id": one.run_id,
+                "problem": one.problem,
+                "num_turns": one.num_turns,
+                "is_cut": int(one.is_cut),
+            }
+            for one in played
+            for _ in one.spans
+        ],
+    )
 
 
 def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[PlayedEpisode]:
-    """All runs of problems, those of a problem adjacent."""
-    return [
-        PlayedEpisode(
-            problem,
-            f"{plan.split}-{problem}",
-            run,
-            Episode(environment),
-            toolbox=toolbox_of(task, environment),
-        )
-        for problem in problems
-        for run in range(plan.num_runs)
-        for environment in [environment_of(task, plan.split, problem)]
-    ]
+    """All runs of problems, those of a problem adjacent; see `Environment.is_stateless`."""
+    episodes = []
+    for problem in problems:
+        group_id = f"{plan.split}-{problem}"
+        environment = environment_of(task, plan.split, problem)
+        toolbox = toolbox_of(task, environment)
+        for run in range(plan.num_runs):
+            if run > 0 and not is_stateless(environment):
+                environment = environment_of(task, plan.split, problem)
+                toolbox = toolbox_of(task, environment)
+            episode = Episode(environment)
+            episodes.append(PlayedEpisode(problem, group_id, run, episode, toolbox=toolbox))
+    return episodes
 
 
 @dataclass(frozen=True)
@@ -202,12 +224,19 @@ def _play_together(
     plan: TaskPlan,
     sample: Draw | None,
 ) -> None:
-    environments = [one.episode.environment for one in episodes]
-    concurrencies = [one.concurrency for one in episodes]
+    # Runs of a problem may share an environment, which is opened once.
+    firsts: dict[int, PlayedEpisode] = {}
+    keys = []
+    for one in episodes:
+        environment = one.episode.environment
+        keys.append(id(environment if is_stateless(environment) else one))
+        firsts.setdefault(keys[-1], one)
+    environments = [one.episode.environment for one in firsts.values()]
+    concurrencies = [one.concurrency for one in firsts.values()]
     try:
-        openings = _in_threads(concurrencies, lambda place: opening_of(environments[place]))
-        for one, messages in zip(episodes, openings, strict=True):
-            one.observe(agent, messages)
+        opened = _in_threads(concurrencies, lambda place: opening_of(environments[place]))
+        openings = dict(zip(firsts, opened, strict=True))
+        observe_together(agent, episodes, [openings[key] for key in keys])
         _take_turns(agent, episodes, plan, sample)
     finally:
         _in_threads(concurrencies, lambda place: close_environment(environments[place]))
@@ -269,7 +298,8 @@ def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:
         return False
     firsts = [one for one in episodes[::num_runs] for _ in range(num_runs)]
     return all(
-        one.turns == first.turns and one.toolbox.described == first.toolbox.described
+        one.turns == first.turns
+        and (one.toolbox is first.toolbox or one.toolbox.described == first.toolbox.described)
         for one, first in zip(episodes, firsts, strict=True)
     )
 
@@ -299,12 +329,14 @@ def _act(
         one.is_cut |= length == len(contents[index])
         one.num_turns += 1
         one.episode.messages.append(Message("assistant", text))
-    for one, (reaction, counts) in zip(episodes, _reactions(episodes, texts, agent), strict=True):
-        one.episode.tool_counts.update(counts)
+    reactions = _reactions(episodes, texts, agent)
+    for one, (reaction, counts) in zip(episodes, reactions, strict=True):
+        if counts:
+            one.episode.tool_counts.update(counts)
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
-        one.observe(agent, reaction.messages)
+    observe_together(agent, episodes, [reaction.messages for reaction, _ in reactions])
 
 
 def _reactions(
@@ -346,7 +378,7 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
         one.episode.completion_ids = _last_tokens(one)
     rate_episodes(task, [one.episode for one in played if one.episode.reward is None])
     return TaskRollout(
-        [trajectory for one in played for trajectory in one.trajectories()],
+        trajectories_of(played),
         [one.episode for one in played],
     )
 

@@ -176,10 +176,19 @@ class ConversationAgent:
 
     def turn(self, role: str, text: str) -> Turn:
         """A message as a turn in this agent's tokens; the role is that of its chat template."""
-        ids = self.conversation_format.encode(text)
-        if role in ("system", "tool"):
-            return Turn(False, ids, "system" if role == "system" else "tool")
-        return Turn(role == "assistant", ids)
+        (turn,) = self.turns([(role, text)])
+        return turn
+
+    def turns(self, messages: Sequence[tuple[str, str]]) -> list[Turn]:
+        """Messages, as role and text, as turns; see `turn`."""
+        texts = list(dict.fromkeys(text for _, text in messages))
+        ids = dict(zip(texts, self.conversation_format.encode_all(texts), strict=True))
+        return [
+            Turn(False, ids[text], "system" if role == "system" else "tool")
+            if role in ("system", "tool")
+            else Turn(role == "assistant", ids[text])
+            for role, text in messages
+        ]
 
     def num_tokens(self, text: str) -> int:
         """Number of tokens of a text."""
@@ -187,10 +196,12 @@ class ConversationAgent:
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The text of turns."""
+        distinct = list(dict.fromkeys(map(tuple, turns)))
         decoded: list[str] = self.language_model.tokenizer.batch_decode(
-            [list(ids) for ids in turns], skip_special_tokens=True
+            [list(ids) for ids in distinct], skip_special_tokens=True
         )
-        return [text.strip() for text in decoded]
+        texts = dict(zip(distinct, decoded, strict=True))
+        return [texts[tuple(ids)].strip() for ids in turns]
 
     def shares_tokens_with(self, other: ConversationAgent) -> bool:
         """Whether both agents have the same vocabulary."""

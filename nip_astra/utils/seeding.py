@@ -19,7 +19,7 @@ def derive_seed(*parts: SeedPart) -> int:
     Parts are hashed with their types (sha256), so `1` and `"1"` differ and the result is the same
     in every process, unlike `hash()`.
     """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    text = "\x1f".join([f"{type(part).__name__}:{part}" for part in parts])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

@@ -214,7 +214,8 @@ def test_scorers_rate_every_answer_by_agent(run: Path, type_command: CommandLine
 
 def test_a_scorer_reads_what_the_agent_had_read(run: Path, type_command: CommandLine) -> None:
     code = (
-        "def depth(completions, conversations):\n"
+        "def depth(completions, conversations, columns):\n"
+        "    assert all(columns)\n"
         "    return [(len(turns) - 1) / 4 for turns in conversations]\n"
     )
     (type_command.folder / "depth.py").write_text(code)

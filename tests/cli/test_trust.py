@@ -314,6 +314,19 @@ def test_reading_a_stored_run_resolves_no_reference(
     assert "custom_trainer_class_name" in said.err
 
 
+def test_the_scenario_of_a_foreign_run_resolves_no_reference(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+    folder = shutil.copytree(cli.scenario, cli.folder / "theirs")
+    with (folder / "scenario.yaml").open("a") as file:
+        file.write("note: ${oc.env:A_SECRET}\n")
+    change(run, scenario=str(folder))
+    message = refused(cli(*OPENERS["show"]))
+    assert "${oc.env:A_SECRET}" in message
+    assert SECRET not in message
+
+
 def test_what_a_run_extends_is_part_of_it(
     cli: CommandLine, run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

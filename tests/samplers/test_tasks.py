@@ -16,7 +16,7 @@ from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
-from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment
+from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, GuessNumberEnvironment
 from nip_astra.scorers.base import Message
 from tests.kit.tiny import make_tokenizer
 
@@ -135,6 +135,35 @@ def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None
     assert len(rollout.trajectories) > 1
     assert {one.run_id for one in rollout.trajectories} == {0}
     assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+
+
+@pytest.mark.parametrize(("states_it", "num_made"), [(True, 2), (False, 6)])
+def test_runs_share_an_environment_only_of_a_class_that_says_so(
+    states_it: bool, num_made: int
+) -> None:
+    made: list[Environment] = []
+    opened: list[Environment] = []
+
+    class Sum(ArithmeticEnvironment):
+        if states_it:
+            is_stateless = True
+
+        def reset(self) -> Sequence[Message]:
+            opened.append(self)
+            return super().reset()
+
+    class Sums(Task):
+        def environment(self, split: object, index: int) -> Environment:
+            made.append(Sum(f"{index}+1", index + 1))
+            return made[-1]
+
+    task = Sums(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
+    plan = TaskPlan("train", num_runs=3, max_turns=1, key=(0,))
+    script = Scripted(*[["1"]] * 6)
+    rollout = play_task(agent(), task, [0, 1], plan, sample=script)
+    assert [one.reward for one in rollout.trajectories] == [1.0] * 3 + [0.0] * 3
+    assert len(script.contexts[0]) == 2
+    assert len(made) == len(opened) == num_made
 
 
 OPENING = [Message("user", "guess")]

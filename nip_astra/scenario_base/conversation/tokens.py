@@ -83,6 +83,12 @@ class ConversationFormat(ABC):
         """The content tokens of a turn of somebody else."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """`encode` of each text, in one call."""
+        if len(texts) < 2:
+            return [self.encode(text) for text in texts]
+        return [*map(tuple, self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])]
+
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
         """The longest context of at most `num_tokens`, dropping the oldest whole turns.
 

@@ -61,6 +61,9 @@ class Environment(ABC):
     their docstrings and type hints. A message with calls gets their results and is no step."""
     concurrency: int = 1
     """Environments of this kind that may start or step at once, each in a thread."""
+    is_stateless: bool = False
+    """Whether `reset` and `step` depend on the problem and the message alone: then all runs of a
+    problem share one environment, which is opened and closed once. A subclass states it anew."""
     max_open: int | None = None
     """Episodes of this kind that may be played at once; None for any number."""
     figures: Mapping[str, float] = {}
@@ -184,6 +187,11 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
     return environment
 
 
+def is_stateless(environment: Environment) -> bool:
+    """Whether runs may share an environment; a subclass may keep what its base does not."""
+    return bool(vars(type(environment)).get("is_stateless", False))
+
+
 def opening_of(environment: Environment) -> list[Message]:
     """First messages of an environment."""
     return _messages(environment, "reset", _called(environment, "reset", environment.reset))
@@ -259,7 +267,9 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
 
 def _messages(owner: object, hook: str, value: Any) -> list[Message]:
     expected = "a list of Message(role, text), with the role 'user' or 'assistant'"
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not isinstance(value, list | tuple) and (
+        isinstance(value, str) or not isinstance(value, Sequence)
+    ):
         raise _wrong(owner, hook, value, expected)
     for message in value:
         is_message = isinstance(message, Message) and isinstance(message.text, str)

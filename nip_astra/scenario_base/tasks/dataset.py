@@ -42,6 +42,8 @@ _MAX_SHOWN = 40
 class RowEnvironment(Environment):
     """One row, answered in one message."""
 
+    is_stateless = True
+
     def __init__(self, prompt: Prompt, answer: str | None, match: str | None) -> None:
         self.prompt, self.solution, self.match = prompt, answer, match
         self.columns, self.row = prompt.columns, prompt.row

@@ -26,6 +26,8 @@ from nip_astra.scorers.base import Message
 class ArithmeticEnvironment(Environment):
     """One problem, answered in one message."""
 
+    is_stateless = True
+
     def __init__(self, problem: str, answer: int) -> None:
         self.problem, self.answer = problem, answer
         self.solution = str(answer)
@@ -79,6 +81,8 @@ MAX_LENGTH = 200
 
 class CountdownEnvironment(Environment):
     """One target and its numbers, answered in one message."""
+
+    is_stateless = True
 
     def __init__(
         self, numbers: Sequence[int], target: int, solution: str, *, valid_reward: float
@@ -247,6 +251,8 @@ ENDS = (*"bdgklmnprst", "", "")
 
 class PigLatinEnvironment(Environment):
     """Some words, answered in one message."""
+
+    is_stateless = True
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)

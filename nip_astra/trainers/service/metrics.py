@@ -55,17 +55,23 @@ def log_rollout_metrics(
     rewards = torch.tensor([one.reward for one in rows if one.reward is not None])
     metrics.update(_figures("rollout/reward", rewards[~rewards.isnan()]))
     metrics["rollout/num_trajectories"] = float(len(rows))
-    metrics["rollout/num_groups"] = float(len({one.get("group_id", id(one)) for one in rows}))
-    lengths = torch.tensor([one.num_response_tokens for one in rows], dtype=torch.float32)
-    prompts = torch.tensor([one.num_prompt_tokens for one in rows], dtype=torch.float32)
+    metrics["rollout/num_groups"] = float(
+        len({id(one) if one.group_id is None else one.group_id for one in rows})
+    )
     if len(rows):
+        masks = torch.nn.utils.rnn.pad_sequence([one.loss_mask for one in rows], batch_first=True)
+        lengths = masks.sum(dim=1).float()
+        sizes = torch.tensor([len(one) for one in rows])
+        prompts = torch.where(lengths > 0, masks.to(torch.uint8).argmax(dim=1), sizes).float()
         metrics["rollout/prompt_tokens_mean"] = float(prompts.mean())
         metrics["rollout/response_tokens_mean"] = float(lengths.mean())
         metrics["rollout/response_tokens_max"] = float(lengths.max())
-        nlls = [-float(o.logprobs[o.loss_mask].sum()) for o in rows if o.logprobs is not None]
-        if len(nlls) == len(rows) and lengths.sum() > 0:
-            metrics["rollout/entropy"] = sum(nlls) / float(lengths.sum())
-        cut = [float(one["is_cut"]) for one in rows if one.get("is_cut") is not None]
+        logprobs = [one.logprobs for one in rows if one.logprobs is not None]
+        if len(logprobs) == len(rows) and lengths.sum() > 0:
+            own = torch.cat(logprobs)[torch.cat([one.loss_mask for one in rows])]
+            sums = torch.stack([x.sum() for x in torch.split(own, lengths.int().tolist())])
+            metrics["rollout/entropy"] = sum(-x for x in sums.tolist()) / float(lengths.sum())
+        cut = [float(x) for one in rows if (x := one.extras.get("is_cut")) is not None]
         if cut:
             metrics["rollout/cut_share"] = sum(cut) / len(cut)
     return metrics

@@ -16,6 +16,8 @@ import torch
 pytest.importorskip("fastapi")
 tinker = pytest.importorskip("tinker")
 
+from nip_astra.serve.requests import ApiError  # noqa: E402
+from nip_astra.serve.tinker.messages import read_forward_backward  # noqa: E402
 from tests.serve.training.running import POLICY, Server, training_server  # noqa: E402
 
 PROMPT = [1, 10, 11, 12, 13]
@@ -364,6 +366,17 @@ def test_an_empty_prompt_is_a_wrong_request(server: Server) -> None:
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
 
 
+def test_a_chunk_that_ends_within_a_token_is_a_wrong_request() -> None:
+    from tinker.proto import tinker_public_pb2 as pb
+
+    request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
+    request.data.add().model_input.add().encoded_text.tokens = bytes(5)
+    with pytest.raises(ApiError) as caught:
+        read_forward_backward(request.SerializeToString())
+    assert caught.value.status == 400
+    assert "5 bytes" in str(caught.value)
+
+
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:
     training = training_client(client)
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
@@ -380,14 +393,15 @@ def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Serv
 
 def test_operations_before_their_turn_keep_no_other_client_waiting() -> None:
     with training_server(["tinker"], max_waiting=4) as server, service_client(server) as client:
-        training, other = (training_client(client) for _ in range(2))
-        model = training.get_info().model_id
+        *early, other = (training_client(client) for _ in range(3))
+        models = [one.get_info().model_id for one in early]
 
-        def send(number: int) -> int:
+        def send(model: str, number: int) -> int:
             body = {"model_id": model, "seq_id": number, "adam_params": {}}
             return httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code
 
-        assert [send(number) for number in (3, 4, 100)] == [200, 200, 400]
+        for model in models:
+            assert [send(model, number) for number in (2, 3, 4, 100)] == [200, 200, 200, 400]
         step(other, [datum(weights=MASK)], "cross_entropy")
 
 

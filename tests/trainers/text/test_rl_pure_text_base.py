@@ -353,6 +353,8 @@ def test_a_job_that_dies_again_is_submitted_under_a_further_key(tmp_path: Path) 
     _continue(tmp_path, directory, parts)
     keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
     assert keys == [*("prover/0", "verifier/0", "prover/1", "prover/2"), "prover/3", "verifier/1"]
+    of_prover = [o.seed for key, _, _, o in jobs.submitted if "/prover/" in key]
+    assert len(set(of_prover[:3])) == 1 != len(set(of_prover))
 
 
 def _die(*args: object) -> None:
