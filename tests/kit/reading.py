@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 LARGEST = 2**20
 """Bytes of a file of models that are kept."""
@@ -24,23 +26,25 @@ def _content(folder: Path) -> dict[str, bytes] | None:
 
 def models_are_read_once(patch: pytest.MonkeyPatch) -> None:
     """Have transformers give a copy of a model whose files it has read before."""
-    read = _BaseAutoModelClass.from_pretrained.__func__  # type: ignore[attr-defined]
-    kept: list[tuple[Any, Any]] = []
+    for kind in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        read = partial(_read_once, kind.from_pretrained, [])
+        patch.setattr(kind, "from_pretrained", staticmethod(read))
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-        is_plain = not args and all(isinstance(value, PLAIN) for value in options.values())
-        content = _content(Path(name)) if is_plain else None
-        if content is None:
-            return read(cls, name, *args, **options)
-        key = (cls, options, content)
-        found = next((value for known, value in kept if known == key), None)
-        if found is None:
-            found = read(cls, name, **options)
-            kept.insert(0, (key, found))
-            del kept[16:]
-        copied = deepcopy(found)
-        model = copied[0] if isinstance(copied, tuple) else copied
-        model.name_or_path = model.config.name_or_path = str(name)
-        return copied
 
-    patch.setattr(_BaseAutoModelClass, "from_pretrained", classmethod(from_pretrained))
+def _read_once(
+    read: Callable[..., Any], kept: list[tuple[Any, Any]], name: Any, *args: Any, **options: Any
+) -> Any:
+    is_plain = not args and all(isinstance(value, PLAIN) for value in options.values())
+    content = _content(Path(name)) if is_plain else None
+    if content is None:
+        return read(name, *args, **options)
+    key = (options, content)
+    found = next((value for known, value in kept if known == key), None)
+    if found is None:
+        found = read(name, **options)
+        kept.insert(0, (key, found))
+        del kept[16:]
+    copied = deepcopy(found)
+    model = copied[0] if isinstance(copied, tuple) else copied
+    model.name_or_path = model.config.name_or_path = str(name)
+    return copied
