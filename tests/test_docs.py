@@ -121,7 +121,7 @@ def _run_cell(code: str, place: str, names: dict[str, Any]) -> None:
         if not is_plot or find_spec("matplotlib") is not None:
             value = eval(compile(ast.Expression(last.value), place, "eval"), names)
             assert hasattr(value, "savefig") is is_plot
-            if not is_plot:
+            if value is not None and not is_plot:
                 print(value)
 
 

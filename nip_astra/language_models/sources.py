@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -28,6 +31,7 @@ ADVICE = (
     "Give a folder that save_pretrained wrote, a .gguf file, package://name/file, or a hub id "
     "that this machine can reach."
 )
+SECONDS_TO_REACH_HUB = 5.0
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "spiece.model"),
@@ -48,7 +52,43 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
             return str(source.parent), source.name
         if not is_model_folder(source):
             raise ModelLoadError(f"{source} holds no model: it has no config.json. {ADVICE}")
-    return str(source), None
+        return str(source), None
+    _require_hub(source)
+    return source, None
+
+
+def _require_hub(name: str) -> None:
+    """Refuse a hub id at once if the hub is out of reach, and use the cache if that has the model.
+
+    huggingface_hub tries each file six times, which takes a minute.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.is_offline_mode() or getproxies():
+        return
+    problem = _hub_problem(constants.ENDPOINT)
+    if not problem:
+        return
+    files = (MODEL_CONFIG, ADAPTER_CONFIG)
+    if not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        raise ModelLoadError(
+            f"the model {name!r} is not in the cache, and {constants.ENDPOINT} cannot be reached: "
+            f"{problem}. {ADVICE}"
+        )
+    logger.warning("%s cannot be reached (%s); using cached models", constants.ENDPOINT, problem)
+    constants.HF_HUB_OFFLINE = True
+
+
+@lru_cache(maxsize=1)
+def _hub_problem(address: str) -> str:
+    """Why the hub cannot be reached; empty if it can."""
+    place = urlsplit(address)
+    port = place.port or (80 if place.scheme == "http" else 443)
+    try:
+        socket.create_connection((place.hostname or "", port), SECONDS_TO_REACH_HUB).close()
+    except OSError as error:
+        return reason_of(error)
+    return ""
 
 
 def is_model_folder(folder: Path) -> bool:

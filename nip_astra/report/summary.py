@@ -253,8 +253,9 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
         for known in filter(None, map(run.metrics.known, reversed(ACCURACY))):
             last = f", the last with an accuracy of {percent(known[-1])} in training"
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
-    among = f"{count(after.num_episodes)} test episodes" if after.num_episodes else "test episodes"
-    sentence = f"The decision is right in {after.accuracy_text} of {among}"
+    # The accuracy has its counts, as far as they are known.
+    among = "test episodes" if " of " in after.accuracy_text else "of test episodes"
+    sentence = f"The decision is right in {after.accuracy_text} {among}"
     if before.accuracy is not None:
         sentence += f"; before training, it was in {before.accuracy_text}"
     sentences = [f"{sentence}.", game]

@@ -102,6 +102,9 @@ def interval(low: Any, high: Any, name: str = "share") -> str:
 def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
     """Format the counts of a figure, "3 of 10, 2 unknown"; empty where they are not stored."""
     part, known, total = (number(report.get(key)) for key in COUNTS.get(name, ("", "", "")))
+    if name == "mean_accuracy":
+        share, known = number(report.get(name)), number(report.get("num_episodes"))
+        return f"{share * known:,.0f} of {known:,.0f}" if known and share is not None else ""
     if known is None or (part is None and COUNTS[name][0]):
         return ""
     if part is None:

@@ -161,3 +161,30 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
     found = computing_dtype(object(), asked, torch.device("cpu"), trainable=trainable)
     assert found == expected
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_hub_out_of_reach_is_noticed_before_the_hub_tries_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    cached = "config.json" if is_cached else None
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: cached)
+    sources._hub_problem.cache_clear()
+    try:
+        if is_cached:
+            assert sources.resolve_model("owner/model", None) == ("owner/model", None)
+        else:
+            with pytest.raises(ModelLoadError, match="no route"):
+                sources.resolve_model("owner/model", None)
+        assert constants.HF_HUB_OFFLINE is is_cached
+    finally:
+        sources._hub_problem.cache_clear()

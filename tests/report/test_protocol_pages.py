@@ -50,7 +50,7 @@ def test_a_run_has_sections_of_its_own_kind(tmp_path: Path) -> None:
 
 def test_the_page_says_what_was_found_with_intervals(tmp_path: Path) -> None:
     words = page_of(tmp_path).words
-    assert "The decision is right in 87.3% [84.1%, 90.0%] of 2,048 test episodes" in words
+    assert "The decision is right in 87.3% [84.1%, 90.0%], 1,788 of 2,048 test episodes" in words
     assert "before training, it was in 49.8% [46.0%, 53.0%]." in words
     assert "Prover and verifier played nip on graph_isomorphism." in words
     assert "3.1% of the episodes end without a decision." in words
@@ -227,7 +227,8 @@ def test_runs_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
     assert sections[:4] == ["overview", "differences", "curves", "run-1-summary"]
     assert {"run-1-episodes", "run-2-conversations"} <= set(sections)
     assert "A: vanilla_ppo · lr 0.0003; thick: mean of seeds 0, 1" in page.words
-    assert "A, seed 1 nip 49.8% [46.0%, 53.0%] 87.3% [84.1%, 90.0%] 25.0% 3.1% 4.2" in page.words
+    after = "87.3% [84.1%, 90.0%], 1,788 of 2,048"
+    assert f"A, seed 1 nip 49.8% [46.0%, 53.0%] {after} 25.0% 3.1% 4.2" in page.words
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     assert {link[1:] for link in page.attributes("href")} <= set(ids)

@@ -151,7 +151,10 @@ def test_figures_that_are_missing_are_no_error() -> None:
 def test_a_run_of_a_protocol_prints_what_was_decided_and_the_figures_of_each_agent() -> None:
     text = printed(protocol_results(protocol="nip [new]"))
     assert text.startswith("nip [new], tests before and after training: 2,048 episodes\n")
-    assert cells(text, "mean accuracy") == ["49.8% [46.0%, 53.0%]", "87.3% [84.1%, 90.0%]"]
+    assert cells(text, "mean accuracy") == [
+        "49.8% [46.0%, 53.0%]",
+        "87.3% [84.1%, 90.0%], 1,788 of 2,048",
+    ]
     assert cells(text, "share undecided") == ["20.0%", "3.1%"]
     assert cells(text, "mean episode reward") == ["0.61 (before 0.4)", "0.72"]
     assert "warning: a prover stands still" in text
