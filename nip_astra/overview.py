@@ -179,14 +179,14 @@ class DryRun(Printable):
         return stream.getvalue()
 
 
-def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> DryRun:
+def dry_run(experiment: Any = None, settings: Any = None, **fields: Any) -> DryRun:
     """Build an experiment, run its smallest step, and estimate the whole run; writes nothing.
 
     Parameters are those of `prepare_experiment`.
     """
     from nip_astra.run import prepare_experiment
 
-    trainer = prepare_experiment(experiment, settings, **settings_fields).trainer
+    trainer = prepare_experiment(experiment, settings, **fields).trainer
     with showing("Smallest step", enabled=trainer.settings.progress):
         return DryRun(trainer.dry_run(), trainer.settings.device_price)
 

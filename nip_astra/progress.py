@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import inspect
+import io
 import logging
 import math
 import os
 import sys
 import threading
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -127,7 +129,7 @@ class ProgressBar:
         self._num_resumed = self._num_lines = 0
         self._description = self._position = self._wait = ""
         self._values: dict[str, str] = {}
-        self._started = time.monotonic()
+        self._started, self._ended = time.monotonic(), math.inf
         self._written = self._wait_shown = -math.inf
         self._write()
         _BARS.append(self)
@@ -204,12 +206,13 @@ class ProgressBar:
             return
         self._wait = ""
         self._written = -math.inf
+        self._ended = time.monotonic()
         self._write()
         if self._bar is not None:
             self._bar.close()
         _BARS.remove(self)
-        if self.is_live and self.console is not None and not self._is_endless:
-            self.console.print(self)
+        if self.is_live and not self._is_endless:
+            _SCREEN.leave(self)
         _SCREEN.update()
 
     @property
@@ -218,7 +221,7 @@ class ProgressBar:
 
     def _parts(self) -> list[str]:
         """What follows the bar, the most important first; its end is cut where room is short."""
-        elapsed = time.monotonic() - self._started
+        elapsed = min(time.monotonic(), self._ended) - self._started
         if self._is_endless:
             count = [f"{self.num_done} requests"] if self.num_done else []
             return [*count, _clock(elapsed)]
@@ -289,9 +292,61 @@ _DRAWING = threading.RLock()
 
 
 class _Display(Live):
+    """The display of a terminal."""
+
     def refresh(self) -> None:
         with _DRAWING:
             super().refresh()
+
+    def leave(self, bar: ProgressBar) -> None:
+        """Keep the last state of a bar that closes."""
+        self.console.print(bar)
+
+
+class _NotebookDisplay:
+    """The display of a notebook cell: one output that is replaced, without ipywidgets."""
+
+    def __init__(self, get_renderable: Callable[[], Group], console: Console) -> None:
+        self._get_renderable, self._console = get_renderable, console
+        self._left: list[ProgressBar] = []
+        self._id = uuid.uuid4().hex
+        self._is_shown = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="progress", daemon=True)
+
+    def start(self) -> None:
+        self.refresh()
+        self._thread.start()
+
+    def _keep_up(self) -> None:
+        while not self._stopped.wait(1 / REFRESHES_PER_SECOND):
+            self.refresh()
+
+    def refresh(self) -> None:
+        from IPython.display import display
+
+        with _DRAWING:
+            page = Console(
+                file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False
+            )
+            page.print(*self._left, self._get_renderable(), sep="")
+            text = page.export_text(clear=False)
+            html = page.export_html(inline_styles=True, code_format=_NOTEBOOK_FORMAT)
+            bundle = {"text/plain": text, "text/html": html}
+            display(bundle, raw=True, display_id=self._id, update=self._is_shown)
+            self._is_shown = True
+
+    def leave(self, bar: ProgressBar) -> None:
+        """Keep the last state of a bar that closes."""
+        self._left.append(bar)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.refresh()
+
+
+_NOTEBOOK_FORMAT = '<pre style="margin:0;line-height:1.2">{code}</pre>'
 
 
 class _Screen:
@@ -301,24 +356,35 @@ class _Screen:
     """
 
     def __init__(self) -> None:
-        self._live: Live | None = None
+        self._live: _Display | _NotebookDisplay | None = None
         self._undo: list[Callable[[], object]] = []
+        self._enable: list[Callable[[], object]] = []
+        self.num_holds = 0
 
     def update(self) -> None:
         """Open or close the display, as there are bars."""
         if not _BARS:
             self.close()
-            return
-        for name in LIBRARIES_WITH_BARS:
-            library = sys.modules.get(name)
-            if library is not None and library.is_progress_bar_enabled():
-                library.disable_progress_bar()
-                self._undo.append(library.enable_progress_bar)
+        if _BARS or self.num_holds:
+            for name in LIBRARIES_WITH_BARS:
+                library = sys.modules.get(name)
+                if library is not None and library.is_progress_bar_enabled():
+                    library.disable_progress_bar()
+                    self._enable.append(library.enable_progress_bar)
+        else:
+            while self._enable:
+                self._enable.pop()()
         console = next((bar.console for bar in _BARS if bar.is_live), None)
         if console is not None and self._live is None:
             self._start(console)
 
     def _start(self, console: Console) -> None:
+        if console.is_jupyter:
+            # Of tqdm without ipywidgets, about bars that are off.
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            self._live = _NotebookDisplay(self._bars, console)
+            self._live.start()
+            return
         self._live = _Display(
             get_renderable=self._bars,
             console=console,
@@ -345,14 +411,19 @@ class _Screen:
         if self._live is not None:
             self._live.refresh()
 
+    def leave(self, bar: ProgressBar) -> None:
+        """Keep the last state of a bar that closes."""
+        if self._live is not None:
+            self._live.leave(bar)
+
     def close(self) -> None:
-        """Remove the display, and restore what other libraries do."""
+        """Remove the display, and restore the streams."""
         if self._live is not None:
             self._live.stop()
         self.forget()
 
     def forget(self) -> None:
-        """Restore what other libraries do; a forked process leaves its parent's display alone."""
+        """Restore the streams; a forked process leaves its parent's display alone."""
         for undo in reversed(self._undo):
             undo()
         self._live, self._undo = None, []
@@ -386,6 +457,22 @@ def _after_fork() -> None:
 os.register_at_fork(
     before=_DRAWING.acquire, after_in_parent=_DRAWING.release, after_in_child=_after_fork
 )
+
+
+def quiet_libraries() -> None:
+    """Switch off the bars of libraries that were imported after ours was shown."""
+    _SCREEN.update()
+
+
+@contextmanager
+def only_own_bars() -> Iterator[None]:
+    """Switch off the bars of other libraries within the block, also while none of ours is shown."""
+    _SCREEN.num_holds += 1
+    try:
+        yield
+    finally:
+        _SCREEN.num_holds -= 1
+        _SCREEN.update()
 
 
 @contextmanager
@@ -649,7 +736,5 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _is_live(console: Console) -> bool:
-    """Whether a line can be drawn again: on a terminal, or in a notebook with ipywidgets."""
-    if console.is_jupyter:
-        return importlib.util.find_spec("ipywidgets") is not None
-    return console.is_terminal and not console.is_dumb_terminal
+    """Whether a line can be drawn again: on a terminal or in a notebook."""
+    return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)

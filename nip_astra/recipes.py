@@ -69,7 +69,7 @@ def train_task(
     weights: Sequence[float] | None = None,
     test_data: Any = None,
     algorithm: str = "grpo",
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     seed: int | None = None,
     plugins: Sequence[str] = (),
     **options: Any,
@@ -91,8 +91,8 @@ def train_task(
         Held-out rows; by default a tenth of the prompts of `data` is held out.
     algorithm : str
         A name in `rl_objectives.policy_losses.GROUP_VARIANTS`: grpo, dr_grpo, dapo, rloo, ...
-    overrides : Iterable[str]
-        Assignments `a.b=c` to any parameter.
+    overrides : Iterable[str] or Mapping
+        Assignments `a.b=c` to any parameter, or values by path.
     **options
         Options by TRL's names (`TRL_OPTIONS`), and settings of the run (`run_id`, `device`, ...).
 
@@ -130,7 +130,7 @@ def stress_test(
     target_model: str | None = None,
     attacker: str | Path | None = None,
     trainer: str = "ast_dpo",
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     seed: int | None = None,
     plugins: Sequence[str] = (),
     **settings: Any,
@@ -150,8 +150,8 @@ def stress_test(
         knows no more words than it, else SmolLM2-135M-Instruct with a LoRA adapter.
     trainer : str
         A trainer of stress tests.
-    overrides : Iterable[str]
-        Assignments `a.b=c` to any parameter.
+    overrides : Iterable[str] or Mapping
+        Assignments `a.b=c` to any parameter, or values by path.
     **settings
         Settings of the run (`run_id`, `device`, ...).
 

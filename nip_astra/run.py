@@ -33,7 +33,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.progress import showing
+from nip_astra.progress import only_own_bars, showing
 from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import (
     RERUN_TESTS,
@@ -74,6 +74,9 @@ from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 
+OF_THE_EXPERIMENT = ("trainer", "scenario", "parameter_file", "overrides", "seed", "plugins")
+"""Arguments of `resolve_experiment` that `run_experiment` takes beside settings."""
+
 
 @dataclass(frozen=True)
 class PreparedExperiment:
@@ -104,23 +107,24 @@ class ExperimentResult(Shown):
 
 
 def prepare_experiment(
-    experiment: HyperParameters | ResolvedExperiment,
+    experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
-    **settings_fields: Any,
+    **fields: Any,
 ) -> PreparedExperiment:
     """Build all components and the trainer; writes nothing.
 
     Parameters
     ----------
-    experiment : HyperParameters or ResolvedExperiment
+    experiment : HyperParameters or ResolvedExperiment, optional
         Hyper-parameters are completed as on the command line; see `resolve_experiment`.
     settings : ExperimentSettings, optional
         In place of `settings` in the parameter file.
-    **settings_fields
-        Single settings, by name.
+    **fields
+        Arguments of `resolve_experiment` (`trainer`, `scenario`, `overrides`, `seed`, ...), and
+        single settings by name.
     """
-    resolved = _resolved(experiment)
-    settings = _settings(settings or resolved.settings, settings_fields)
+    resolved = _resolved(experiment, fields)
+    settings = _settings(settings or resolved.settings, fields)
     refuse_idle_actors(resolved.trainer_class, settings)
     loading = showing("Loading", enabled=settings.progress)
     with loading, on_behalf_of(resolved.source), _within_memory():
@@ -156,9 +160,9 @@ def _within_memory() -> Iterator[None]:
 
 
 def run_experiment(
-    experiment: HyperParameters | ResolvedExperiment,
+    experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
-    **settings_fields: Any,
+    **fields: Any,
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
@@ -171,8 +175,8 @@ def run_experiment(
     StopRequested
         When SIGINT or SIGTERM stopped the run; its work is saved.
     """
-    resolved = _resolved(experiment)
-    settings = _settings(settings or resolved.settings, settings_fields)
+    resolved = _resolved(experiment, fields)
+    settings = _settings(settings or resolved.settings, fields)
     refuse_replaced(settings)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
@@ -361,7 +365,7 @@ def _run(
     built: list[Trainer],
 ) -> ExperimentResult:
     """Build and train; appends the trainer to `built`."""
-    with log_file(directory), stop_on_signals() as name_of_signal:
+    with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
         own_flag = settings.stop_flag or (lambda: None)
 
         def stop_flag() -> str | None:
@@ -474,10 +478,19 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
         logger.warning("the report was not written: %s", error)
 
 
-def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExperiment:
-    if isinstance(experiment, ResolvedExperiment):
-        return experiment
-    return resolve_experiment(hyper_params=experiment)
+def _resolved(
+    experiment: HyperParameters | ResolvedExperiment | None, fields: dict[str, Any]
+) -> ResolvedExperiment:
+    """The experiment; its own fields are removed from those of the settings."""
+    own = {name: fields.pop(name) for name in OF_THE_EXPERIMENT if name in fields}
+    if not isinstance(experiment, ResolvedExperiment):
+        return resolve_experiment(hyper_params=experiment, **own)
+    if own:
+        raise ConfigurationError(
+            f"the experiment is resolved, so {', '.join(own)} cannot change it. Give "
+            f"{'it' if len(own) == 1 else 'them'} to resolve_experiment."
+        )
+    return experiment
 
 
 def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSettings:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -24,6 +26,7 @@ from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "doc" / "notebooks").glob("*.md"))
 SMALL = (
     "training.num_episodes_per_experience=1",
     "training.minibatch_size=4",
@@ -83,6 +86,56 @@ def test_the_commands_and_code_of_a_page_run(
             reader.follow(block)
     unused = [name for name in reader.python_files if name not in reader.mentioned]
     assert not unused, f"{page.name} has Python files that it never runs: {unused}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
+def test_the_cells_of_a_page_print_what_stands_below_them(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell, below in zip(found, [*found[1:], None], strict=True):
+        if cell.language == "python":
+            _run_cell(cell.text, f"{page.name}:{cell.line}", names)
+            printed = capsys.readouterr().out.strip("\n")
+            shown = below.text if below is not None and below.language == "text" else ""
+            if below is not None and below.varies:
+                assert len(printed.splitlines()) == len(shown.splitlines()), printed
+            else:
+                _assert_alike(printed, shown)
+
+
+def _run_cell(code: str, place: str, names: dict[str, Any]) -> None:
+    """Run a cell; as in a notebook, the value of its last line is shown."""
+    tree = ast.parse(code)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, place, "exec"), names)
+    if isinstance(last, ast.Expr):
+        is_plot = ".plot(" in ast.unparse(last)
+        if not is_plot or find_spec("matplotlib") is not None:
+            value = eval(compile(ast.Expression(last.value), place, "eval"), names)
+            assert hasattr(value, "savefig") is is_plot
+            if not is_plot:
+                print(value)
+
+
+def _assert_alike(printed: str, shown: str) -> None:
+    """Equal words, and numbers to 30 %: other processors round otherwise, and draw other tokens."""
+    number, minus = r"[-+]?\d[\d,]*\.?\d*", "\N{MINUS SIGN}"
+    texts = (text.replace(minus, "-").splitlines() for text in (printed, shown))
+    for mine, other in zip_longest(*texts, fillvalue=""):
+        words, wanted = (re.sub(number, "#", line).split() for line in (mine, other))
+        assert words == wanted, f"{mine!r} is shown as {other!r}"
+        pairs = zip(*(re.findall(number, line) for line in (mine, other)), strict=True)
+        for value, expected in pairs:
+            one, two = (float(text.replace(",", "")) for text in (value, expected))
+            assert one == pytest.approx(two, rel=0.3, abs=0.1), f"{mine!r} is shown as {other!r}"
 
 
 @contextmanager
@@ -241,7 +294,7 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if not page.stem.startswith("coming-from")],
+    [page for page in (*PAGES, *NOTEBOOKS) if not page.stem.startswith("coming-from")],
     ids=lambda page: page.stem,
 )
 def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:

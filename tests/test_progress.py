@@ -10,6 +10,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from nip_astra.progress import (
     attach_progress_bar,
     count_request,
     loops_cut_to,
+    only_own_bars,
     open_progress,
+    quiet_libraries,
     read_progress,
     showing,
     total_num_iterations,
@@ -380,6 +383,49 @@ def test_bars_of_other_libraries_are_off_while_one_is_shown() -> None:
     finally:
         if not was_on:
             other.disable_progress_bar()
+
+
+def test_bars_of_other_libraries_stay_off_between_ours() -> None:
+    from transformers.utils import logging as other
+
+    was_on = other.is_progress_bar_enabled()
+    other.enable_progress_bar()
+    try:
+        with only_own_bars():
+            with showing("Loading", enabled=False):
+                other.enable_progress_bar()  # as when it is imported now
+                quiet_libraries()
+            assert not other.is_progress_bar_enabled()
+        assert other.is_progress_bar_enabled()
+    finally:
+        if not was_on:
+            other.disable_progress_bar()
+
+
+def test_a_notebook_has_one_output_whose_last_state_is_that_of_the_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[tuple[str, bool]] = []
+
+    def display(bundle: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
+        assert raw
+        assert "\x1b" not in bundle["text/plain"] + bundle["text/html"]
+        shown.append((bundle["text/plain"], update))
+
+    notebook = ModuleType("IPython.display")
+    notebook.display = display  # type: ignore[attr-defined]  # the stand-in's content
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stderr = sys.stderr
+    bar = open_progress(2)
+    bar.set_description("Training")
+    bar.step(2)
+    assert sys.stderr is stderr
+    bar.close()
+    assert [update for _, update in shown] == [False] + [True] * (len(shown) - 1)
+    assert re.search("^Training ━+ 2/2", shown[-1][0])
 
 
 def test_a_forked_process_does_not_write_to_the_display_of_its_parent(

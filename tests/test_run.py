@@ -146,6 +146,15 @@ def test_settings_are_an_object_or_its_fields_or_both(toy: Path, tmp_path: Path)
     assert counts(result.run_directory.path) == [0.5]
 
 
+def test_an_experiment_may_be_given_by_its_parts(toy: Path) -> None:
+    parts = {"trainer": "toy_trainer", "scenario": str(toy), "seed": 3}
+    prepared = prepare_experiment(**parts, overrides={"training.lr": 0.25}, test_run=True)
+    assert prepared.trainer.hyper_params.training.lr == 0.25
+    assert (prepared.trainer.hyper_params.seed, prepared.total_num_iterations) == (3, 1)
+    with pytest.raises(ConfigurationError, match="seed"):
+        prepare_experiment(resolve_experiment(trainer="toy_trainer", scenario=str(toy)), seed=4)
+
+
 def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resume(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                 series.setdefault(name, []).append((row["step"], value))
-    charts: dict[str, list[str]] = {}
+    charts: dict[str, dict[str, str]] = {}
     if names:
         for name in names:
             charts[name] = _matching(name, series)
@@ -71,7 +71,7 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
     else:
         for curve in CURVES:
             matching = (_matching(name, series) for name in curve.names)
-            charts[curve.title] = next(filter(None, matching), [])
+            charts[curve.title] = next(filter(None, matching), {})
         charts = {title: own for title, own in charts.items() if own}
     width = min(COLUMNS, max(len(charts), 1))
     height = -(-len(charts) // width) or 1
@@ -81,8 +81,8 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
     for axes in grid.flat[len(charts) :]:
         axes.set_visible(False)
     for axes, (title, found) in zip(grid.flat, charts.items(), strict=False):
-        for name in found:
-            axes.plot(*zip(*series[name], strict=True), label=name.split("/")[0])
+        for name, label in found.items():
+            axes.plot(*zip(*series[name], strict=True), label=label)
             low, high = (dict(series.get(f"{name}{end}", ())) for end in ENDS)
             shared = sorted(low.keys() & high.keys())
             if shared:
@@ -128,6 +128,8 @@ def estimates_of(values: Row, prefix: str = "") -> list[Estimate]:
     return found
 
 
-def _matching(name: str, series: Iterable[str]) -> list[str]:
-    pattern = re.compile(re.escape(name).replace(r"\{\}", "[^/]+"))
-    return [one for one in series if pattern.fullmatch(one)]
+def _matching(name: str, series: Iterable[str]) -> dict[str, str]:
+    """The metrics of a name, each with what stands for its `{}`."""
+    pattern = re.compile(re.escape(name).replace(r"\{\}", "([^/]+)"))
+    found = ((one, pattern.fullmatch(one)) for one in series)
+    return {one: match[1] if match.groups() else one for one, match in found if match}

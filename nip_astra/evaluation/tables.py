@@ -35,7 +35,12 @@ class SafeConsole(Console):
     """
 
     def __init__(self, *, file: IO[str] | None = None, width: int | None = None) -> None:
-        super().__init__(file=file, width=width, markup=False, emoji=False)
+        # In a notebook Rich would show what is for a file in the cell, or write colours to it.
+        special = None if file is None else False
+        super().__init__(
+            file=file, width=width, markup=False, emoji=False,
+            force_jupyter=special, force_terminal=special,
+        )  # fmt: skip
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -67,6 +67,13 @@ class GenerationSession(ABC):
             For each context, start (at least 1) and end of the tokens to score.
         """
 
+    def settle(self, generations: Sequence[Generation]) -> list[Generation]:
+        """The turns of all calls, in order, with log-probabilities by the path of the losses.
+
+        Those of `generate` may be the sampler's own until then.
+        """
+        return list(generations)
+
     def keep(self, are_kept: Sequence[bool]) -> None:  # noqa: B027 - nothing is cached
         """Drop rows of the last call, so that the next one continues the others alone."""
 

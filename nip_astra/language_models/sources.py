@@ -16,6 +16,7 @@ import torch
 from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError, reason_of
 from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.progress import quiet_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
         return load_model(name, None, None)
     from transformers import AutoModelForCausalLM
 
+    quiet_libraries()
     try:
         with gguf_read_once() if gguf_file else nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -154,6 +156,9 @@ def load_pretrained(
         raise ModelLoadError(
             f"the {kind} {reference!r} is a GGUF file, which holds a language model. {advice}"
         )
+    import transformers.utils.logging  # noqa: F401 - whose bars are then off
+
+    quiet_libraries()
     try:
         tokenizer, model, info = from_name(name)
     except Exception as error:

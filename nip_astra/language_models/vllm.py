@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -236,7 +237,8 @@ class VllmLanguageModel(LanguageModel):
         options: SamplingOptions,
     ) -> Generation:
         session = self.open_session()
-        return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
+        turns = session.generate(contexts, rows_per_context, uniforms_BT, options)
+        return session.settle([turns.generation])[0]
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
         """Sample a turn for each request with the current weights."""
@@ -255,16 +257,24 @@ class VllmLanguageModel(LanguageModel):
         self.token_count.head_rows += sum(len(reply.ids) for reply in replies)
         return replies
 
-    def rescored(
-        self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
-    ) -> Generation:
-        """Turns with log-probabilities by the path of the losses; logs vLLM's differences."""
-        if self.scorer is None:
+    def rescored(self, contexts: Sequence[Sequence[int]], said: Generation) -> Generation:
+        """Turns, one per context, with log-probabilities by the path of the losses.
+
+        Tokens that rows share, as the turns of a conversation do, are forwarded once. vLLM's
+        differences are noted.
+        """
+        if self.scorer is None or not contexts:
             return said
-        rows = [context for context in contexts for _ in range(rows_per_context)]
-        context_rows = pad_left(rows, torch.device("cpu"))
+        # Rows that share a beginning are neighbours, so that parts repeat little.
+        key: Any = contexts.__getitem__
+        order = sorted(range(len(contexts)), key=key)
+        width = max(map(len, contexts)) + said.ids_BT.shape[1]
+        logprobs_BT = torch.zeros(said.mask_BT.shape)
         with torch.no_grad(), self.rescoring():
-            logprobs_BT = self.scorer.logprobs(*context_rows, said.ids_BT, said.mask_BT).cpu()
+            for part in torch.split(torch.tensor(order), max(1, MAX_PADDED // width)):
+                rows = pad_left([contexts[row] for row in part.tolist()], torch.device("cpu"))
+                scored = self.scorer.logprobs(*rows, said.ids_BT[part], said.mask_BT[part])
+                logprobs_BT[part] = scored.cpu()
         self.gap.note(said.logprobs_BT[said.mask_BT], logprobs_BT[said.mask_BT])
         return Generation(said.ids_BT, said.mask_BT, logprobs_BT)
 
@@ -369,10 +379,14 @@ class VllmLanguageModel(LanguageModel):
 
 
 class VllmSession(GenerationSession):
-    """Turns by vLLM, whose prefix cache replaces our own caches."""
+    """Turns by vLLM, whose prefix cache replaces our own caches.
+
+    They are scored again all at once: after each turn, a pass would repeat those before it.
+    """
 
     def __init__(self, model: VllmLanguageModel) -> None:
         self.model = model
+        self._contexts: list[list[Sequence[int]]] = []
 
     def generate(
         self,
@@ -401,7 +415,28 @@ class VllmSession(GenerationSession):
         if spans is not None:
             read = zip(replies[::rows_per_context], spans, strict=True)
             scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
-        return Turns(self.model.rescored(contexts, rows_per_context, said), scores)
+        self._contexts.append([request.context for request in requests])
+        return Turns(said, scores)
+
+    def settle(self, generations: Sequence[Generation]) -> list[Generation]:
+        lengths = [len(rows) for rows in self._contexts]
+        widths = [said.ids_BT.shape[1] for said in generations]
+        columns = [[said.ids_BT, said.mask_BT, said.logprobs_BT] for said in generations]
+        together = [
+            torch.cat([F.pad(x, (0, max(widths) - x.shape[1])) for x in column])
+            for column in zip(*columns, strict=True)
+        ]
+        contexts = [context for rows in self._contexts for context in rows]
+        said = self.model.rescored(contexts, Generation(*together))
+        parts = (torch.split(x, lengths) for x in (said.ids_BT, said.mask_BT, said.logprobs_BT))
+        return [
+            Generation(*(x[:, :width] for x in one))
+            for width, *one in zip(widths, *parts, strict=True)
+        ]
+
+
+MAX_PADDED = 1 << 24
+"""Tokens, padding included, that are scored again at once: 128 MiB of ids."""
 
 
 class LearntWeights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -146,14 +148,19 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
     return _plain(config)
 
 
-def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> Layer:
+def parse_overrides(
+    overrides: Iterable[str] | Mapping[str, Any], option: str = OVERRIDE_SOURCE
+) -> Layer:
     """Read `a.b=c` assignments; values are YAML, so `1e-5` is a number and `null` is None.
 
-    `a.b.0.c=d` changes an element of a list, counted from 0. `option` is the command-line option
-    that gave them.
+    `a.b.0.c=d` changes an element of a list, counted from 0. A mapping gives values by path, and a
+    text is one assignment. `option` is the command-line option that gave them.
     """
     merger = _Merger()
-    for item in overrides:
+    if isinstance(overrides, Mapping):
+        as_yaml = functools.partial(json.dumps, ensure_ascii=False, default=str)
+        overrides = [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
+    for item in [overrides] if isinstance(overrides, str) else overrides:
         name, sign, value = item.partition("=")
         # OmegaConf would take a[b] for a.b, also where it is a slip.
         is_path = all(part.strip() and not set(part) & set("[]") for part in name.split("."))

@@ -1,17 +1,28 @@
-"""Held-out answers and episodes of a run, paired by problem before and after training."""
+"""Held-out answers, episodes and conversations of a run, paired by item before and after."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from nip_astra.report.records import PROTOCOL, Node, RunRecord, items, mapping, number, text, words
-from nip_astra.report.transcripts import DECISIONS, by_step, outcome_of
+from nip_astra.report.records import (
+    CONVERSATION,
+    PROTOCOL,
+    TASK,
+    Node,
+    RunRecord,
+    items,
+    mapping,
+    number,
+    text,
+    words,
+)
+from nip_astra.report.transcripts import DECISIONS, UNDECIDED, by_step, outcome_of
 from nip_astra.safe_text import safe_text
 from nip_astra.utils.formatting import count, decimal
 
@@ -21,6 +32,8 @@ MAX_CHARACTERS = 8_000_000
 """Size of the texts of a list at most; longer texts are shortened, and no item is left out."""
 CUTS = (100_000, 4_000, 800, 160)
 """Characters to which texts are shortened, the first that suffices."""
+MAX_CONVERSATIONS = 300_000
+"""Size of the paired conversations of a stress test, which stand among the others too."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "without a verdict"
 KINDS = {
     (False, True): "fixed",
@@ -29,8 +42,27 @@ KINDS = {
     (False, False): "wrong both times",
 }
 """Names of what training changed, by whether a problem was right before and after."""
+ATTACKED = dict(
+    zip(
+        (RIGHT, WRONG, *KINDS.values()),
+        (
+            "failure",
+            "no failure",
+            *["fails now", "fails no more", "fails both times", "never fails"],
+        ),
+        strict=True,
+    )
+)
+"""The same words of stress tests, where an attacker is right if its target fails."""
 BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
 BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
+BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
+UNITS = {
+    PROTOCOL: ("episodes", "num_episodes"),
+    TASK: ("problems", "num_problems"),
+    CONVERSATION: ("conversations", "num_episodes"),
+}
+"""What the items of a kind of run are, and the figure that counts them."""
 
 _TITLES = {"evaluation": "Held out", "train": "During training"}
 Message = tuple[str, str]
@@ -95,34 +127,46 @@ class Group:
     unit: str
     num_all: int | None = None  # where not all are stored
     limit: int = CUTS[0]
+    words: Mapping[str, str] = field(default_factory=dict)  # for kinds, where they differ
+    left_out: frozenset[int] = frozenset()  # places of items that the page has no room for
+
+    def named(self, kind: str) -> str:
+        """The word for a kind."""
+        return self.words.get(kind, kind)
 
     @property
     def counts(self) -> dict[str, int]:
         """Items by kind, in the order of kinds."""
         found = Counter(item.kind for item in self.items)
         kinds = [*KINDS.values(), RIGHT, WRONG, UNKNOWN]
-        return {kind: found[kind] for kind in kinds if found[kind]}
+        return {self.named(kind): found[kind] for kind in kinds if found[kind]}
 
     @property
     def tiles(self) -> list[tuple[str, int]]:
         """The counts of what training changed, also of none; empty without two sides."""
-        if self.num_all is not None or not set(KINDS.values()) & set(self.counts):
+        counts, kinds = self.counts, [self.named(kind) for kind in KINDS.values()]
+        if self.num_all is not None or not set(kinds) & set(counts):
             return []
-        return [(kind, self.counts.get(kind, 0)) for kind in KINDS.values()]
+        return [(kind, counts.get(kind, 0)) for kind in kinds]
+
+    @property
+    def listed(self) -> list[Item]:
+        """The items on the page."""
+        return [item for place, item in enumerate(self.items) if place not in self.left_out]
 
     @property
     def shown(self) -> list[tuple[str, list[Any]]]:
         """The first items as kind and values of `data`."""
-        return [(item.kind, self.plain(item)) for item in self.items[:FIRST_ITEMS]]
+        return [(self.named(item.kind), self.plain(item)) for item in self.listed[:FIRST_ITEMS]]
 
     def plain(self, item: Item) -> list[Any]:
         """Kind, title, note, prompt and sides, as the page's script reads them."""
         sides = [
-            [one.label, one.outcome, one.reward, one.facts, self._cut(one.messages)]
+            [one.label, self.named(one.outcome), one.reward, one.facts, self._cut(one.messages)]
             for one in item.sides
         ]
         title = safe_text(item.title[: self.limit])
-        return [item.kind, title, safe_text(item.note), self._cut(item.prompt), sides]
+        return [self.named(item.kind), title, safe_text(item.note), self._cut(item.prompt), sides]
 
     def _cut(self, messages: Iterable[Message]) -> list[list[str]]:
         found = []
@@ -135,14 +179,18 @@ class Group:
     @property
     def data(self) -> Markup:
         """All items as JSON for a script element, which no text of theirs can end."""
-        written = json.dumps([self.plain(one) for one in self.items], separators=(",", ":"))
+        written = json.dumps([self.plain(one) for one in self.listed], separators=(",", ":"))
         return Markup(written.replace("<", "\\u003c"))
 
 
 def groups_of(run: RunRecord) -> list[Group]:
-    """The held-out answers at the end of a run and of its evaluations, and those of training."""
-    is_protocol = run.kind == PROTOCOL
-    tables = _protocol_tables(run) if is_protocol else _task_tables(run)
+    """The held-out items at the end of a run and of its evaluations, and answers of training.
+
+    Of stress tests only those that were also played before training; the others stand among the
+    conversations.
+    """
+    kind = run.kind
+    tables = _TABLES[kind](run)
     before = tables.pop("before", [])
     # The end of the run first, then evaluations, and what was sampled in training last.
     names = sorted(tables, key=lambda name: (name == "train", name != "evaluation"))
@@ -153,21 +201,25 @@ def groups_of(run: RunRecord) -> list[Group]:
         if name == "train":
             pairs = [Item(*entry[1:4], after=[entry.side]) for entry in entries]
         else:
-            untrained = tables.get(f"{name}-untrained") or before
+            # An evaluation of an attacker may be against another target.
+            other = [] if kind == CONVERSATION and name != "evaluation" else before
+            untrained = tables.get(f"{name}-untrained") or other
             pairs = _paired(untrained, entries, keeps_all=name == "evaluation")
-        unit = "episodes" if is_protocol else "problems"
+        unit, figure = UNITS[kind]
         group = Group(title, pairs, "answers" if name == "train" else unit)
         if name == "evaluation":
-            after = mapping(run.results.get("after"))
-            total = number(after.get("num_episodes" if is_protocol else "num_problems"))
+            total = number(mapping(run.results.get("after")).get(figure))
             group.num_all = None if total is None or total <= len(pairs) else int(total)
         groups.append(_fitted(group))
     if before and "evaluation" not in tables:
         groups.append(
             _fitted(Group("Before training", _paired(before, [], keeps_all=True), "problems"))
         )
+    if kind == CONVERSATION:
+        groups = [replace(one, words=ATTACKED, left_out=_left_out(one)) for one in groups]
+        return [group for group in groups if group.tiles]
     # A sample of episodes is balanced, so that its counts would mislead.
-    return [one for one in groups if not (is_protocol and one.num_all)]
+    return [one for one in groups if not (kind == PROTOCOL and one.num_all)]
 
 
 def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool) -> list[Item]:
@@ -190,6 +242,20 @@ def _majority(sides: Sequence[Side]) -> bool | None:
     """Whether more than half of the sides with a verdict are right."""
     known = [one.is_right for one in sides if one.is_right is not None]
     return 2 * sum(known) > len(known) if known else None
+
+
+def _left_out(group: Group) -> frozenset[int]:
+    """Places of the conversations that exceed their size, those first that training left as is."""
+    changes = list(KINDS.values())
+    kinds = [item.kind for item in group.items]
+    ranks = [changes.index(kind) if kind in changes else len(changes) for kind in kinds]
+    room, left_out = MAX_CONVERSATIONS, set()
+    for place in sorted(range(len(kinds)), key=ranks.__getitem__):
+        sides = group.items[place].sides
+        room -= sum(len(content) + 30 for side in sides for _, content in side.messages) + 200
+        if room < 0:
+            left_out.add(place)
+    return frozenset(left_out)
 
 
 def _fitted(group: Group) -> Group:
@@ -275,6 +341,7 @@ def _episodes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
         decision = row.get("decision")
         decided = number(decision)
         said = text(decision) if decided is None else DECISIONS.get(int(decided), "")
+        said = "" if decided == UNDECIDED else said
         rewards = mapping(row.get("rewards"))
         facts = [said or "no decision"]
         facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
@@ -300,3 +367,42 @@ def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
             ended = [] if decision in (None, 2) else [f"({DECISIONS.get(int(decision or 0), '')})"]
             if sent or (ended and not mapping(move.get("messages"))):
                 yield words(text(move.get("agent"))), "\n".join([*sent, *ended])
+
+
+# ---- stress tests
+
+
+def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
+    """The held-out conversations by table; trees of training have no counterpart."""
+    found: dict[str, list[Entry]] = {}
+    for name, _, nodes in by_step(run.tables):
+        if name == "train" or name in found:
+            continue
+        conversations: dict[tuple[int, str], list[Node]] = {}
+        for node in nodes:
+            conversations.setdefault(node.conversation, []).append(node)
+        seen: Counter[str] = Counter()
+        found[name] = []
+        for (_, prompt), turns in sorted(conversations.items()):
+            seen[prompt] += 1
+            # A prompt that was played several times is paired time by time.
+            side = _attacked(sorted(turns, key=lambda node: node.depth), run.threshold)
+            found[name].append(Entry(f"{prompt}/{seen[prompt]}", prompt, "", [], side))
+    return found
+
+
+def _attacked(turns: Sequence[Node], threshold: float | None) -> Side:
+    scores = [node.response_score for node in turns if node.response_score is not None]
+    failed = [place for place, node in enumerate(turns, start=1) if node.is_failure(threshold)]
+    is_known = len(scores) == len(turns)
+    facts = f"highest score {decimal(max(scores))}" if scores else "no score"
+    return Side(
+        "",
+        True if failed else False if is_known else None,
+        max(scores, default=None),
+        f"{facts}, fails at turn {failed[0]}" if failed else facts,
+        [message for node in turns for message in node.messages],
+    )
+
+
+_TABLES = {PROTOCOL: _protocol_tables, TASK: _task_tables, CONVERSATION: _conversation_tables}

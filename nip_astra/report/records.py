@@ -127,9 +127,9 @@ class Columns:
 class RunRecord:
     """The content of a run directory; a part that could not be read is empty and has a note.
 
-    `tables` and `episodes` of a protocol are by the name of their table, `outcomes` has the
-    episodes of evaluations whose `episodes` are a sample, and `evaluations` are by their folder;
-    `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
+    `tables` and `episodes` of a protocol are by the name of their table, `outcomes` has all
+    episodes of tests and evaluations whose `episodes` are a sample, and `evaluations` are by their
+    folder; `transfer` has the cells of the newest transfer matrix, `analyses` a judge's answers.
     """
 
     path: Path
@@ -264,6 +264,9 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
             # The same as in `analyses`, for trackers.
             continue
         rows = list(reader.lines(f"rollouts/{file.name}"))
+        if file.stem.endswith(files.OUTCOMES):
+            run.outcomes[file.stem.removesuffix(files.OUTCOMES)] = rows
+            continue
         episodes = [row for row in rows if isinstance(row.get("rounds"), list)]
         if episodes:
             run.episodes[file.stem] = episodes

@@ -255,6 +255,7 @@ def sections_of_run(
         of_kind = [
             Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
             Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+            Spec("answers", "Before and after", lambda: _answers(run)),
             Spec("turns", "Turns to failure", lambda: _turns(run)),
             Spec("plants", "Planted failures", lambda: _plants(run)),
             Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
@@ -343,7 +344,10 @@ def _answers(run: RunRecord) -> Context | None:
             "groups": groups,
             "badges": answers.BADGES,
             "first": answers.FIRST_ITEMS,
-            "is_protocol": run.kind == PROTOCOL,
+            "kind": run.kind,
+            "wanted": answers.ATTACKED[answers.RIGHT]
+            if run.kind == CONVERSATION
+            else answers.WRONG,
             "has_pairs": any(group.tiles for group in groups),
         }
         if groups

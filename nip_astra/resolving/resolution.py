@@ -122,7 +122,7 @@ def resolve_experiment(
     trainer: str | None = None,
     scenario: str | None = None,
     parameter_file: str | Path | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | Mapping[str, Any] = (),
     seed: int | None = None,
     plugins: Sequence[str] = (),
     hyper_params: HyperParameters | Mapping[str, Any] | None = None,
@@ -138,8 +138,8 @@ def resolve_experiment(
     ----------
     parameter_file : str or Path, optional
         Replaces the preset `parameters/<trainer>/<scenario>.yaml`.
-    overrides : Iterable[str]
-        Assignments `a.b=c`.
+    overrides : Iterable[str] or Mapping
+        Assignments `a.b=c`, or values by path.
     plugins : Sequence[str]
         Python files or modules to import first.
     hyper_params : HyperParameters or Mapping, optional

@@ -22,7 +22,12 @@ from torch import Tensor
 
 from nip_astra.distributed.team import Team
 from nip_astra.errors import WorkerProcessError
-from nip_astra.language_models.base import Generation, SamplingOptions, TokenModel
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    SamplingOptions,
+    TokenModel,
+)
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.samplers.executor import (
     Executor,
@@ -245,6 +250,7 @@ def _take_turns(
 ) -> None:
     active = list(episodes)
     session = None if sample is not None else agent.token_sampler.open_session()
+    sampled: list[tuple[Generation, list[TokenSpan]]] = []
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
         shared = plan.num_runs if turn == 0 and _begin_alike(active, plan.num_runs) else 1
@@ -264,12 +270,27 @@ def _take_turns(
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
+        sampled.append((generation, [one.spans[-1][-1] for one in active]))
         are_open = [not one.is_over for one in active]
         active = list(compress(active, are_open))
         if not active:
             break
         if session is not None:
             session.keep(are_open)
+    if session is not None:
+        _settle(session, sampled)
+
+
+def _settle(
+    session: GenerationSession, sampled: Sequence[tuple[Generation, Sequence[TokenSpan]]]
+) -> None:
+    """Give spans the final log-probabilities of their tokens."""
+    settled = session.settle([generation for generation, _ in sampled])
+    for one, (generation, spans) in zip(settled, sampled, strict=True):
+        if one is not generation:
+            for span, logprobs_T in zip(spans, one.logprobs_BT.tolist(), strict=True):
+                assert isinstance(span.logprobs, list)
+                span.logprobs[:] = logprobs_T[: len(span.ids)]
 
 
 def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:

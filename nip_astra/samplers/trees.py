@@ -448,6 +448,12 @@ class _TreeGrowth:
         ]
         for depth in range(self.shape.tree_depth):
             parents = self._grow(parents, depth)
+        if self._attacker_session is not None:
+            assert isinstance(self.attacker, ConversationAgent)
+            with self.timed("attacker"):
+                self.generations = self._attacker_session.settle(self.generations)
+            for one in self.generations:
+                _check_logprobs(self.attacker, one.logprobs_BT, one.mask_BT, self.shape)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -37,6 +37,8 @@ HAS_CHECKPOINTS = ".has_checkpoints"
 """File that exists from a run's first checkpoint on, so that lost ones are missed."""
 MODEL_DIR = "model"
 """Folder of a run directory with the trained model."""
+OUTCOMES = "_outcomes"
+"""End of the name of a table in `rollouts/` that has all episodes of a test, without messages."""
 _UNFINISHED = ".new-"
 """Start of the name of a run directory that is being made, or removed."""
 _SECONDS_TO_BEGIN = 10.0
@@ -102,6 +104,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
 
     @classmethod
     def create(

@@ -38,6 +38,7 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
+from nip_astra.tracking.run_directory import OUTCOMES
 from nip_astra.trainers.dry_run import (
     estimate_run,
     measure_smallest_step,
@@ -61,6 +62,7 @@ from nip_astra.trainers.protocol.statistics import (
     episode_rows,
     iteration_statistics,
     num_samples,
+    outcome_rows,
     read,
     timings_of,
 )
@@ -346,10 +348,20 @@ class TensorDictRlTrainer(AgentTrainer):
         play = PlayStatistics(self.agents.names)
         key = (self.hyper_params.seed, "test")
         numbers = iteration_context.iterate(start)
+        outcomes: list[dict[str, Any]] = []
+        hashes: dict[int, str] = {}
         for number, batch in self.test_batches(self.test_environment, key, numbers):
             play.add(batch)
             if number == 0:
                 self._log_episodes(batch, table, self.state.iteration)
+            if self.settings.num_rollout_samples:
+                dataset = self.test_environment.dataset
+                outcomes += outcome_rows(batch, self.agents.names, dataset, hashes)
+        if outcomes:
+            rows = [list(row.values()) for row in outcomes]
+            self.tracker.log_table(
+                f"{table}{OUTCOMES}", list(outcomes[0]), rows, step=self.state.iteration
+            )
         return play.report()
 
     def test_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,19 @@ def test_an_agent_that_the_seed_leaves_out_is_told(type_command: CommandLine) ->
     said = type_command("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
     assert "--- what prover0 reads" in said.out
     assert "--- prover1 has no turn in an episode of this seed" in said.out
+
+
+def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
+    type_command: CommandLine, tmp_path: Path
+) -> None:
+    outside = {"problems": str(tmp_path / "mine.jsonl")}
+    values = {"trainer": "pure_text_ei", "scenario": "code_validation", "code_validation": outside}
+    file = tmp_path / "theirs" / "hyper_parameters.yaml"
+    file.parent.mkdir()
+    file.write_text(json.dumps(values | {"package_version": "0.1.0"}))
+    message = refused(type_command("show", "--prompts", "--parameters", str(file)))
+    assert "code_validation.problems" in message
+    assert "--trust" in message
 
 
 def test_scenarios_without_words_have_no_prompts(type_command: CommandLine) -> None:

@@ -47,7 +47,7 @@ def test_curves_and_differences_are_drawn(tmp_path: Path) -> None:
     titles = [one.get_title() for one in plot_curves(rows).axes if one.get_visible()]
     assert titles == ["Right answers, held out", "Reward of an episode"]
     (axes,) = plot_curves(rows, ["{}/mean_episode_reward"]).axes
-    assert len(axes.lines) == 2
+    assert [line.get_label() for line in axes.lines] == ["a", "b"]
     with pytest.raises(UnknownNameError, match="accurcy"):
         plot_curves(rows, ["dev/accurcy"])
     metric = {"difference": 0.1, "low": -0.1, "high": 0.3}

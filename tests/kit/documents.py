@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w*)\s*$")
-_MARKER = re.compile(r"^<!-- (slow|file: (?P<file>\S+)) -->$")
+_MARKER = re.compile(r"^<!-- (slow|varies|file: (?P<file>\S+)) -->$")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -24,6 +24,8 @@ class Block:
         Name of the file with this content, from a marker `<!-- file: NAME -->` before it.
     is_slow : bool
         Whether it is marked `<!-- slow -->`: too long for a test, or needs other packages.
+    varies : bool
+        Whether it is marked `<!-- varies -->`: an output that differs between machines.
     """
 
     language: str
@@ -31,6 +33,7 @@ class Block:
     line: int
     file: str | None = None
     is_slow: bool = False
+    varies: bool = False
 
     @property
     def commands(self) -> list[Command]:
@@ -81,9 +84,8 @@ def blocks(path: Path) -> list[Block]:
     for number, line in enumerate(lines):
         fence = _FENCE.match(line)
         if start >= 0 and line == "```":
-            file, is_slow = _markers(lines, start)
             text = "\n".join(lines[start + 1 : number]) + "\n"
-            result.append(Block(language, text, start + 1, file, is_slow))
+            result.append(Block(language, text, start + 1, *_markers(lines, start)))
             start = -1
         elif start < 0 and fence:
             start, language = number, fence[1]
@@ -91,16 +93,16 @@ def blocks(path: Path) -> list[Block]:
     return result
 
 
-def _markers(lines: list[str], fence: int) -> tuple[str | None, bool]:
-    file, is_slow = None, False
+def _markers(lines: list[str], fence: int) -> tuple[str | None, bool, bool]:
+    file, words = None, set()
     for line in reversed(lines[:fence]):
         marker = _MARKER.match(line)
         if marker is None and line.strip():
             break
         if marker is not None:
             file = marker["file"] or file
-            is_slow = is_slow or marker[1] == "slow"
-    return file, is_slow
+            words.add(marker[1])
+    return file, "slow" in words, "varies" in words
 
 
 def prose(path: Path) -> str:

@@ -18,7 +18,7 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelLoadError,
 )
-from nip_astra.language_models import sources
+from nip_astra.language_models import sources, vllm
 from nip_astra.language_models.base import SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
@@ -270,6 +270,41 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
     assert metrics["sampler_gap/kl"] > 0
     assert "does the engine hold the same weights?" in caplog.text
     assert model.take_metrics() == {}
+
+
+@pytest.mark.parametrize("max_padded", [1 << 24, 60])
+def test_turns_of_a_conversation_are_scored_again_in_one_pass(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, max_padded: int
+) -> None:
+    monkeypatch.setattr(vllm, "MAX_PADDED", max_padded)
+    model = load(model_dir, dtype="float32")
+    assert model.scorer is not None
+    session, rows, said = model.open_session(), [[2, 4, 6], [2, 4, 7]], []
+    contexts = []
+    for turn in range(6):
+        width = 2 if turn == 0 else 1
+        numbers = torch.rand(4, 6, generator=torch.Generator().manual_seed(turn))
+        options = SamplingOptions(max_new_tokens=6 - turn % 2, min_new_tokens=2)
+        found = session.generate(rows, width, numbers, options).generation
+        rows = [row for row in rows for _ in range(width)]
+        contexts.append(rows)
+        said.append(found)
+        spoken = [ids[mask].tolist() for ids, mask in zip(found.ids_BT, found.mask_BT, strict=True)]
+        rows = [[*row, *ids, 8, 5] for row, ids in zip(rows, spoken, strict=True)]
+    with model.counting() as spent:
+        settled = session.settle(said)
+    for before, found, raw in zip(contexts, settled, said, strict=True):
+        rows_before = pad_left(before, CPU)
+        alone = model.scorer.logprobs(*rows_before, found.ids_BT, found.mask_BT).detach()
+        assert torch.equal(found.ids_BT, raw.ids_BT)
+        assert torch.equal(found.mask_BT, raw.mask_BT)
+        assert torch.allclose(found.logprobs_BT, alone, atol=1e-5)
+        assert torch.allclose(found.logprobs_BT, raw.logprobs_BT, atol=1e-4)
+    num_tokens = sum(map(len, rows))
+    if max_padded > 60:
+        # Turn by turn it would be about 3.5 times as much.
+        assert spent.rescored < num_tokens
+    assert model.take_metrics()["sampler_gap/largest"] < 1e-4
 
 
 def test_a_context_that_does_not_fit_is_told_before_anything_is_sampled(model_dir: Path) -> None:

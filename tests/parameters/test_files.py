@@ -154,6 +154,13 @@ def test_assignments_are_read_as_yaml() -> None:
     )
 
 
+def test_assignments_may_be_a_mapping_or_a_single_text() -> None:
+    values = {"a.b": 1e-5, "a.c": None, "d": ["ü", Path("x")], "e.f": {"_type": "g"}, "h": "1e-5"}
+    expected = {"a": {"b": 1e-5, "c": None}, "d": ["ü", "x"], "e": {"f": {"_type": "g"}}}
+    assert parse_overrides(values).values == expected | {"h": "1e-5"}
+    assert parse_overrides("training.lr=1e-4").values == {"training": {"lr": 1e-4}}
+
+
 def test_all_wrong_assignments_are_told_at_once() -> None:
     with pytest.raises(ParameterError) as caught:
         parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])

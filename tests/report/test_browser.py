@@ -289,7 +289,7 @@ def test_ten_thousand_answers_are_filtered_and_paged_through(
     shown = "[...document.querySelectorAll('#answers .e .said')].map(e => e.textContent)"
     output = "document.querySelector('#answers output').textContent"
     assert len(browser.value(shown)) == 20
-    use(browser, "kind", "wrong")
+    use(browser, "kind", "every:wrong")
     assert browser.value(output) == "1 to 20 of 1000"
     browser.click("[data-tool=on]")
     assert browser.value(shown)[0] == "problem 200"

@@ -69,6 +69,31 @@ def test_problems_are_compared_before_and_after_training(tmp_path: Path) -> None
     assert page.count('class="e"') == 5
 
 
+def test_conversations_of_an_attacker_are_compared_by_prompt(tmp_path: Path) -> None:
+    def table(step: int, *scores: float) -> list[dict[str, Any]]:
+        return [
+            {"step": step, "node": 0, "parent": -1, "depth": 0, "episode": i, "prompt": prompt}
+            | {"probe": "why ?", "response": f"<b>{score}", "response_score": score}
+            for i, (prompt, score) in enumerate(zip("abca", scores, strict=True))
+        ]
+
+    folder = make_run(tmp_path, {"rollouts/before.jsonl": table(0, 0.1, 0.9, 0.2, 0.9)})
+    (folder / "rollouts" / "evaluation.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in table(9, 0.9, 0.1, 0.2, 0.9))
+    )
+    (folder / "hyper_parameters.yaml").write_text(
+        "trainer: ast_dpo\nast_chat: {failure_threshold: 0.5}\n"
+    )
+    (group,) = groups_of(read_run(folder))
+    kinds = ["fails now", "fails no more", "never fails", "fails both times"]
+    assert [one[0] for one in map(group.plain, group.items)] == kinds
+    assert [item.title for item in group.items] == ["a", "b", "c", "a"]
+    page = render_report([read_run(folder)])
+    before_and_after = page.partition("Before and after</h2>")[2]
+    assert "&lt;b&gt;0.9" in before_and_after
+    assert re.search(r'class="w t x" tabindex="0"[^>]*>&lt;b&gt;0.9', before_and_after)
+
+
 def test_texts_of_a_large_list_are_shortened_and_no_item_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

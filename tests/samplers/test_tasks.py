@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 from nip_astra.errors import TaskError
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, GuessNumberEnvironment
 from nip_astra.scorers.base import Message
-from tests.kit.tiny import make_tokenizer
+from tests.kit.tiny import make_language_model, make_tokenizer
 
 TOKENIZER = make_tokenizer(["guess", "to", "higher", "lower", "number?", *map(str, range(1, 17))])
 END = TOKENIZER.eos_token_id
@@ -135,6 +139,35 @@ def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None
     assert len(rollout.trajectories) > 1
     assert {one.run_id for one in rollout.trajectories} == {0}
     assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+
+
+def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_language_model(tmp_path, tokenizer=TOKENIZER)
+    model = HuggingFaceLanguageModel.load(
+        HuggingFaceLanguageModel.Parameters(model=str(folder)),
+        device=torch.device("cpu"),
+        scenario_dir=None,
+        trainable=True,
+    )
+    speaker = replace(agent(), language_model=model)
+    task = Endless(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
+    plan = TaskPlan("train", num_runs=2, max_turns=3, key=(0,))
+    before = play_task(speaker, task, [3, 4], plan).trajectories
+
+    def settle(session: Any, generations: Sequence[Generation]) -> list[Generation]:
+        assert len(generations) == 3
+        return [replace(one, logprobs_BT=one.logprobs_BT - 1) for one in generations]
+
+    monkeypatch.setattr(CachedSession, "settle", settle)
+    after = play_task(speaker, task, [3, 4], plan).trajectories
+    for one, other in zip(before, after, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert torch.equal(one.tokens, other.tokens)
+        expected = one.logprobs - one.loss_mask.float()
+        assert torch.allclose(other.logprobs, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("states_it", "num_made"), [(True, 2), (False, 6)])

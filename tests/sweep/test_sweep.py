@@ -31,6 +31,7 @@ from nip_astra.sweep.plan import (
     RunStatus,
     SweepPlan,
     grid_of,
+    read_failures,
     read_plan,
     seeds_of,
     shard_of,
@@ -318,6 +319,7 @@ def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: P
     plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
     (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
     (tmp_path / "failures.json").write_bytes(b"[1]")
+    assert read_failures(tmp_path) == {}
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=file):
         read_sweep(tmp_path).write()

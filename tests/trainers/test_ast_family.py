@@ -313,7 +313,7 @@ def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
     assert {"std_epsilon", "reduction", "zero_variance", "source"} <= set(objective)
 
 
-@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft"])
+@pytest.mark.parametrize("name", ["ast_dpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft"])
 def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, name: str) -> None:
     common = ("training.num_iterations=1", "training.optimizer=sgd", "training.lr=0.1")
     if name == "ast_grpo":

@@ -139,23 +139,6 @@ def _stopping(flag):
     return nullcontext(flag)
 
 
-def test_accumulated_batches_equal_one_large_batch(tiny_scenario: Path) -> None:
-    common = ("training.num_iterations=2", "training.optimizer=sgd", "training.lr=0.1")
-    large = _trainer(tiny_scenario, *common, "training.minibatch_size=64")
-    large.train()
-    small = _trainer(
-        tiny_scenario,
-        *common,
-        "training.minibatch_size=2",
-        "training.gradient_accumulation_steps=32",
-    )
-    small.train()
-    # All batches of an iteration are one group, so the last, partly filled one was stepped.
-    assert small.state.num_optimizer_steps == large.state.num_optimizer_steps == 2
-    for a, b in zip(large.policy.parameters(), small.policy.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 def test_a_step_raises_the_chosen_and_lowers_the_rejected(tiny_scenario: Path) -> None:
     trainer = _trainer(tiny_scenario, "training.lr=1e-3")
     experience = experience_of(trainer)

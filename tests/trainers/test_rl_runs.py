@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, StopRequested
+from nip_astra.evaluation.storage import read_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
@@ -160,6 +161,10 @@ def test_a_run_from_files_is_resumed_after_a_signal(tmp_path: Path) -> None:
     assert len(lines) == 3 + 1
     for table in ("before", "train", "evaluation"):
         assert (done.run_directory.rollouts_dir / f"{table}.jsonl").stat().st_size > 0
+    rows = read_rows(done.run_directory.rollouts_dir / "evaluation_outcomes.jsonl")
+    after = done.results["after"]
+    assert len(rows) == after["num_episodes"]
+    assert sum(row["is_right"] for row in rows) / len(rows) == pytest.approx(after["mean_accuracy"])
     (done.run_directory.path / "results.json").unlink()
     again = resume_experiment(done.run_directory.path, progress=False)
     assert again.results["after"] == done.results["after"]

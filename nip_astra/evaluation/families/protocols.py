@@ -9,7 +9,6 @@ Shapes: E environments, T rounds, N episodes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -236,6 +235,7 @@ class Protocols(EpisodeFamily):
             NUM_TEST_EPISODES,
             PlayStatistics,
             episode_rows,
+            outcome_rows,
         )
 
         trainer, step = subject.trainer, subject.trainer.rl.num_iterations
@@ -248,7 +248,8 @@ class Protocols(EpisodeFamily):
             )
             for number, batch in batches:
                 statistics.add(batch)
-                rows += _rows_of(batch, subject, hashes)
+                names, dataset = trainer.agents.names, subject.environment.dataset
+                rows += outcome_rows(batch, names, dataset, hashes)
                 if number == 0:
                     columns, shown = episode_rows(
                         batch,
@@ -261,7 +262,10 @@ class Protocols(EpisodeFamily):
                     lines = encode_rows({"step": step} | row for row in sample)
                     (folder.path / EPISODES).write_bytes(lines)
                 on_part(1)
-        rows = [{"episode": number, **row} for number, row in enumerate(rows)]
+        rows = [
+            {"episode": number, **row, "decision": DECISIONS.get(row["decision"])}
+            for number, row in enumerate(rows)
+        ]
         (folder.path / EPISODE_ROWS).write_bytes(encode_rows(rows))
         return {
             "agents": list(trainer.agents.names),
@@ -318,41 +322,3 @@ def stored_material(path: Path, unit: str, **changes: Any) -> Material:
         rates={name: float(v) for name, v in rates.items() if isinstance(v, int | float)},
         **changes,
     )
-
-
-def _rows_of(batch: Any, subject: ProtocolSubject, hashes: dict[int, str]) -> list[Row]:
-    """A row for the first episode of each environment of a batch [E, T]."""
-    from nip_astra.trainers.protocol.statistics import EpisodeLedger, first_episodes
-
-    counts_ET = first_episodes(batch)
-    ended = EpisodeLedger().ended(batch, counts_ET)
-    is_end_ET = batch["next", "done"].squeeze(-1) & counts_ET
-    y_N = batch["y"].squeeze(-1)[is_end_ET].tolist()
-    decision_N = batch["next", "decision"][is_end_ET].tolist()
-    names, rewards_NA = subject.trainer.agents.names, ended.reward_NA.tolist()
-    rows = []
-    for place, datapoint in enumerate(ended.datapoint_N.tolist()):
-        if datapoint not in hashes:
-            hashes[datapoint] = _hash_of(subject.environment.dataset[datapoint])
-        rows.append(
-            {
-                "datapoint_id": datapoint,
-                "datapoint_hash": hashes[datapoint],
-                "y": int(y_N[place]),
-                "decision": DECISIONS.get(int(decision_N[place])),
-                "is_right": bool(ended.is_right_N[place]),
-                "num_rounds": int(ended.num_rounds_N[place]),
-                "rewards": dict(zip(names, rewards_NA[place], strict=True)),
-            }
-        )
-    return rows
-
-
-def _hash_of(datapoint: Any) -> str:
-    """A short digest of the tensors of a datapoint."""
-    whole = hashlib.sha256()
-    leaves = datapoint.flatten_keys(".").items()
-    for name, value in sorted(leaves, key=lambda one: str(one[0])):
-        whole.update(json.dumps([name, list(value.shape)]).encode())
-        whole.update(value.cpu().contiguous().numpy().tobytes())
-    return whole.hexdigest()[:16]

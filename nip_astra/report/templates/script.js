@@ -98,11 +98,14 @@
   const badges = {
     fixed: "right", broken: "wrong", "right both times": "right", "wrong both times": "wrong",
     right: "right", wrong: "wrong",
+    failure: "wrong", "fails now": "wrong", "fails both times": "wrong",
+    "no failure": "right", "fails no more": "right", "never fails": "right",
   };
   const badge = (kind) => make("b", `end-${badges[kind] ?? "undecided"}`, kind);
-  const messages = (rows) => rows.map(([role, said]) => {
-    const one = make("span", role === "assistant" ? "w t" : "w a", said);
+  const messages = (rows, outcome = "") => rows.map(([role, said]) => {
+    const one = make("span", ["assistant", "target"].includes(role) ? "w t" : "w a", said);
     one.dataset.role = role;
+    if (outcome === "failure") [one.className, one.tabIndex] = [`${one.className} x`, 0];
     return one;
   });
   const draw = ([kind, title, note, prompt, sides]) => {
@@ -110,7 +113,7 @@
     inside.push(...messages(prompt));
     for (const [label, outcome, , facts, said] of sides) {
       const head = make("p", "where", [badge(outcome), ` ${label}${label ? ", " : ""}${facts}`]);
-      inside.push(make("div", "n r0", [head, ...messages(said)]));
+      inside.push(make("div", "n r0", [head, ...messages(said, outcome)]));
     }
     const summary = make("summary", "", [badge(kind), make("span", "said", title || "(empty)")]);
     return make("details", "e", [summary, make("div", "inside", inside)]);
@@ -118,6 +121,7 @@
   const length = ([, , , , sides]) => sides[0][4].reduce((sum, [, said]) => sum + said.length, 0);
   const orders = {
     low: (a, b) => (a[4][0][2] ?? Infinity) - (b[4][0][2] ?? Infinity),
+    high: (a, b) => (b[4][0][2] ?? -Infinity) - (a[4][0][2] ?? -Infinity),
     long: (a, b) => length(b) - length(a),
   };
 
@@ -139,7 +143,7 @@
       const [kind, order] = [tool("kind").value, tool("order").value];
       const words = tool("words").value.trim().toLowerCase();
       chosen = every.filter((one) =>
-        (!kind || one[0] === kind || (kind === "wrong" && one[4][0][1] === "wrong")) &&
+        (!kind || (kind.startsWith("every:") ? one[4][0][1] === kind.slice(6) : one[0] === kind)) &&
         (!words || (one.text ??= JSON.stringify([one[1], one[2], one[3], one[4].map((s) => s[4])]).toLowerCase()).includes(words)));
       if (order) chosen.sort(orders[order]);
       start = 0;

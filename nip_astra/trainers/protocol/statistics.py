@@ -8,6 +8,8 @@ C channels, P positions, S symbols.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -326,6 +328,53 @@ def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
         for name, value in statistics.items()
         if isinstance(value, float)
     }
+
+
+# ---- episodes of tests
+
+
+def outcome_rows(
+    batch: TensorDict, names: Sequence[str], dataset: Any, hashes: dict[int, str]
+) -> list[dict[str, Any]]:
+    """A row for the first episode of each environment of a batch [E, T], without its messages.
+
+    Parameters
+    ----------
+    dataset : TensorDict
+        The datapoints, whose digests are added to `hashes`.
+    """
+    counts_ET = first_episodes(batch)
+    ended = EpisodeLedger().ended(batch, counts_ET)
+    is_end_ET = batch["next", "done"].squeeze(-1) & counts_ET
+    y_N = batch["y"].squeeze(-1)[is_end_ET].tolist()
+    decision_N = batch["next", "decision"][is_end_ET].tolist()
+    rewards_NA = ended.reward_NA.tolist()
+    rows = []
+    for place, datapoint in enumerate(ended.datapoint_N.tolist()):
+        if datapoint not in hashes:
+            hashes[datapoint] = _hash_of(dataset[datapoint])
+        rows.append(
+            {
+                "datapoint_id": datapoint,
+                "datapoint_hash": hashes[datapoint],
+                "y": int(y_N[place]),
+                "decision": int(decision_N[place]),
+                "is_right": bool(ended.is_right_N[place]),
+                "num_rounds": int(ended.num_rounds_N[place]),
+                "rewards": dict(zip(names, rewards_NA[place], strict=True)),
+            }
+        )
+    return rows
+
+
+def _hash_of(datapoint: Any) -> str:
+    """A short digest of the tensors of a datapoint."""
+    whole = hashlib.sha256()
+    leaves = datapoint.flatten_keys(".").items()
+    for name, value in sorted(leaves, key=lambda one: str(one[0])):
+        whole.update(json.dumps([name, list(value.shape)]).encode())
+        whole.update(value.cpu().contiguous().numpy().tobytes())
+    return whole.hexdigest()[:16]
 
 
 # ---- sample episodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from nip_astra import plugins
-from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, UntrustedRunError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
@@ -19,7 +20,7 @@ from nip_astra.resolving.analysing import analyse_run
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisParameters, Verdict
-from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
 from tests.kit.command_line import CommandLine, refused
@@ -239,6 +240,16 @@ def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
     assert summary == {"test_prover/share_direct_quotation": 1.0}
     assert tracker.artifacts == ["analyses-one"]
     assert len(tracker.tables["analyses/2"]) == 4
+
+
+def test_the_judge_that_a_run_of_others_names_is_not_asked(finished: Path, tmp_path: Path) -> None:
+    theirs = RunDirectory(shutil.copytree(finished, tmp_path / "theirs"))
+    values = theirs.read_yaml(HYPER_PARAMETERS)
+    judge = {"_type": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    values["secret_word"]["analysis"] = {"analysers": [{"_type": "follow_up"}], "model": judge}
+    theirs.write_yaml(HYPER_PARAMETERS, values)
+    with pytest.raises(UntrustedRunError, match="base_url"):
+        analyse_run(theirs.path)
 
 
 def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:
