@@ -196,7 +196,8 @@ def objectives(bench: Bench) -> Figures:
         elif isinstance(expected, str) or isinstance(on_device[name], str):
             differences[name] = float("inf")
         else:
-            ways = ([torch.tensor(numbers(one))] for one in both)
+            # No verdict and an infinite value are to be the same on both.
+            ways = ([torch.tensor(numbers(one)).nan_to_num(1e9, 1e12, -1e12)] for one in both)
             differences[name] = compared(*ways, 0.0)["difference"]
     worst = sorted(differences, key=lambda name: -differences[name])[:5]
     found = {"num_compared": len(differences), "worst": {one: differences[one] for one in worst}}
@@ -342,6 +343,8 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
     for one in inputs if bench.has_gpu else ():
         one.requires_grad_()
     compiled = tree_attention.compiled_flex_attention() if bench.has_gpu else None
+    if bench.has_gpu and compiled is None:
+        raise RuntimeError("flex attention was not compiled; the log says why")
 
     def build() -> Any:
         return tree_attention.FlexTrieAttention(trie, *([compiled] if compiled else []))
@@ -354,7 +357,6 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
     found = run(build())
     figures = {
         "num_tokens": trie.num_tokens,
-        "is_compiled": compiled is not None,
         "mask_seconds": seconds_of(build),
         "seconds": seconds_of(lambda: run(build())),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import (
+    RUN,
     ResumeCheck,
     check_resume,
     difference_of,
+    fault_of,
     killed_at,
     what_was_found,
 )
@@ -127,6 +129,15 @@ def test_what_a_run_leaves_is_compared_by_file_and_name(
     ]
     assert difference_of(*runs).endswith(told)
     assert bool(difference_of(*runs)) == bool(told)
+
+
+def test_what_a_resumed_run_left_over_is_named(tmp_path: Path) -> None:
+    run = a_run(tmp_path / RUN)
+    (run / "report.html").touch()
+    expected = what_was_found(run)
+    assert fault_of(tmp_path, expected) == ""
+    (run / ".unfinished").touch()
+    assert ".unfinished" in fault_of(tmp_path, expected)
 
 
 def test_every_operation_that_changes_files_is_one_to_kill_at(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
@@ -67,6 +68,11 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
+@lru_cache
+def _adapter_of(function: Callable[..., Any], option: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(function).get(option, Any))
+
+
 def with_options(
     registry: Registry[Callable[..., Any]], name: str, given: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -90,9 +96,8 @@ def with_options(
                 f"{words} has no option {option!r}.{hint} Options: {', '.join(options) or 'none'}."
             )
     try:
-        hints = get_type_hints(function)
         checked = {
-            option: TypeAdapter(hints.get(option, Any)).validate_python(value)
+            option: _adapter_of(function, option).validate_python(value)
             for option, value in given.items()
         }
     except ValidationError as error:

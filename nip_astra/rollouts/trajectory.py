@@ -211,7 +211,7 @@ class Trajectory:
     # ---- sizes
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.shape[0]
 
     def __repr__(self) -> str:
         return (

@@ -348,12 +348,19 @@ def _reactions(
         one.toolbox.calls_in(text, has_template=has_template)
         for one, text in zip(episodes, texts, strict=True)
     ]
+    known: dict[tuple[int, str], Reaction] = {}
 
     def react(place: int) -> Reaction | list[Outcome]:
-        one = episodes[place]
+        one, text = episodes[place], texts[place]
         if calls[place]:
             return [one.toolbox.execute(call) for call in calls[place]]
-        return reaction_of(one.episode.environment, texts[place])
+        environment = one.episode.environment
+        if not is_stateless(environment):
+            return reaction_of(environment, text)
+        key = id(environment), text
+        if key not in known:
+            known[key] = reaction_of(environment, text)
+        return known[key]
 
     reacted = _in_threads(
         [

@@ -162,7 +162,8 @@ def test_an_evaluation_may_be_a_gate(run: Path, type_command: CommandLine) -> No
     assert type_command(*typed, "--fail-if", "pass_at_4.high < pass_at_1.low").code == 0
     for wrong in ("accuracy.low >", "acuracy.low > 0", "pass_at_8.low > 0"):
         refused(type_command(*typed, "--name", "gated", "--fail-if", wrong))
-    assert not (run / "evaluations" / "gated" / "rows.jsonl").exists()
+    assert (run / "evaluations" / "test" / "problems.jsonl").exists()
+    assert not (run / "evaluations" / "gated" / "problems.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -263,20 +263,18 @@ def test_a_foreign_run_gets_no_key_from_the_environment(
         read_variable(name)
 
 
-def test_a_judge_of_a_foreign_run_gets_no_key(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", ["api_key_variable", "base_url"])
+def test_a_judge_of_a_foreign_run_gets_no_key_and_is_not_asked(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    judge = {"_type": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    if named == "api_key_variable":
+        judge[named] = "AWS_SECRET_ACCESS_KEY"
     values = RunDirectory(run).read_yaml("hyper_parameters.yaml")
-    values["ast_chat"]["scorer"] = {
-        "_type": "judge",
-        "base_url": "http://127.0.0.1:9/v1",
-        "model": "m",
-        "api_key_variable": "AWS_SECRET_ACCESS_KEY",
-    }
+    values["ast_chat"]["scorer"] = judge
     RunDirectory(run).write_yaml("hyper_parameters.yaml", values)
-    message = refused(cli("score", "runs/one"))
-    assert "AWS_SECRET_ACCESS_KEY" in message
+    assert f"ast_chat.scorer.{named}={judge[named]!r}" in refused(cli("score", "runs/one"))
 
 
 def interpolating(run: Path) -> None:

@@ -106,6 +106,13 @@ def test_texts_of_a_large_list_are_shortened_and_no_item_is_left_out(
     assert items[49][4][0][4][0][1].startswith("x" * answers.CUTS[-1] + " …")
 
 
+def test_a_part_of_the_answers_is_shown_with_their_number(tmp_path: Path) -> None:
+    rows = [row(1, 1.0, PROBLEM, problem=number) for number in range(2)]
+    run = make_run(tmp_path, {"rollouts/evaluation.jsonl": rows})
+    (run / "results.json").write_text('{"after": {"num_problems": 13}}')
+    assert "2 of 13 problems stored" in render_report([read_run(run)])
+
+
 def test_what_was_said_is_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None:
     rows = [
         row(1, 0.25, ["user", "<script>alert(1)</script>"], ["assistant", "\u202e<b>no</b>"]),

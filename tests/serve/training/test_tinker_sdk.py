@@ -387,6 +387,8 @@ def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Serv
     about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1e15}))
     # The SDK repeats a request that meets a fault of the service for minutes.
     assert httpx.get(f"{server.url}/api/v1/checkpoints").status_code == 200
+    refused = httpx.get(f"{server.url}/api/v1/checkpoints", params={"limit": "9" * 5000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
     rest = client.create_rest_client()
     assert path in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
 
