@@ -285,7 +285,8 @@ def test_links_out_of_a_run_of_others_are_refused(
     link.symlink_to(mine if place == "checkpoints" else mine / "notes.txt")
     assert RunDirectory.open(run), "it is the user's own"
     (run / "environment.json").write_text("{}")
-    for command in (("report", "runs/one"), ("evaluate", "runs/one"), ("resume", "runs/one")):
+    shown = ("show", "--parameters", "runs/one/hyper_parameters.yaml")
+    for command in (*((name, "runs/one") for name in ("report", "evaluate", "resume")), shown):
         assert place in refused(cli(*command))
     assert (mine / "notes.txt").read_text() == "precious"
 
