@@ -48,7 +48,7 @@ ATTACKED = dict(
         (
             "failure",
             "no failure",
-            *["fails now", "fails no more", "fails both times", "never fails"],
+            *["failing now", "failing no more", "failing both times", "never failing"],
         ),
         strict=True,
     )

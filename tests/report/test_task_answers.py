@@ -85,7 +85,7 @@ def test_conversations_of_an_attacker_are_compared_by_prompt(tmp_path: Path) -> 
         "trainer: ast_dpo\nast_chat: {failure_threshold: 0.5}\n"
     )
     (group,) = groups_of(read_run(folder))
-    kinds = ["fails now", "fails no more", "never fails", "fails both times"]
+    kinds = ["failing now", "failing no more", "never failing", "failing both times"]
     assert [one[0] for one in map(group.plain, group.items)] == kinds
     assert [item.title for item in group.items] == ["a", "b", "c", "a"]
     page = render_report([read_run(folder)])

@@ -98,8 +98,8 @@
   const badges = {
     fixed: "right", broken: "wrong", "right both times": "right", "wrong both times": "wrong",
     right: "right", wrong: "wrong",
-    failure: "wrong", "fails now": "wrong", "fails both times": "wrong",
-    "no failure": "right", "fails no more": "right", "never fails": "right",
+    failure: "wrong", "failing now": "wrong", "failing both times": "wrong",
+    "no failure": "right", "failing no more": "right", "never failing": "right",
   };
   const badge = (kind) => make("b", `end-${badges[kind] ?? "undecided"}`, kind);
   const messages = (rows, outcome = "") => rows.map(([role, said]) => {
