@@ -377,6 +377,21 @@ def test_a_chunk_that_ends_within_a_token_is_a_wrong_request() -> None:
     assert "5 bytes" in str(caught.value)
 
 
+@pytest.mark.parametrize("shape", [[2, 2], [-3], [10**6, 10**6]])
+def test_a_tensor_that_does_not_fill_its_shape_is_a_wrong_request(shape: list[int]) -> None:
+    from tinker.proto import tinker_public_pb2 as pb
+
+    request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
+    added = request.data.add()
+    added.model_input.add().encoded_text.tokens = torch.tensor([1, 2, 3]).int().numpy().tobytes()
+    targets = added.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.dense = pb.DTYPE_INT64, torch.tensor([1, 2, 3]).numpy().tobytes()
+    targets.shape.extend(shape)
+    with pytest.raises(ApiError) as caught:
+        read_forward_backward(request.SerializeToString())
+    assert caught.value.status == 400
+
+
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:
     training = training_client(client)
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
