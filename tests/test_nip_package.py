@@ -232,6 +232,13 @@ def test_the_script_that_asks_hosted_models_runs(
     assert json.loads((tmp_path / "shares.json").read_text()) == [0.5]
     assert len(asked) == 4
     assert asked[0]["top_logprobs"] == 2
+    # What was not asked for is absent, as in nip: its scripts test for it.
+    for get_log_probs in (False, True):
+        (found,) = running._get_openrouter_response(
+            *("some/model", [], "secret"), get_log_probs=get_log_probs, get_top_logprobs=2
+        )
+        assert (found["log_probs"] is not None) is get_log_probs
+        assert len(found["top_logprobs"]) == 1
 
 
 def test_grids_are_divided_and_skip_as_asked(
@@ -266,6 +273,10 @@ def test_defaults_are_nips() -> None:
     assert (found.rl.grad_clipping, found.rl.clip_value) == ("joint", None)
     prover = found.graph_isomorphism.agents["prover"]
     assert (prover.num_transformer_layers, prover.use_dual_gnn) == (4, True)
+    images = ours(HyperParameters("image_classification", "reinforce", "fashion_mnist"))
+    assert images.reinforce.entropy_weight == 0
+    for agent in images.image_classification.agents.values():
+        assert (agent.body_lr_factor.actor, agent.body_lr_factor.critic) == (1, 1)
     text = ours(
         HyperParameters("code_validation", "pure_text_ei", "lrhammond/buggy-apps", "debate")
     )

@@ -36,7 +36,7 @@ class SafeConsole(Console):
 
     def __init__(self, *, file: IO[str] | None = None, width: int | None = None) -> None:
         # In a notebook Rich would show what is for a file in the cell, or write colours to it.
-        special = None if file is None else False
+        special = False if file is not None and Console(file=file).is_jupyter else None
         super().__init__(
             file=file, width=width, markup=False, emoji=False,
             force_jupyter=special, force_terminal=special,

@@ -275,6 +275,7 @@ IGNORED = (
 """Parameters that change no result here, or only which of the datapoints are drawn."""
 ONLY_HERE = {
     "rl": {"grad_clipping": "joint", "pretrain_decisions": False},
+    "reinforce": {"entropy_weight": 0.0},
     "solo_agent": {"anneal_lr": False},
     "text_rl": {
         "num_fine_tune_epochs": None,
@@ -630,7 +631,9 @@ def _agent(agent: Any, given: HyperParameters) -> dict[str, Any]:
         fields |= {"load_from_run": run_of(run_id, *run), "checkpoint_version": version}
     if type(agent).__name__ == "RandomAgentParameters":
         return {"is_random": True}
-    fields["body_lr_factor"] = fields["body_lr_factor"] or given.rl.body_lr_factor
+    fields["body_lr_factor"] = (
+        fields["body_lr_factor"] or given.rl.body_lr_factor or {"actor": 1.0, "critic": 1.0}
+    )
     if not fields["normalize_message_history"]:
         # What nip measures with rl.normalize_observations; its own switch does nothing there.
         del fields["normalize_message_history"]

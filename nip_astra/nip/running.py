@@ -428,14 +428,15 @@ def _get_openrouter_response(
             ).choices[0]
             for _ in range(num_responses)
         ]
-    return [_response(choice, asks_logprobs=asks_logprobs) for choice in choices]
+    return [_response(choice, get_log_probs, get_top_logprobs) for choice in choices]
 
 
-def _response(choice: Any, *, asks_logprobs: bool) -> dict[str, Any]:
-    tokens = choice.logprobs.content if choice.logprobs and asks_logprobs else None
+def _response(choice: Any, get_log_probs: bool, get_top_logprobs: int | None) -> dict[str, Any]:
+    tokens = choice.logprobs.content if choice.logprobs else None
     response: dict[str, Any] = {"message": choice.message.content, "log_probs": None}
-    if tokens is not None:
+    if tokens is not None and get_log_probs:
         response["log_probs"] = [_token(one) for one in tokens]
+    if tokens is not None and get_top_logprobs is not None:
         response["top_logprobs"] = [[_token(other) for other in one.top_logprobs] for one in tokens]
     return response
 
