@@ -54,6 +54,7 @@ PACKAGES = {
     "langchain-openai": client("langchain", "langchain-openai"),
     "lm_eval": client("lm_eval", "lm-eval[api]"),
     "pyrit": client("pyrit", "pyrit"),
+    "garak": client("garak", "garak"),
 }
 
 
