@@ -138,7 +138,11 @@ class Trajectory:
         logprobs[mask] = known
         tokens = np.array([token for span in turns for token in span.ids], np.int64)
         sizes = [sum(len(span.ids) for span in own) for own in spans]
-        columns = (torch.split(torch.from_numpy(x), sizes) for x in (tokens, mask, logprobs))
+        # Copies: a view would keep, and pickle, the tokens of all.
+        columns = (
+            [part.clone() for part in torch.split(torch.from_numpy(x), sizes)]
+            for x in (tokens, mask, logprobs)
+        )
         return [
             cls(token, own, logprobs=logprob, **given)
             for token, own, logprob, given in zip(*columns, fields, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def test_what_tools_and_environments_said_is_masked() -> None:
     assert one.logprobs is not None
     assert one.logprobs.tolist() == [0, 0, -0.5, 0, 0, -1.5]
     assert (one.num_prompt_tokens, one.num_response_tokens) == (2, 2)
+
+
+def test_trajectories_made_together_are_pickled_alone() -> None:
+    spans = [[TokenSpan(range(30)), TokenSpan([1, 2], [-0.1, -0.2])] for _ in range(50)]
+    together = Trajectory.all_from_spans(spans, [{} for _ in spans])
+    sizes = [len(pickle.dumps(one)) for one in (together[7], Trajectory.from_spans(spans[7]))]
+    assert sizes[0] <= 1.1 * sizes[1]
 
 
 @pytest.mark.parametrize("array", [torch.tensor, np.array])
