@@ -29,11 +29,12 @@ from nip_astra.utils.formatting import count, decimal
 FIRST_ITEMS = 20
 """Items of a page of a list, and those that stand there without the script."""
 MAX_CHARACTERS = 8_000_000
-"""Size of the texts of a list at most; longer texts are shortened, and no item is left out."""
+"""Size of the texts of a list at most, beyond which texts are shortened."""
 CUTS = (100_000, 4_000, 800, 160)
 """Characters to which texts are shortened, the first that suffices."""
 MAX_CONVERSATIONS = 300_000
-"""Size of the paired conversations of a stress test, which stand among the others too."""
+"""Size of the paired conversations of a stress test at most, beyond which some are left out: all
+stand among the conversations too."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "without a verdict"
 KINDS = {
     (False, True): "fixed",
