@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 SCORE_ONE = SamplingOptions(max_new_tokens=1, temperature=0.0)
 """vLLM samples at least one token of every text that it scores; a greedy one needs no seed, for
 which vLLM draws row by row."""
+MAX_PADDED = 1 << 24
+"""Tokens, padding included, that are scored again at once: 128 MiB of ids."""
 
 
 @register_language_model(LanguageModelType.VLLM)
@@ -433,10 +435,6 @@ class VllmSession(GenerationSession):
             Generation(*(x[:, :width] for x in one))
             for width, *one in zip(widths, *parts, strict=True)
         ]
-
-
-MAX_PADDED = 1 << 24
-"""Tokens, padding included, that are scored again at once: 128 MiB of ids."""
 
 
 class LearntWeights:
