@@ -253,14 +253,14 @@ def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) ->
 def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slow an engine down, and note how many rows each of its steps has."""
     steps: list[int] = []
-    decode = engine._batch._decode
+    step = engine._batch.step
 
     def slowly() -> list[Progress]:
         steps.append(engine.num_rows)
         time.sleep(0.02 if engine.num_rows else 0)
-        return decode()
+        return step()
 
-    monkeypatch.setattr(engine._batch, "_decode", slowly)
+    monkeypatch.setattr(engine._batch, "step", slowly)
     return steps
 
 
