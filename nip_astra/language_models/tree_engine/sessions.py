@@ -22,7 +22,7 @@ from nip_astra.language_models.tokens import Generation, TokenCount, Turns
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
 from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.kv_cache import FIRST_ROOM, KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree, first_room
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_SCORES = 1 << 26
@@ -103,14 +103,14 @@ class CachedSession(GenerationSession):
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
         # The last token of a turn is not forwarded.
-        reserve = min(options.max_new_tokens - 1, FIRST_ROOM)
+        reserve = options.max_new_tokens - 1
         firsts = None if spans is None else [start for start, _ in spans]
         passes = self._read(contexts, branching, reserve if rows_per_context == 1 else 0, firsts)
         span_logprobs = None if spans is None else self._score_spans(contexts, spans, passes)
         hidden_RX = passes[-1].last_hidden()
         if rows_per_context > 1:
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
-            self._tree.grow(len(hidden_RX), reserve)
+            self._tree.grow(len(hidden_RX), first_room(reserve, 0))
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
         generation = self._decode(hidden_RX, lengths, uniforms_RT.to(self.device), options)
         ids_RT, lengths = generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist()
@@ -188,7 +188,7 @@ class CachedSession(GenerationSession):
     ) -> _Pass:
         """Forward positions start to stop of each context, and keep their keys."""
         lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        self._tree.grow(len(contexts), max(lengths) + reserve)
+        self._tree.grow(len(contexts), max(lengths) + first_room(reserve, max(stops)))
         limit = max(1, self.max_batch_tokens // max(1, max(lengths)))
         hidden = []
         for rows in self._tree.chunks(len(contexts), limit):
