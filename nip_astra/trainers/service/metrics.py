@@ -95,7 +95,7 @@ def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: Metrics) -> Me
 def _sums(values_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """The sum of the first `lengths_B` values of each row, added as those of a row alone."""
     sums_B = values_BT.new_zeros(len(values_BT))
-    for length in lengths_B.unique().tolist():
+    for length in set(lengths_B.tolist()):
         is_this_B = lengths_B == length
         sums_B[is_this_B] = values_BT[is_this_B, :length].sum(dim=1)
     return sums_B
