@@ -143,7 +143,7 @@ class RunningSequence:
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
         self._detokenizer = IncrementalDetokenizer(tokenizer, ())
-        # Unless somebody needs the text on the way, it is decoded once, at the end.
+        # Unless the text is needed earlier, it is decoded once, at the end.
         self._has_tokens = request.num_top is not None or request.keeps_tokens
         is_read = request.is_streamed or request.stop or self._has_tokens
         self._undecoded: list[int] | None = None if is_read else []
@@ -186,7 +186,7 @@ class RunningSequence:
             self._cut_tokens()
             self.finish_reason = "stop"
         elif self.matcher is not None and self.matcher.is_stopped():
-            # Nothing can follow, not even where the model has no end of a turn.
+            # Nothing can follow, even if the model has no end token.
             self._finish("stop")
         elif is_full:
             self._finish("length")
