@@ -443,12 +443,15 @@ def time_parts(
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
+    from nip_astra.progress import showing
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
     given = settings_of(device=device, num_threads=num_threads)
-    prepared = prepare_experiment(resolve_experiment(**experiment), **given)
+    with showing("Loading"):
+        resolved = resolve_experiment(**experiment)
+    prepared = prepare_experiment(resolved, **given)
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():

@@ -33,6 +33,7 @@ from nip_astra.parameters.parameters_base import (
 )
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
+from nip_astra.progress import counting
 from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
@@ -189,12 +190,13 @@ class Scorer:
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
         failed: set[bytes] = set()
-        if new:
-            for key, verdict in zip(new, self._checked_verdicts(list(new.values())), strict=True):
-                if isinstance(verdict, ScorerError):
-                    failed.add(key)
-                else:
-                    self._verdicts[key] = verdict
+        with counting(len(exchanges)):
+            checked = self._checked_verdicts(list(new.values())) if new else []
+        for key, verdict in zip(new, checked, strict=True):
+            if isinstance(verdict, ScorerError):
+                failed.add(key)
+            else:
+                self._verdicts[key] = verdict
         # A failed text has no verdict in the cache.
         verdicts = [self._verdicts.get(key) for key in keys]
         for key in list(islice(self._verdicts, max(0, len(self._verdicts) - MAX_VERDICTS))):

@@ -21,6 +21,13 @@ PROOF = (
 FEW_FRAMES = ("--set", "rl.frames_per_batch=32", "--set", "rl.num_epochs=1")
 
 
+def test_repetitions_are_counted_on_a_bar(
+    cli: CommandLine, closed_bars: dict[str, tuple[int, int]]
+) -> None:
+    seconds_of(cli, "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
+    assert closed_bars["Timing"] == (3, 3)
+
+
 def seconds_of(cli: CommandLine, *arguments: str) -> dict[str, list[float]]:
     said = cli("time", *arguments, "--repeats", "2", "--json")
     assert said.code == 0, said
