@@ -241,7 +241,7 @@ def _table(results: SweepResults, name: str) -> Table:
             "" if before is None else f"{before.mean:.3g}",
             f"{after.mean:.3g}",
             _interval(after.low, after.high),
-            " ".join(f"{value:.3g}" for value in after.values.values()),
+            after.each("{:.3g}".format),
             "" if beside is None else f"{beside.mean:+.3g} {_interval(beside.low, beside.high)}",
             "" if beside is None or beside.p is None else f"{beside.p:.2g}",
         )

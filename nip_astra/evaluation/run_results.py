@@ -17,7 +17,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 from nip_astra.tracking.tracker import INTERVAL, flat_figures
-from nip_astra.utils.formatting import format_figure
+from nip_astra.utils.formatting import counts_text, format_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +37,8 @@ class Figure(NamedTuple):
         As in results.json: `failure_rate`, or `verifier/mean_value` of an agent.
     low, high : float or None
         Ends of its interval; None if it has none.
+    counts : str
+        Of a share: "3 of 10"; empty if they are not stored.
     """
 
     when: str
@@ -44,6 +46,7 @@ class Figure(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
+    counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class RunResults(Shown):
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one per row: `when`, `name`, `value`, `low`, `high`."""
+        """The figures, one per row: `when`, `name`, `value`, `low`, `high`, `counts`."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
         return frame
 
@@ -188,7 +191,7 @@ def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
     for name, value in flat_figures(report).items():
         if name in report:
             ends = report.get(f"{name}{INTERVAL}") or (None, None)
-            yield Figure(when, name, float(value), *ends)
+            yield Figure(when, name, float(value), *ends, counts_text(report, name))
 
 
 def import_pandas() -> Any:

@@ -58,7 +58,7 @@ def test_frames_hold_what_the_files_hold(run: Path) -> None:
     pytest.importorskip("pandas")
     found = read_results(run)
     figures = found.figures_frame()
-    assert list(figures.columns) == ["when", "name", "value", "low", "high"]
+    assert list(figures.columns) == ["when", "name", "value", "low", "high", "counts"]
     assert figures["value"].tolist() == [0.1, 0.4, -1.5]
     metrics = found.metrics_frame()
     assert metrics.index.tolist() == [1, 2]
