@@ -37,6 +37,7 @@ from rich.progress_bar import ProgressBar as DrawnBar
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
 
 
@@ -226,7 +227,7 @@ class ProgressBar:
         """What follows the bar, the most important first; its end is cut where room is short."""
         elapsed = min(time.monotonic(), self._ended) - self._started
         if self.is_endless:
-            count = [f"{self.num_done} requests"] if self.num_done else []
+            count = [counted(self.num_done, "request")] if self.num_done else []
             return [*count, _clock(elapsed)]
         pace = elapsed / max(self.num_done - self._num_resumed, 1)
         remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"

@@ -56,6 +56,7 @@ from nip_astra.errors import (
     UnexpectedExitError,
     UnknownNameError,
     WorkerProcessError,
+    counted,
     nearest_names,
 )
 from nip_astra.safe_text import safe_text, to_json
@@ -319,8 +320,9 @@ def check_resume(
             f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
             f"{kept}; run it without check-resume first."
         ) from error
+    killed = counted(len(found.kills), "killed run")
     if found.is_equal:
-        say(f"{len(found.kills)} killed runs of {found.num_operations} file operations: all equal")
+        say(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
         if runs_dir is None:
             shutil.rmtree(kept)
         return
@@ -328,7 +330,7 @@ def check_resume(
     say(
         f"two uninterrupted runs differ: {found.unlike}"
         if found.unlike
-        else f"{num_unlike} of {len(found.kills)} killed runs differ"
+        else f"different: {num_unlike} of {killed}"
     )
     say(f"runs       {kept}")
     raise typer.Exit(RUNS_DIFFER)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.errors import MissingDependencyError, UnknownNameError, counted
 from nip_astra.evaluation.plots import plot_curves
 from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.evaluation.tables import Shown, as_text, plain_table
@@ -77,7 +77,7 @@ class RunResults(Shown):
         """The figures of each measurement beside each other."""
         reports = {when: self.results.get(when) or {} for when in MEASUREMENTS}
         shown = {when: report for when, report in reports.items() if report}
-        heading = f"{self.path.name}, {self.status}, {len(self.metrics)} rows of metrics"
+        heading = f"{self.path.name}, {self.status}, {counted(len(self.metrics), 'row')} of metrics"
         table = plain_table(heading, "", *shown)
         for name in dict.fromkeys(one.name for one in self.figures):
             cells = (format_figure(report, name) for report in shown.values())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, RunDirectoryError, counted
 from nip_astra.report.catalogue import catalogue, facts_of, runs_in
 from nip_astra.report.charts import group_runs, run_label
 from nip_astra.report.records import RunRecord, is_run, read_run, text
@@ -207,6 +207,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {name: getattr(formatting, name) for name in FILTERS}
+    environment.filters["counted"] = counted
     return environment
 
 

@@ -22,7 +22,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
+from nip_astra.errors import (
+    ConfigurationError,
+    NipAstraError,
+    ScorerError,
+    ScorerTimeoutError,
+    counted,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import (
@@ -309,7 +315,8 @@ class Scorer:
         except TimeLimitExceeded as error:
             raise ScorerTimeoutError(
                 f"the scorer {_name_of(self)!r} exceeded timeout_seconds={limit:g} on "
-                f"{len(exchanges)} texts. Fix it or raise timeout_seconds, then resume the run."
+                f"{counted(len(exchanges), 'text')}. Fix it or raise timeout_seconds, then "
+                "resume the run."
             ) from error
         except NipAstraError:
             raise
@@ -317,15 +324,15 @@ class Scorer:
             raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {_name_of(self)!r} returned {len(verdicts)} scores for "
-                f"{len(exchanges)} texts. Return one score per text, in order."
+                f"the scorer {_name_of(self)!r} returned {counted(len(verdicts), 'score')} for "
+                f"{counted(len(exchanges), 'text')}. Return one score per text, in order."
             )
         return verdicts
 
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
-            f"the scorer {_name_of(self)!r} failed on {num_texts} texts: {type(error).__name__}: "
-            f"{error}. Fix the scorer, then resume the run."
+            f"the scorer {_name_of(self)!r} failed on {counted(num_texts, 'text')}: "
+            f"{type(error).__name__}: {error}. Fix the scorer, then resume the run."
         )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:

@@ -23,6 +23,7 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelAbilityError,
     ModelLoadError,
+    counted,
 )
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
@@ -639,7 +640,7 @@ class EngineClient:
         """A queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
-                f"{engine.num_waiting} requests are waiting, and this service allows "
+                f"the queue has {counted(engine.num_waiting, 'request')}, and this service allows "
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )

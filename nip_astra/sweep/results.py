@@ -16,7 +16,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError, counted
 from nip_astra.evaluation.run_results import import_pandas, read_results
 from nip_astra.report.charts import (
     Line,
@@ -178,7 +178,7 @@ class SweepResults:
         num_seeds = min((len(one.values) for one in means if one is not None), default=FEW_SEEDS)
         if num_seeds < FEW_SEEDS:
             cautions.append(
-                f"Intervals over {num_seeds} {'seeds' if num_seeds > 1 else 'seed'} are unreliable "
+                f"Intervals over {counted(num_seeds, 'seed')} are unreliable "
                 f"where some seeds do not learn. Compare the seeds' values, or run at least "
                 f"{FEW_SEEDS} seeds."
             )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -656,7 +656,7 @@ class RetryingChatModel(ChatModel):
                 f"({self.limits.max_retry_after:g})"
             )
         if num_attempts > 1:
-            message += f" ({num_attempts} attempts)"
+            message += f" ({counted(num_attempts, 'attempt')})"
         self.last_failure = message
         return replace(failure, message=message)
 
