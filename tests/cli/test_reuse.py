@@ -115,7 +115,7 @@ def test_a_target_with_other_weights_is_asked(
     shutil.copytree(tiny_scenario / "target", target)
     options = ("--num-episodes", "2", "--probability-episodes", "0", "--target", str(target))
     assert cli("evaluate", "runs/one", *options).code == 0
-    assert "2 conversations are" in cli("evaluate", "runs/one", *options, "--name", "same").out
+    assert "2 conversations of the" in cli("evaluate", "runs/one", *options, "--name", "same").out
     shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
     said = cli("evaluate", "runs/one", *options, "--name", "other")
     assert said.code == 0, said.err
