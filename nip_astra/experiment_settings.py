@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field
 
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
 
 MAX_THREADS = 256
 """More cores than training can use."""
@@ -122,17 +121,11 @@ class ExperimentSettings(SubParameters):
     """File with the numbers of completed and all iterations, for schedulers; null for none."""
 
     run_directory: RunDirectory | None = Field(default=None, exclude=True)
-    """Folder of the run's files."""
-    tracker: Tracker | None = Field(default=None, exclude=True)
-    """Receives metrics, tables and artifacts."""
+    """Path of the run's files; a run makes its own."""
     tqdm_func: Callable[..., Any] | None = Field(default=None, exclude=True)
     """Makes bars with the methods of tqdm, in place of the progress line."""
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once per iteration, for instance for a sweep's bar."""
-    team: Any = Field(default=None, exclude=True)
-    """The `distributed.team.Team` of processes that train the run; None for one process."""
-    stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
-    """Returns the name of the signal that stops the run, or None."""
 
     def outside(self) -> dict[str, str]:
         """Changed settings that affect more than a run's folder, as text."""
