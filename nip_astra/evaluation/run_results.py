@@ -190,8 +190,8 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
     for name, value in flat_figures(report).items():
         if name in report:
-            ends = report.get(f"{name}{INTERVAL}") or (None, None)
-            yield Figure(when, name, float(value), *ends, counts_text(report, name))
+            low, high = report.get(f"{name}{INTERVAL}") or (None, None)
+            yield Figure(when, name, float(value), low, high, counts_text(report, name))
 
 
 def import_pandas() -> Any:

@@ -226,7 +226,8 @@ class SweepResults:
         counts = {seed: row["counts"] for seed, row in known.items()}
         mean = _student(list(values.values()))
         low, high = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
-        return SeedMean(values, mean.estimate.value, *_ends(mean, low, high), counts)
+        ends = _ends(mean, low, high)
+        return SeedMean(values, mean.estimate.value, ends[0], ends[1], counts)
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
         """A figure of an arm minus that of another; None without a common seed."""
