@@ -436,7 +436,8 @@ class TextReply:
         first = len(calls)
         for part in parts:
             if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
-                call = part.as_message_part(f"call_{secrets.token_hex(12)}")
+                # Mistral's chat templates accept no other length.
+                call = part.as_message_part(secrets.token_hex(5)[:9])
                 # Only streams number their calls.
                 calls.append(
                     {"index": len(calls), **call} if progress.request.is_streamed else call
@@ -765,6 +766,7 @@ class _TextRoutes:
             num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
             keeps_tokens=body.return_token_ids,
             grammar=grammar,
+            shown_ids=tuple(form.special.values()) if tools and form is not None else (),
         )
 
     async def completions(self, request: Request) -> Response:
