@@ -1,12 +1,12 @@
-"""Calls of tools in the text of an answer, in the forms that chat templates teach.
+"""Parser of tool calls in an answer, in the formats of chat templates.
 
     parse_tool_calls('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     # ("Wait.", [ToolCall("add", {"a": 1})])
 
-Hermes' form has each call between tags, anywhere in the text; in the plain form the whole text is
-one call in JSON, or a list of them. `parameters` is another name of `arguments`. In Mistral's form
-a mark, which may be a special token, begins the calls, which end the answer: a list in JSON, or
-each call with a mark of its own, its name and its arguments.
+Hermes' format has each call between tags, anywhere in the text; in the plain format the whole text
+is one call in JSON, or a list of them. `parameters` is another name of `arguments`. In Mistral's
+formats a mark, which may be a special token, begins the calls, which end the answer: a list in
+JSON, or each call with a mark of its own, its name and its arguments.
 
     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
     [TOOL_CALLS]add[ARGS]{"a": 1}
@@ -33,19 +33,19 @@ _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool by a model."""
+    """A tool call by a model."""
 
     name: str
     arguments: dict[str, Any]
 
     def as_message_part(self, identity: str) -> dict[str, Any]:
-        """The call in the `tool_calls` of an assistant's message, in OpenAI's form."""
+        """Return the call as in the `tool_calls` of an assistant's message, in OpenAI's format."""
         function = {"name": self.name, "arguments": json.dumps(self.arguments)}
         return {"id": identity, "type": "function", "function": function}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text of an answer without its calls, and the calls.
+    """Return the text of an answer without its calls, and the calls.
 
     A malformed call stays text. Whitespace before a call is removed, and at the end after calls.
     """
@@ -56,7 +56,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 class ToolCallParser:
-    """Splits an answer that arrives in pieces into text and calls, in order."""
+    """Splits a streamed answer into text and calls, in order."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -64,7 +64,7 @@ class ToolCallParser:
         self._is_json: bool | None = None
 
     def push(self, piece: str) -> Iterator[str | ToolCall]:
-        """The texts and calls that a piece completes."""
+        """Yield the texts and calls completed by a piece."""
         self._pending += piece
         if self._is_json is None and (begin := self._pending.lstrip()):
             self._is_json = begin[0] in "{["
@@ -72,7 +72,7 @@ class ToolCallParser:
             yield from self._read(is_last=False)
 
     def finish(self) -> Iterator[str | ToolCall]:
-        """The rest, at the end of the answer."""
+        """Yield the rest, at the end of the answer."""
         calls = _calls_in(self._pending) if self._is_json else None
         yield from calls or self._read(is_last=True)
 
@@ -117,7 +117,7 @@ class ToolCallParser:
 
 
 def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | None:
-    """The calls after an opening tag and where they end; None if further text decides."""
+    """Return the calls after an opening tag and their end; None if more text is needed."""
     end = rest.find(CLOSE)
     while end >= 0:
         calls = _calls_in(rest[:end])
@@ -130,7 +130,7 @@ def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | No
 
 
 def _marked_calls(text: str) -> list[ToolCall]:
-    """The calls of a text in Mistral's form; none if one of them is malformed."""
+    """Return the calls of a text in Mistral's format; none if one of them is malformed."""
     decoder, calls = json.JSONDecoder(strict=False), list[ToolCall]()
     while text := text.strip().removeprefix(MARK).lstrip():
         named = _NAMED.match(text)
@@ -150,7 +150,7 @@ def _marked_calls(text: str) -> list[ToolCall]:
 
 
 def _calls_in(text: str) -> list[ToolCall] | None:
-    """The calls that a JSON text holds; None if it ends within a string."""
+    """Return the calls in a JSON text; None if it ends within a string."""
     try:
         found = json.loads(text, strict=False, parse_constant=_refuse_constant)
         if "\\u" in text:
@@ -183,20 +183,20 @@ def _refuse_constant(constant: str) -> None:
 
 
 class ToolForm(NamedTuple):
-    """The form of calls that a chat template teaches."""
+    """The call format of a chat template."""
 
     kind: Literal["tagged", "plain", "marked list", "marked"]
-    """Hermes' form, the plain one, or Mistral's with a list or with names and arguments."""
+    """Hermes' format, the plain one, or Mistral's with a list or with names and arguments."""
     arguments: str = "arguments"
-    """The name of the arguments."""
+    """Name of the arguments field."""
     tail: str = ""
     """Text between a marked name and its arguments."""
     special: Mapping[str, int] = {}
-    """The marks that are special tokens, which a text does not show otherwise, and their ids."""
+    """Ids of the marks that are special tokens, which a text omits otherwise."""
 
 
 def tool_form(tokenizer: Any) -> ToolForm | None:
-    """The form in which the tokenizer's chat template shows calls; None if it shows no tools."""
+    """Return the call format of the tokenizer's chat template; None if it shows no tools."""
     function: dict[str, Any] = {"name": "probe_tool", "arguments": {"probe_value": 1}}
     # Mistral's templates need an identity of nine letters and digits.
     call = {"id": "probecall", "type": "function", "function": function}
@@ -237,7 +237,7 @@ def supports_tools(tokenizer: Any) -> bool:
 def call_rules(
     tools: Sequence[Mapping[str, Any]], form: ToolForm, *, allows_several: bool
 ) -> list[str]:
-    """Rules of a grammar for `calls`: one call or, except in the plain form, several."""
+    """Return grammar rules for `calls`: one call or, except in the plain format, several."""
     mark = _terminal(MARK, form)
     whole = {
         "tagged": ("call", ' ("\\n" call)*', ""),
@@ -261,5 +261,5 @@ def call_rules(
 
 
 def _terminal(mark: str, form: ToolForm) -> str:
-    """A mark in a grammar: a special token, or its text."""
+    """Return a mark in a grammar: a special token, or its text."""
     return f"<[{form.special[mark]}]>" if mark in form.special else json.dumps(mark)
