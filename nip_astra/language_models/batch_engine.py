@@ -42,7 +42,7 @@ from nip_astra.language_models.tree_engine.routed_weights import Routes, routed
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_KEPT = 128
-"""Prompts kept for later ones that begin alike."""
+"""Maximum number of cached prompts for prefix reuse."""
 NAN_LOGITS = (
     "its logits are NaN: weights or activations overflow. Compute in float32, or use other weights."
 )
@@ -50,16 +50,16 @@ NAN_LOGITS = (
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much one engine does at once."""
+    """Limits of concurrent work in one engine."""
 
     max_rows: int = 256
-    """Most answers in the running batch."""
+    """Maximum answers in the running batch."""
     max_cache_bytes: int = 2 << 30
-    """Most memory for keys and values of the running batch, sized for its longest answers."""
+    """Maximum memory for keys and values of the running batch, sized for its longest answers."""
     max_kept_bytes: int = 256 << 20
-    """Most memory for keys and values of prompts kept for later ones that begin alike."""
+    """Maximum memory for keys and values of cached prompts."""
     max_read_tokens: int = 2048
-    """Most prompt tokens between two tokens of the running answers."""
+    """Maximum prompt tokens between two tokens of the running answers."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class _Prefill:
 
 
 class BatchEngine:
-    """Answers requests with one set of weights, many at once; for one thread.
+    """Answers many requests at once with one set of weights; not thread-safe.
 
     The weights must not change. `banned_ids` are never drawn for an answer returned as text.
     """
@@ -122,12 +122,12 @@ class BatchEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self.waiting or self.rows or self._prefilling)
 
     @torch.inference_mode()
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Progress]]:
-        """Answer requests together: the final progress of each answer of each request."""
+        """Answer requests together; return the final progress of each answer of each request."""
         self.waiting.extend(requests)
         results: dict[tuple[int, int], Progress] = {}
         while self.is_busy:
@@ -150,7 +150,7 @@ class BatchEngine:
         return self._forward(parts) if parts or self.rows else []
 
     def fail(self, reason: str, *, also_waiting: bool = False) -> list[Progress]:
-        """Give up all requests that have started, and on request those that wait."""
+        """Abort all started requests, optionally also the waiting ones."""
         given_up = [(row.request, row.index) for row in self.rows]
         unstarted = [one.request for one in self._prefilling]
         if also_waiting:
@@ -262,7 +262,7 @@ class BatchEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars of its vocabulary; raises as `Grammars`."""
+        """Return the grammars of its vocabulary; raises as `Grammars`."""
         return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
 
     def _score_prompts(self, hidden_NX: Tensor, parts: Sequence[_Prefill], start: int) -> None:
@@ -399,7 +399,7 @@ def _is_scored(request: GenerationRequest) -> bool:
 
 
 def failed_progress(request: GenerationRequest, index: int, reason: str) -> Progress:
-    """The last progress of an answer that was given up."""
+    """Return the last progress of an aborted answer."""
     return Progress(request, index, "", finish_reason="error", error=reason)
 
 
@@ -409,7 +409,7 @@ def draw_tokens(
     banned_ids: Tensor,
     mask: Callable[[Tensor, Sequence[Any]], None] | None = None,
 ) -> list[TokenRecord | None]:
-    """Draw one token per row by its request's options; uses up the logits (float32).
+    """Sample one token per row by its request's options; overwrites the logits (float32).
 
     `mask` excludes the tokens that a row's grammar rejects. None for a row whose logits are not
     finite.
@@ -419,12 +419,16 @@ def draw_tokens(
     logprobs_SV = None
     if scored:
         logprobs_SV = _rows_of(logits_RV, scored).log_softmax(dim=1)
+    shown = [(place, one.shown_ids) for place, one in enumerate(requests) if one.shown_ids]
+    kept = [logits_RV[place, list(ids)] for place, ids in shown]
     texts = [place for place, one in enumerate(requests) if not one.returns_token_ids]
     if len(texts) == len(rows):
         logits_RV.index_fill_(1, banned_ids, float("-inf"))
     elif texts:
         index = torch.tensor(texts, device=logits_RV.device)
         logits_RV[index[:, None], banned_ids] = float("-inf")
+    for (place, ids), logits in zip(shown, kept, strict=True):
+        logits_RV[place, list(ids)] = logits
     if mask is not None:
         mask(logits_RV, [row.matcher for row in rows])
     tokens_R = sample_with_noise(

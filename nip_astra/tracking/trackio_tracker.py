@@ -1,4 +1,4 @@
-"""Trackio, Hugging Face's local tracker, as a mirror of the run directory."""
+"""Mirrors the run directory to Trackio, Hugging Face's local tracker."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class TrackioTracker(Tracker):
         self.log_metrics(values, step=self._step)
 
     def log_report(self, path: Path) -> None:
-        """Trackio shows no pages; the report stays in the run directory."""
+        """Do nothing: Trackio shows no pages; the report stays in the run directory."""
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):
-            # Not the run's own: the package finishes its current run once more at exit.
+            # Not the run's own finish: the package finishes its current run again at exit.
             self._trackio.finish()
 
 
