@@ -54,10 +54,11 @@ from nip_astra.trainers.text.rollouts import (
     RolloutFiles,
     episode_rows,
     held_out_episodes,
+    rollout_statistics,
     shuffled,
+    statistics_with_interval,
     train_episodes,
 )
-from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nip_astra.trainers.solo import training
 from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
@@ -18,8 +19,7 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.solo import training
-from nip_astra.trainers.solo.training import CACHE_DIR
+from nip_astra.trainers.solo_agent import CACHE_DIR
 from tests.kit.toy_protocol_scenario import (
     ToyPolicyHead,
     ToyProtocolScenario,

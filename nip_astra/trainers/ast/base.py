@@ -49,8 +49,7 @@ from nip_astra.trainers.ast.behaviour import (
     correct_for_staleness,
 )
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
-from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.ast.rollouts import RewardShaping, Rollouts, credit_of
 from nip_astra.trainers.language_model_base import (
     Experience,
     LanguageModelState,
