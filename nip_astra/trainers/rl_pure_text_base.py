@@ -604,6 +604,7 @@ class PureTextRlTrainer(Trainer):
             "num_iterations": num_iterations,
             "num_rollouts": num_played + num_tested,
             "num_jobs": (num_iterations - 1) * len(learning),
+            "seconds_per_episode": 3600 * hours / max(num_played + num_tested, 1),
             **{name: round(value) for name, value in totals.items()},
             "estimated_training_hours": hours,
             **({"cost": cost} if is_priced else {}),

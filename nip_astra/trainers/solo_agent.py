@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateS
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.tracking.environment import processor_name
+from nip_astra.trainers.dry_run import measure_smallest_step
 from nip_astra.trainers.protocol.agent_files import AgentTrainer, save_agents
 from nip_astra.trainers.protocol.optimizers import ADAM_EPS, LearningPart, parts_of
 from nip_astra.trainers.protocol.statistics import read
@@ -394,6 +396,30 @@ class SoloAgentTrainer(AgentTrainer):
                 training.test(self.test_environment)
 
         return {"epoch": epoch, "forward": forward}
+
+    def dry_run(self) -> dict[str, Any]:
+        """Train all agents for one epoch, and estimate a whole run."""
+        size = sum(len(one.learned_N) for one in self.trainings.values())
+        num_steps = sum(
+            math.ceil(len(one.learned_N) / self.parameters.minibatch_size)
+            for one in self.trainings.values()
+        )
+
+        def learn(_: Sequence[Any]) -> tuple[float, int]:
+            losses = [float(one.run_epoch(0).loss) for one in self.trainings.values()]
+            return sum(losses) / len(losses), size
+
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            step = measure_smallest_step(lambda: ((), 0.0), learn)
+        return {
+            "num_iterations": self.parameters.num_epochs,
+            "num_parameters": sum(w.numel() for one in self.agents for w in one.parameters()),
+            "loss": step.loss,
+            "seconds_per_minibatch": step.step_seconds / max(num_steps, 1),
+            "predicted_peak_gib": (step.peak_bytes + step.step_bytes) / 2**30,
+            "estimated_training_hours": self.parameters.num_epochs * step.step_seconds / 3600,
+        }
 
     @attach_progress_bar(lambda self: self.parameters.num_epochs)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
