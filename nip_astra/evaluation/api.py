@@ -20,6 +20,7 @@ from nip_astra.evaluation.families.base import (
     EvaluationFamily,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     as_list,
     family_of_run,
     is_text_attacker,
@@ -192,16 +193,10 @@ def evaluate(
         for path in paths:
             check_condition(request.fail_if, family.shape(Path(path), request))
     found: list[Evaluation] = []
-
-    @contextmanager
-    def bar(label: str, total: int) -> Iterator[OnPart]:
-        with showing(label, total or None, enabled=progress) as display:
-            yield display.step
-
     from nip_astra.report.page import write_report
 
     for path in paths:
-        evaluations = family.evaluate(Path(path), request, settings, bar)
+        evaluations = family.evaluate(Path(path), request, settings, _bars(enabled=progress))
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -211,6 +206,18 @@ def evaluate(
         return found[0]
     file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
     return Matrix(found, file)
+
+
+def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
+    """What opens a bar with a label and a total."""
+
+    @contextmanager
+    def open_bar(label: str, total: int) -> Iterator[OnPart]:
+        bar = showing(label, total or None, counts_requests=counts_requests, enabled=enabled)
+        with bar as display:
+            yield display.step
+
+    return open_bar
 
 
 def _with_bar(
@@ -254,7 +261,8 @@ def score(
     path = locate(run, settings)
     family = _stored_family(path, request)
     with showing("Rating", enabled=settings.progress):
-        evaluation = family.score(path, request, settings)
+        bars = _bars(enabled=settings.progress, counts_requests=True)
+        evaluation = family.score(path, request, settings, bars)
     from nip_astra.report.page import write_report
 
     write_report([evaluation.run])
@@ -341,14 +349,15 @@ def export(
     if form not in known:
         raise UnknownNameError("format", form, known, "Give one as --format.")
     path = locate(run, settings)
-    if form == WEIGHTS:
-        return _export_weights(path, None if output is None else Path(output))
-    material = _stored_family(path, request).material(path, request)
-    run_directory = run_of(path)[0]
-    if (path / FIGURES).is_file():
-        run_directory = path.resolve().parent.parent
-    folder = run_directory / EXPORTS if output is None else Path(output)
-    return export_material(material, form, folder)
+    with showing(f"Exporting {form}", enabled=settings.progress):
+        if form == WEIGHTS:
+            return _export_weights(path, None if output is None else Path(output))
+        material = _stored_family(path, request).material(path, request)
+        run_directory = run_of(path)[0]
+        if (path / FIGURES).is_file():
+            run_directory = path.resolve().parent.parent
+        folder = run_directory / EXPORTS if output is None else Path(output)
+        return export_material(material, form, folder)
 
 
 def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:

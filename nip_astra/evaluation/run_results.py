@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.errors import MissingDependencyError, UnknownNameError, counted
 from nip_astra.evaluation.plots import plot_curves
 from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.evaluation.tables import Shown, as_text, plain_table
@@ -17,7 +17,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 from nip_astra.tracking.tracker import INTERVAL, flat_figures
-from nip_astra.utils.formatting import format_figure
+from nip_astra.utils.formatting import counts_text, format_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +37,8 @@ class Figure(NamedTuple):
         As in results.json: `failure_rate`, or `verifier/mean_value` of an agent.
     low, high : float or None
         Ends of its interval; None if it has none.
+    counts : str
+        Of a share: "3 of 10"; empty if they are not stored.
     """
 
     when: str
@@ -44,6 +46,7 @@ class Figure(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
+    counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class RunResults(Shown):
         """The figures of each measurement beside each other."""
         reports = {when: self.results.get(when) or {} for when in MEASUREMENTS}
         shown = {when: report for when, report in reports.items() if report}
-        heading = f"{self.path.name}, {self.status}, {len(self.metrics)} rows of metrics"
+        heading = f"{self.path.name}, {self.status}, {counted(len(self.metrics), 'row')} of metrics"
         table = plain_table(heading, "", *shown)
         for name in dict.fromkeys(one.name for one in self.figures):
             cells = (format_figure(report, name) for report in shown.values())
@@ -137,7 +140,7 @@ class RunResults(Shown):
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one per row: `when`, `name`, `value`, `low`, `high`."""
+        """The figures, one per row: `when`, `name`, `value`, `low`, `high`, `counts`."""
         frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
         return frame
 
@@ -187,8 +190,8 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
     for name, value in flat_figures(report).items():
         if name in report:
-            ends = report.get(f"{name}{INTERVAL}") or (None, None)
-            yield Figure(when, name, float(value), *ends)
+            low, high = report.get(f"{name}{INTERVAL}") or (None, None)
+            yield Figure(when, name, float(value), low, high, counts_text(report, name))
 
 
 def import_pandas() -> Any:

@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.outcomes import Replies
 from nip_astra.safe_text import has_unsafe, safe_text
 from nip_astra.utils.formatting import (
@@ -116,8 +117,9 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
     """The tables of one evaluation, its warnings last."""
     heading = (
         f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
-        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
-        f"{figures['num_prompts']} opening prompts"
+        f"{counted(figures['num_episodes'], 'episode')} of "
+        f"{counted(figures['tree_depth'], 'turn')} from "
+        f"{counted(figures['num_prompts'], 'opening prompt')}"
     )
     table = Table(show_header=False)
     table.add_column()
@@ -238,11 +240,12 @@ def _figures(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     chances = figures["probability_of_failure"]
     if chances is not None:
         plain, weighed = chances["monte_carlo"], chances["importance_sampling"]
-        label = f"ordinary conversation fails: Monte Carlo, {plain['num_episodes']} episodes"
+        played = counted(plain["num_episodes"], "episode")
+        label = f"ordinary conversation fails: Monte Carlo, {played}"
         yield label, rate(plain)
         if weighed is not None:
             ess = f"effective sample size {decimal(weighed['effective_sample_size'])}"
-            label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
+            label = f"  importance sampling, {counted(weighed['num_episodes'], 'episode')}, {ess}"
             yield label, "refused" if weighed["is_refused"] else rate(weighed)
     for name, scorer in figures["scorers"].items():
         agreement = f"{percent(scorer['agreement'])} of {scorer['num_turns']:,}"
@@ -255,8 +258,8 @@ def _figures(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _quality(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """A scorer's quality by labels, and the rates without its errors."""
     for label, key in (
-        (f"{name} on {found['num_failures']} labelled failures: finds", "sensitivity"),
-        (f"  on {found['num_others']} others: passes", "specificity"),
+        (f"{name} on {counted(found['num_failures'], 'labelled failure')}: finds", "sensitivity"),
+        (f"  on {counted(found['num_others'], 'other')}: passes", "specificity"),
     ):
         one = found[key]
         counts = "" if one is None else f"{one['num_found']:,} of {one['num_labelled']:,}"
@@ -273,13 +276,13 @@ def _variety(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if variety:
         counts = f"{variety['num_distinct']:,} of {variety['num_probes']:,}"
         yield "successful probes: distinct", f"{percent(variety['distinct_share'])}, {counts}"
-    for label, name, counted in (
+    for label, name, num in (
         ("  1 - self-BLEU", "self_bleu_complement", "self_bleu_num_probes"),
         ("  1 - mean cosine", "cosine_distance", "num_probes"),
         ("  Vendi score", "vendi", "num_probes"),
     ):
         if decimal(variety.get(name)) != NOTHING:
-            yield label, f"{decimal(variety[name])}, of {variety[counted]:,} probes"
+            yield label, f"{decimal(variety[name])}, of {counted(variety[num], 'probe')}"
     cell = "not measured"
     if fluency is not None:
         counts = f"{fluency['num_below']:,} of {fluency['num_probes']:,}"

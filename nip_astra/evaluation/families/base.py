@@ -224,6 +224,8 @@ class Subject:
 
 OnPart = Callable[[int], None]
 """Called with the number of units that were played."""
+OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
+"""Opens a progress bar with a label and a total."""
 
 
 class EvaluationFamily(ABC):
@@ -316,7 +318,11 @@ class EvaluationFamily(ABC):
         return newest_evaluation(run)
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored texts by other scorers, without a language model."""
         raise ConfigurationError(
@@ -328,7 +334,7 @@ class EvaluationFamily(ABC):
         run: Path,
         request: EvaluationRequest,
         settings: ExperimentSettings,
-        open_progress: Callable[[str, int], AbstractContextManager[OnPart]],
+        open_progress: OpenProgress,
     ) -> Iterator[Evaluation]:
         """Evaluate each subject of a run; continue what a killed evaluation left."""
         for subject in self.load(run, request, settings):
