@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -25,25 +25,23 @@ from nip_astra.cli.options import (
     AsJson,
     Debug,
     Device,
-    Overrides,
-    ParameterFile,
+    DryRun,
     Plugins,
-    RunsDir,
     ScenarioName,
-    Seed,
     Settings,
     Threads,
-    Track,
     Trainer,
     Trust,
-    Wandb,
     complete_runs,
+    experiment,
+    new_run,
     open_console,
     print_outcome,
+    run_settings,
     say,
     settings_of,
     train_or_estimate,
-    trainer_names,
+    with_groups,
 )
 from nip_astra.cli.options import show as show_parts
 from nip_astra.cli.sweep import sweep
@@ -191,44 +189,16 @@ def _root(
 
 
 @app.command()
+@with_groups
 def run(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    experiment: Any = experiment,
+    settings: Any = run_settings,
+    new_run: Any = new_run,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment = _experiment_arguments(locals())
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        run_id=run_id,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-        test_run=test_run or None,
-    )
+    given = settings | new_run
     from nip_astra.progress import showing
 
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -239,6 +209,7 @@ def run(
 
 
 @app.command()
+@with_groups
 def resume(
     run: Annotated[
         str,
@@ -248,12 +219,7 @@ def resume(
     ],
     plugin: Plugins = None,
     trust: Trust = False,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
+    settings: Any = run_settings,
     debug: Debug = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
@@ -261,33 +227,20 @@ def resume(
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
 
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-    )
     # Before torch is loaded.
-    RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
-    with showing("Loading", enabled=given.get("progress") is not False):
+    RunDirectory.find(run, settings.get("runs_dir", ExperimentSettings().runs_dir))
+    with showing("Loading", enabled=settings.get("progress") is not False):
         from nip_astra.run import resume_experiment
-    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
+    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **settings))
 
 
 @app.command(name="check-resume")
+@with_groups
 def check_resume(
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
+    experiment: Any = experiment,
     device: Device = None,
     runs_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
@@ -297,7 +250,6 @@ def check_resume(
     debug: Debug = False,
 ) -> None:
     """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
-    experiment = _experiment_arguments(locals())
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
 
@@ -360,14 +312,9 @@ def list_names(
 
 
 @app.command()
+@with_groups
 def show(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
+    experiment: Any = experiment,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
     text: Annotated[
         str | None,
@@ -388,7 +335,6 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    given = _experiment_arguments(locals())
     from nip_astra import overview
     from nip_astra.overview import prompts_of
     from nip_astra.overview import show as show_experiment
@@ -408,9 +354,9 @@ def show(
             say(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
         return
     if prompts:
-        say(prompts_of(**given))
+        say(prompts_of(**experiment))
         return
-    view = show_experiment(**given)
+    view = show_experiment(**experiment)
     if as_yaml:
         say(view.to_yaml())
         return
@@ -418,18 +364,13 @@ def show(
 
 
 @app.command(name="time")
+@with_groups
 def time_parts(
     components: Annotated[
         list[str] | None,
         typer.Argument(metavar="[COMPONENT]...", help="rollout, update, ...; all if none."),
     ] = None,
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
+    experiment: Any = experiment,
     device: Device = None,
     num_threads: Threads = None,
     repeats: Annotated[
@@ -439,7 +380,6 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
-    experiment = _experiment_arguments(locals())
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
@@ -465,9 +405,9 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    given = _experiment_arguments(locals())
     from nip_astra.overview import schema as schema_of
 
+    given = experiment(trainer, scenario, plugin=plugin)
     say(to_json(schema_of(**given), indent=1))
 
 
@@ -503,34 +443,6 @@ def described_commands() -> Iterator[Described]:
             is_option = one.param_type_name == "option"
             label = max(one.opts, key=len) if is_option else one.metavar or one.name.upper()
             yield Described(f"nip-astra {name} {label}", value, one.help or "")
-
-
-def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
-    from nip_astra.parameters.content import find_scenario
-    from nip_astra.parameters.files import parse_overrides, read_yaml_layers
-
-    trainer, scenario = given.get("trainer"), given.get("scenario")
-    file, overrides, plugins = (given.get(one) for one in ("parameters", "overrides", "plugin"))
-    folder = None if scenario is None else find_scenario(scenario)
-    if file is not None:
-        read_yaml_layers(Path(file), source=file)
-    parse_overrides(overrides or [])
-    # A plug-in, also one of the scenario, may register trainers.
-    has_plugin = bool(plugins or file) or (folder is not None and (folder / "plugin.py").is_file())
-    if trainer is not None and not has_plugin:
-        known = trainer_names()
-        if trainer not in known:
-            raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
-    return {
-        "trainer": trainer,
-        "scenario": scenario,
-        "parameter_file": file,
-        "overrides": overrides or [],
-        "seed": given.get("seed"),
-        "plugins": plugins or [],
-        "is_trusted": given.get("trust", False),
-    }
 
 
 @contextmanager

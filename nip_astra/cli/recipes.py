@@ -8,16 +8,11 @@ import typer
 
 from nip_astra.cli.options import (
     Debug,
-    Device,
-    Overrides,
-    Plugins,
-    RunsDir,
-    Seed,
-    Settings,
-    Threads,
-    Track,
-    Wandb,
-    settings_of,
+    DryRun,
+    changes,
+    new_run,
+    run_settings,
+    with_groups,
 )
 
 _BY_TRL = "Options by TRL's names"
@@ -29,6 +24,7 @@ def _option(name: str, meaning: str, **bounds: Any) -> Any:
     return typer.Option(*dict.fromkeys(spellings), help=meaning, rich_help_panel=_BY_TRL, **bounds)
 
 
+@with_groups
 def task(
     model: Annotated[str, typer.Option(metavar="M", help="Folder of a model, .gguf, or hub id.")],
     data: Annotated[
@@ -82,25 +78,10 @@ def task(
     max_steps: Annotated[
         int | None, _option("max_steps", "Iterations, each of one or several steps.", min=1)
     ] = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    changes: Any = changes,
+    settings: Any = run_settings,
+    new_run: Any = new_run,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
@@ -125,23 +106,8 @@ def task(
     for name, (path, value) in found.mapped.items():
         say(f"{name}: --set {path}={value}")
     print_parameters(found.values)
-    resolved = resolve_experiment(
-        hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
-    )
-    train_or_estimate(
-        resolved,
-        settings_of(
-            settings,
-            device=device,
-            wandb=wandb,
-            track=track,
-            run_id=run_id,
-            runs_dir=runs_dir,
-            num_threads=num_threads,
-            test_run=test_run or None,
-        ),
-        is_dry=dry_run,
-    )
+    resolved = resolve_experiment(hyper_params=found.values, **changes)
+    train_or_estimate(resolved, settings | new_run, is_dry=dry_run)
 
 
 def print_parameters(values: dict[str, Any]) -> None:
@@ -152,6 +118,7 @@ def print_parameters(values: dict[str, Any]) -> None:
     say(f"# as a parameter file:\n{to_yaml(values)}")
 
 
+@with_groups
 def stress(
     target: Annotated[
         str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
@@ -169,25 +136,10 @@ def stress(
     trainer: Annotated[
         str, typer.Option(metavar="NAME", help="A trainer of stress tests.")
     ] = "ast_dpo",
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    changes: Any = changes,
+    settings: Any = run_settings,
+    new_run: Any = new_run,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, by a scorer; prints the cost first."""
@@ -203,19 +155,7 @@ def stress(
         trainer=trainer,
     )
     print_parameters(values)
-    resolved = resolve_experiment(
-        hyper_params=values, overrides=overrides or [], seed=seed, plugins=plugin or []
-    )
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        run_id=run_id,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-        test_run=test_run or None,
-    )
-    train_or_estimate(resolved, given, is_dry=True)
-    if not dry_run:
-        train_or_estimate(resolved, given, is_dry=False)
+    resolved = resolve_experiment(hyper_params=values, **changes)
+    # The cost comes first.
+    for is_dry in (True,) if dry_run else (True, False):
+        train_or_estimate(resolved, settings | new_run, is_dry=is_dry)
