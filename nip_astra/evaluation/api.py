@@ -83,7 +83,7 @@ class Matrix(Printable):
         if self.path is None:
             return [part for one in self.evaluations for part in one.tables()]
         cells = RunDirectory(self.path.parent).read_json(self.path.name)["cells"]
-        return matrix_tables({(one["attacker"], one["target"]): one for one in cells})
+        return matrix_tables(cells)
 
 
 @dataclass(frozen=True)
