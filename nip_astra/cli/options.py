@@ -228,7 +228,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     A group is a function of options; the command gets what it returns.
     """
-    parameters, groups = [], {}
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for name, one in inspect.signature(command, eval_str=True).parameters.items():
         if inspect.isfunction(one.default):
             own = inspect.signature(one.default, eval_str=True).parameters

@@ -27,7 +27,7 @@ from nip_astra.evaluation.families.base import (
     run_of,
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
@@ -68,9 +68,7 @@ class Matrix(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per evaluation: its `label`, and figures as columns `a.b`."""
-        rows = [{"label": one.label, **one.values} for one in self.evaluations]
-        frame: pd.DataFrame = import_pandas().json_normalize(rows)
-        return frame
+        return frame_of([{"label": one.label, **one.values} for one in self.evaluations])
 
     def plot(self) -> Any:
         """Plot the figures that have an interval, those of each evaluation below each other."""
@@ -83,7 +81,7 @@ class Matrix(Printable):
         if self.path is None:
             return [part for one in self.evaluations for part in one.tables()]
         cells = RunDirectory(self.path.parent).read_json(self.path.name)["cells"]
-        return matrix_tables({(one["attacker"], one["target"]): one for one in cells})
+        return matrix_tables(cells)
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,7 @@ class Comparison(Printable):
             for name, metric in metrics.items()
             if isinstance(metric, Mapping)
         ]
-        frame: pd.DataFrame = import_pandas().DataFrame(rows)
-        return frame
+        return frame_of(rows)
 
     def plot(self) -> Any:
         """Plot the difference of each metric from the first evaluation, with its interval."""

@@ -18,7 +18,7 @@ from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.plots import estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
@@ -195,8 +195,7 @@ class Evaluation(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a frame; groups within a row become columns `a.b`."""
-        frame: pd.DataFrame = import_pandas().json_normalize(self.rows)
-        return frame
+        return frame_of(self.rows)
 
 
 @dataclass

@@ -44,7 +44,7 @@ from nip_astra.evaluation.storage import (
     read_rows,
     weights_hash,
 )
-from nip_astra.evaluation.tables import bracketed, plain_table
+from nip_astra.evaluation.tables import figure_rows, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import (
@@ -53,7 +53,7 @@ from nip_astra.tracking.run_directory import (
     RESULTS,
     RunDirectory,
 )
-from nip_astra.utils.formatting import decimal, is_share, percent
+from nip_astra.utils.formatting import format_figure
 
 VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
@@ -93,13 +93,12 @@ class EpisodeFamily(EvaluationFamily):
         """The figures of all episodes and by agent."""
         flat, agents = figures["figures"], figures["agents"]
         table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
+        for label, cell in figure_rows(figures):
+            table.add_row(Text(label), cell, *("" for _ in agents))
         names = [name for name in flat if not name.endswith("_interval") and "std_" not in name]
-        for name in names:
-            if "/" not in name:
-                table.add_row(_label(name), _cell(flat, name), *("" for _ in agents))
         for name in dict.fromkeys(one.partition("/")[2] for one in names if "/" in one):
-            cells = (_cell(flat, f"{agent}/{name}") for agent in agents)
-            table.add_row(_label(name), "", *cells)
+            cells = [format_figure(flat, f"{agent}/{name}") for agent in agents]
+            table.add_row(Text(name.replace("_", " ")), "", *cells)
         return [table]
 
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
@@ -130,19 +129,6 @@ class EpisodeFamily(EvaluationFamily):
 
 def _reward_of(agent: str) -> Metric:
     return metric_of(lambda row: row["rewards"].get(agent), "observed")
-
-
-def _label(name: str) -> Text:
-    return Text(name.replace("_", " "))
-
-
-def _cell(flat: Mapping[str, Any], name: str) -> str:
-    if name not in flat:
-        return ""
-    write = percent if is_share(name) else decimal
-    is_count = name.rpartition("/")[2].startswith("num_")
-    shown = f"{flat[name]:,.0f}" if is_count else write(flat[name])
-    return shown + bracketed(flat.get(f"{name}_interval"), write)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +37,10 @@ from nip_astra.evaluation.storage import (
     read_rows,
     weights_hash,
 )
-from nip_astra.evaluation.tables import bracketed, plain_table, services_table
+from nip_astra.evaluation.tables import figure_rows, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.utils.formatting import decimal, percent
 
 VERSION = 1
 KIND = str(ScenarioType.TASK)
@@ -188,19 +187,11 @@ class Tasks(EvaluationFamily):
         )
 
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        flat = figures["figures"]
         problems = f"{figures['num_problems']:,} {figures['split']} problems"
         runs = f", {figures['num_runs']} runs of each" if figures["num_runs"] > 1 else ""
-        heading = f"{figures['run']}: {figures['name']}, {problems}{runs}"
-        table = plain_table(heading, "", "value", "95 % interval")
-        for name, value in flat.items():
-            if name.endswith("_interval"):
-                continue
-            is_count = name.startswith("num_")
-            write: Callable[[Any], str] = decimal if name == "mean_reward" else percent
-            shown = f"{value:,.0f}" if is_count else write(value) + _counts(name, flat)
-            bounds = bracketed(flat.get(f"{name}_interval"), write).strip()
-            table.add_row(Text(name.replace("_", " ")), shown, bounds)
+        table = plain_table(f"{figures['run']}: {figures['name']}, {problems}{runs}", "", "value")
+        for label, cell in figure_rows(figures):
+            table.add_row(Text(label), cell)
         services = figures.get("services")
         return [table, *([services_table(services)] if services else [])]
 
@@ -355,10 +346,3 @@ def _problems(rows: Sequence[Row]) -> list[_Problem]:
         reward = sum(row["reward"] for row in known) / count if count else None
         found.append(_Problem(str(own[0]["problem_hash"]), accuracy, reward, count))
     return found
-
-
-def _counts(name: str, flat: Mapping[str, Any]) -> str:
-    """Of how many answers, or problems with a reward for every run, a share is."""
-    if name == "accuracy":
-        return f", {flat['num_right']:,} of {flat['num_answers']:,}"
-    return f" of {flat['num_complete_problems']:,}" if name.startswith("pass_at_") else ""
