@@ -26,6 +26,7 @@ from nip_astra.language_models.sequences import (
     RunningSequence,
     TokenRecord,
 )
+from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tokens import Counted as Counted
 from nip_astra.language_models.tokens import Generation as Generation
 from nip_astra.language_models.tokens import TokenCount as TokenCount
@@ -164,8 +165,11 @@ class TokenSampler(TokenModel):
     ) -> list[list[Progress]]:
         """Answer requests, each by its own options and seeds: the final progress of each answer.
 
-        At most `max_rows` answers are generated at once.
+        At most `max_rows` answers are generated at once. Raises `ModelAbilityError` if a request
+        has a grammar and the model has no `grammars`.
         """
+        if any(request.grammar is not None for request in requests):
+            _ = self.grammars
         cpu, end_ids = torch.device("cpu"), frozenset(self.end_ids)
         sequences = [
             [
@@ -184,6 +188,17 @@ class TokenSampler(TokenModel):
                 self._complete_rows(rows[start : start + max_rows], options)
         progress = [[row.take_progress() for row in rows] for rows in sequences]
         return [[one for one in rows if one is not None] for rows in progress]
+
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars that `complete` can keep answers to.
+
+        Raises `ModelAbilityError` if there are none, and as `Grammars`.
+        """
+        raise ModelAbilityError(
+            f"a {type(self).__name__} cannot keep its answers to a grammar. Use a model of the "
+            "Llama family in this process, or a service that supports response_format."
+        )
 
     def _complete_rows(self, rows: Sequence[RunningSequence], options: SamplingOptions) -> None:
         keys = [row.request.seed_key(row.index) for row in rows]

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +66,7 @@ from nip_astra.language_models.sources import (
     load_model,
     round_weights,
 )
+from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
@@ -318,6 +319,12 @@ class HuggingFaceLanguageModel(LanguageModel):
             steps=self._steps,
         )
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        if self._decoder is None:
+            return super().grammars
+        return Grammars(self.tokenizer, self.end_ids, self.module.config.vocab_size)
+
     def complete(
         self, requests: Sequence[GenerationRequest], *, max_rows: int
     ) -> list[list[Progress]]:
@@ -331,10 +338,12 @@ class HuggingFaceLanguageModel(LanguageModel):
             banned_ids=self.token_sampler.banned_ids.tolist(),
             limits=EngineLimits(max_rows=max_rows),
         )
+        if any(request.grammar is not None for request in requests):
+            engine.grammars = self.grammars
         results = engine.run(requests)
         self.token_count.add(engine.token_count)
         for one in chain.from_iterable(results):
-            if one.finish_reason == "error":
+            if one.finish_reason == "error" and not one.is_request_fault:
                 raise NonFiniteOutputError(f"the model {self.source}: {one.error}")
         return results
 

@@ -27,6 +27,24 @@ MAX_COMPILED = 64
 _PROBE = '{"key": [-1.5, true, null, "\u00e9\\n"]}'
 
 
+def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The JSON schema of a `response_format` of OpenAI's protocol; None if it allows any text.
+
+    Raises `ConfigurationError` for any other type.
+    """
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            return schema
+    raise ConfigurationError(
+        f"the response_format {str(dict(response_format))[:80]} is neither text, json_object nor "
+        "json_schema with a schema"
+    )
+
+
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """The grammar of JSON texts of a schema."""
     return f"start: {json_rule(schema)}"
@@ -51,6 +69,7 @@ class Grammars:
             raise MissingDependencyError.of(
                 "an answer in a given form", "llguidance", "structured"
             ) from error
+        self._arguments = tokenizer, end_ids, vocab_size
         self._library = llguidance
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
@@ -69,6 +88,10 @@ class Grammars:
                 f"the vocabulary of {vocab_size} tokens cannot express JSON: {reason}. Use a model "
                 "with a byte-level or SentencePiece tokenizer."
             )
+
+    def __reduce__(self) -> tuple[type[Grammars], tuple[Any, Collection[int], int]]:
+        # Another process compiles its own.
+        return Grammars, self._arguments
 
     def matcher(self, grammar: str) -> Any:
         """A matcher at the beginning of a text; `ConfigurationError` for an invalid grammar."""

@@ -26,7 +26,7 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
-from nip_astra.language_models.structured import json_rule
+from nip_astra.language_models.structured import answer_schema, json_rule
 from nip_astra.language_models.tool_calls import ToolCall, ToolCallParser, ToolForm, call_rules
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.requests import (
@@ -255,10 +255,6 @@ class ResponseFormat(Body):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
         return self
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any]:
-        return {"type": "object"} if self.json_schema is None else self.json_schema.json_schema
-
 
 class ChatBody(SamplingBody):
     """A request of /v1/chat/completions."""
@@ -305,7 +301,8 @@ class ChatBody(SamplingBody):
             answers.append("calls")
         if self.response_format is not None and not self.must_call:
             answers.append("answer")
-            rules.append(f"answer: {json_rule(self.response_format.schema_of_answer)}")
+            schema = answer_schema(self.response_format.model_dump(by_alias=True)) or {}
+            rules.append(f"answer: {json_rule(schema)}")
         return "\n".join([f"start: {' | '.join(answers)}", *rules]) if answers else None
 
 
