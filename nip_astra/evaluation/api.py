@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from nip_astra.evaluation.families.base import (
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, plain
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
@@ -109,8 +108,8 @@ class Comparison(Printable):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no NaN."""
         names = ("baseline", "comparisons", "warnings")
-        plain: dict[str, Any] = _with_nulls({name: getattr(self, name) for name in names})
-        return plain
+        found: dict[str, Any] = plain({name: getattr(self, name) for name in names})
+        return found
 
     def values(self, label: str) -> dict[str, Any]:
         """Figures as conditions name them: one's own, `baseline.*` and `comparison.*`."""
@@ -521,12 +520,3 @@ def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) 
 def _identities(cells: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     names = ("attacker", "target", "name", "configuration")
     return [[cell.get(name) for name in names] for cell in cells]
-
-
-def _with_nulls(value: Any) -> Any:
-    """Nested values with None in place of NaN."""
-    if isinstance(value, Mapping):
-        return {name: _with_nulls(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_nulls(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,10 +173,12 @@ def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
     MissingDependencyError
         When pyarrow is not installed.
     """
-    parquet = import_extra("pyarrow.parquet", "a Parquet file", "sweep")
+    pyarrow, parquet = (
+        import_extra(name, "a Parquet file", "sweep") for name in ("pyarrow", "pyarrow.parquet")
+    )
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    parquet.write_table(import_module("pyarrow").table(columns), path)
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 @register_export_format("hitlog")

@@ -29,8 +29,11 @@ from nip_astra.evaluation.failure_probability import (
     monte_carlo,
 )
 from nip_astra.evaluation.failures import COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE
-from nip_astra.evaluation.measures import (
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    Replies,
     failure_rates,
+    follow_up_of,
     hit_rates,
     judge,
     likelihood_figures,
@@ -39,8 +42,8 @@ from nip_astra.evaluation.measures import (
     score_figures,
     token_likelihoods,
     turns_to_failure,
+    unknown_warning,
 )
-from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, unknown_warning
 from nip_astra.evaluation.playing import EvaluationOptions, scored_by
 from nip_astra.evaluation.storage import Episode, number
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure

@@ -19,6 +19,7 @@ from nip_astra.utils.formatting import (
     NOTHING,
     bounds_text,
     count,
+    counts_text,
     decimal,
     format_figure,
     is_share,
@@ -37,7 +38,7 @@ SERVICE_HEADINGS = (
 )
 QUALITY_HEADINGS = (
     *("episodes with a failure", "corrected", "turns, corrected", "failures found"),
-    *("others passed", "labelled"),
+    "others passed",
 )
 AGREEMENT_HEADINGS = (
     *("turns", "agree", "Cohen\N{RIGHT SINGLE QUOTATION MARK}s kappa", "correlation"),
@@ -112,7 +113,7 @@ def lined_table(
 ) -> Table:
     """A table with lines: a column of labels, and columns of numbers."""
     table = Table(title=title, title_justify="left")
-    table.add_column(corner)
+    table.add_column(corner, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right")
     for label, cells in rows:
@@ -251,8 +252,8 @@ def _of_conversations(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     bounds = bounds_text(group("failure_rate")) or NOTHING
     yield "  if missing verdicts were passes / failures", bounds
     yield "turns with a failure", format_figure(figures, "turn_failure_rate")
-    turns = items(figures.get("per_turn_failure_rate"))
-    by_turn = (percent(mapping(one).get("value")) for one in turns)
+    turns = [mapping(one) for one in items(figures.get("per_turn_failure_rate"))]
+    by_turn = [f"{percent(one.get('value'))} ({counts_text(one, 'value')})" for one in turns]
     yield "  at turn 1, 2, ...", ", ".join(by_turn) or NOTHING
     yield "turns: failure / none", _both(counts, "failure", "none")
     if (number(counts.get("undetermined")) or 0) + (number(counts.get("error")) or 0):
@@ -336,7 +337,6 @@ def quality_rows(figures: Mapping[str, Any]) -> list[TableRow]:
             format_figure(own, "failure_rate"),
             *rates,
             *(_share_found(found, key) for key in ("sensitivity", "specificity")),
-            f"{count(found.get('num_failures'))} + {count(found.get('num_others'))}",
         ]
         rows.append((name, cells))
     return rows

@@ -37,7 +37,7 @@ def test_quality_and_agreement_are_told_by_evaluation(tmp_path: Path) -> None:
     assert (name, first) == (
         "new",
         ("a", ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING,
-               "50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30", "20 + 30"]),
+               "50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]),
     )  # fmt: skip
     assert second[1][:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
     ((_, (row,)),) = by_evaluation(run, agreement_rows)

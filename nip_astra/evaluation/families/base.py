@@ -480,6 +480,43 @@ def run_of(path: str | Path) -> tuple[Path, Path | None]:
     return found, None
 
 
+def trained_of(
+    path: Path, request: EvaluationRequest, finished: Callable[[Path], Path | None]
+) -> tuple[Path, Path | None, str]:
+    """The run, the folder with its trained weights (None: untrained), and a suffix of the name.
+
+    `finished` gives the folder that a run has at its end, if any; otherwise it is the checkpoint
+    that was given, or the newest.
+
+    Raises
+    ------
+    ConfigurationError
+        When it has no trained weights, or untrained ones of a checkpoint were requested.
+    """
+    run, checkpoint = run_of(path)
+    if request.untrained:
+        if checkpoint is not None:
+            raise ConfigurationError(
+                f"{path} is a checkpoint, so it is trained. Give {run} with --untrained, or the "
+                "checkpoint without."
+            )
+        return run, None, "untrained"
+    store = CheckpointStore(run / "checkpoints")
+    found = checkpoint or finished(run) or store.latest()
+    if found is None:
+        raise ConfigurationError(
+            f"{path} has no trained weights yet. Resume the run, or give --untrained."
+        )
+    if (found / MANIFEST).is_file():
+        store.verify(found)
+    return run, found, "" if checkpoint is None else checkpoint.name
+
+
+def model_dir_of(run: Path) -> Path | None:
+    """The folder of a run's model at its end, if there is one."""
+    return run / MODEL_DIR if (run / MODEL_DIR).is_dir() else None
+
+
 _PROBE_FILES = (".csv", ".tsv", ".jsonl", ".json", ".txt")
 CHAT_FILES = (".yaml", ".yml")
 _DATASET = re.compile(r"[\w.-]+/[\w.-]+:[^/]+")

@@ -32,8 +32,15 @@ from nip_astra.evaluation.families.base import (
     service_settings,
     target_label,
 )
-from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome, known_turns
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    episode_outcome,
+    judge,
+    known_turns,
+    mean_score,
+    nats_per_token,
+    outcomes_of,
+)
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
     PROBABILITY_ROWS,

@@ -19,8 +19,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.errors import NothingMeasuredError
 from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
@@ -31,11 +30,12 @@ from nip_astra.evaluation.families.base import (
     OnPart,
     Subject,
     evaluations_of,
+    model_dir_of,
     newest_evaluation,
     register_evaluation_family,
     resolve_stored,
     run_fields,
-    run_of,
+    trained_of,
 )
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
@@ -154,30 +154,16 @@ class Protocols(EpisodeFamily):
         from nip_astra.run import prepare_experiment
         from nip_astra.trainers.protocol.agent_files import AGENTS_DIR, load_agent
 
-        run, checkpoint = run_of(run)
+        run, source, suffix = trained_of(run, request, model_dir_of)
         resolved = resolve_stored(run, request)
-        source = None
-        if not request.untrained:
-            store = CheckpointStore(run / "checkpoints")
-            newest = checkpoint or (None if (run / MODEL_DIR).is_dir() else store.latest())
-            if newest is not None:
-                store.verify(newest)
-            source = run / MODEL_DIR if newest is None else newest / AGENTS_DIR
-            if not source.is_dir():
-                raise ConfigurationError(
-                    f"{run} has no trained agents yet. Resume it, or give --untrained."
-                )
-        elif checkpoint is not None:
-            raise ConfigurationError(
-                f"{checkpoint} is a checkpoint, and its agents are trained. Give {run} --untrained."
-            )
+        if source is not None and source.name != MODEL_DIR:
+            source = source / AGENTS_DIR
         trainer: Any = prepare_experiment(
             resolved, settings.model_copy(update={"progress": False})
         ).trainer
         if source is not None:
             for name in trainer.agents.names:
                 load_agent(trainer.agents[name], source / f"{name}.safetensors")
-        suffix = "untrained" if request.untrained else checkpoint.name if checkpoint else ""
         name = request.name or "-".join(filter(None, (request.split, suffix)))
         is_test = request.split == "test"
         environment = trainer.test_environment if is_test else trainer.train_environment

@@ -27,6 +27,7 @@ from nip_astra.evaluation.families.base import (
     resolve_stored,
     run_of,
     service_settings,
+    trained_of,
 )
 from nip_astra.evaluation.families.protocols import stored_material
 from nip_astra.evaluation.storage import (
@@ -81,7 +82,7 @@ class Tasks(EvaluationFamily):
     ) -> Iterator[TaskSubject]:
         from nip_astra.run import prepare_experiment
 
-        run, checkpoint, suffix = _policy_of(run, is_untrained=request.untrained)
+        run, checkpoint, suffix = trained_of(run, request, _best_of)
         resolved = _resolve(run, request)
         name = request.name or "-".join(filter(None, (request.split, suffix)))
         settings = service_settings(settings.model_copy(update={"progress": False}), run)
@@ -210,27 +211,9 @@ def _sample(row: Row) -> Sample:
     return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))
 
 
-def _policy_of(path: Path, *, is_untrained: bool) -> tuple[Path, Path | None, str]:
-    """The run, the checkpoint with the policy (None: untrained), and a suffix of the name."""
-    run, checkpoint = run_of(path)
-    if is_untrained:
-        if checkpoint is not None:
-            raise ConfigurationError(
-                f"{path} is a checkpoint, and its policy is trained. Give {run} with --untrained, "
-                "or the checkpoint without."
-            )
-        return run, None, "untrained"
-    store = CheckpointStore(run / "checkpoints")
-    # A finished run was left with the weights that did best on dev problems, if any did.
-    own = store.best() if checkpoint is None and RunDirectory(run).has_ended else None
-    chosen = checkpoint or own or store.latest()
-    if chosen is None:
-        raise ConfigurationError(
-            f"{path} has no checkpoint, so its policy is not trained yet. Resume the run, or give "
-            "--untrained."
-        )
-    store.verify(chosen)
-    return run, chosen, "" if checkpoint is None else checkpoint.name
+def _best_of(run: Path) -> Path | None:
+    """The weights with which a finished run was left: those that did best on dev problems."""
+    return CheckpointStore(run / "checkpoints").best() if RunDirectory(run).has_ended else None
 
 
 def _resolve(run: Path, request: EvaluationRequest) -> Any:
