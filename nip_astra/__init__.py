@@ -1,6 +1,6 @@
 """nip_astra: models trained against and with each other by reinforcement learning.
 
-What a plug-in, a script or a notebook needs is imported from here; everything else from its module.
+The API for plug-ins, scripts and notebooks; everything else is imported from its module.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ from nip_astra.trainers.fitness import (
     refuse_half_built,
     refuse_idle_actors,
     refuse_idle_settings,
-    refuse_replaced,
     refuse_unfinished,
 )
 from nip_astra.trainers.service_use import services_used
@@ -73,6 +72,8 @@ from nip_astra.trust import (
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
+
+StopFlag = Callable[[], str | None]
 
 OF_THE_EXPERIMENT = ("trainer", "scenario", "parameter_file", "overrides", "seed", "plugins")
 """Arguments of `resolve_experiment` that `run_experiment` takes beside settings."""
@@ -109,6 +110,8 @@ class ExperimentResult(Shown):
 def prepare_experiment(
     experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
+    *,
+    team: Team | None = None,
     **fields: Any,
 ) -> PreparedExperiment:
     """Build all components and the trainer; writes nothing.
@@ -119,13 +122,16 @@ def prepare_experiment(
         Hyper-parameters are completed as on the command line; see `resolve_experiment`.
     settings : ExperimentSettings, optional
         In place of `settings` in the parameter file.
+    team : Team, optional
+        The processes that train together; this one alone without it.
     **fields
         Arguments of `resolve_experiment` (`trainer`, `scenario`, `overrides`, `seed`, ...), and
         single settings by name.
     """
     resolved = _resolved(experiment, fields)
     settings = _settings(settings or resolved.settings, fields)
-    refuse_idle_actors(resolved.trainer_class, settings)
+    team = team or Team()
+    refuse_idle_actors(resolved.trainer_class, settings, team)
     loading = showing("Loading", enabled=settings.progress)
     with loading, on_behalf_of(resolved.source), _within_memory():
         instance = build_scenario_instance(
@@ -135,6 +141,7 @@ def prepare_experiment(
             scenario_dir=resolved.scenario_dir,
             trainer_type=resolved.trainer_class.trainer_type,
         )
+        instance.team = team
         refuse_unfinished(resolved.trainer_class)
         trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
         refuse_half_built(trainer)
@@ -162,11 +169,18 @@ def _within_memory() -> Iterator[None]:
 def run_experiment(
     experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
+    *,
+    stop_flag: StopFlag | None = None,
     **fields: Any,
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
-    Parameters are as in `prepare_experiment`, except `run_directory`, `tracker` and `team`.
+    Other parameters are as in `prepare_experiment`.
+
+    Parameters
+    ----------
+    stop_flag : callable, optional
+        Returns the reason for which the run should stop after its step, or None.
 
     Raises
     ------
@@ -177,14 +191,19 @@ def run_experiment(
     """
     resolved = _resolved(experiment, fields)
     settings = _settings(settings or resolved.settings, fields)
-    refuse_replaced(settings)
     with _team_of(settings) as team:
-        settings = settings.model_copy(update={"team": team})
-        refuse_idle_settings(settings)
-        return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
+        refuse_idle_settings(settings, team)
+        if team.is_leader:
+            return _begin(resolved, settings, team, stop_flag)
+        return _take_part(resolved, settings, team)
 
 
-def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+def _begin(
+    resolved: ResolvedExperiment,
+    settings: ExperimentSettings,
+    team: Team,
+    stop_flag: StopFlag | None,
+) -> ExperimentResult:
     """Make a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
@@ -205,7 +224,7 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
     built: list[Trainer] = []
     with run_lock(directory.path):
         try:
-            return _run(resolved, settings, directory, checkpoint=None, built=built)
+            return _run(resolved, settings, directory, team, stop_flag, built=built)
         except StopRequested:
             raise
         except BaseException:
@@ -233,6 +252,7 @@ def resume_experiment(
     *,
     plugins: Sequence[str] = (),
     is_trusted: bool = False,
+    stop_flag: StopFlag | None = None,
     **settings_fields: Any,
 ) -> ExperimentResult:
     """Continue a run from its latest checkpoint, in its directory.
@@ -247,6 +267,8 @@ def resume_experiment(
         Python files that replace those of the same name that the run loaded, or modules.
     is_trusted : bool
         Load code that the run names although the run is not the user's own.
+    stop_flag : callable, optional
+        See `run_experiment`.
     **settings_fields
         Settings that differ from those of the run's start.
 
@@ -268,18 +290,16 @@ def resume_experiment(
     if not is_trusted:
         _check_settings(directory, stored, {"runs_dir": runs_dir} | settings_fields)
     settings = _settings(stored, settings_fields)
-    refuse_replaced(settings)
     with _team_of(settings) as team:
-        settings = settings.model_copy(update={"team": team})
-        refuse_idle_settings(settings, settings_fields)
+        refuse_idle_settings(settings, team, settings_fields)
         if team.is_leader:
             with run_lock(directory.path):
                 if directory.has_ended:
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _checkpoint_to_go_on_from(directory)
-                return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
-        return _take_part(_resolved_again(directory, plugins, is_trusted), settings)
+                return _run(resolved, settings, directory, team, stop_flag, checkpoint=checkpoint)
+        return _take_part(_resolved_again(directory, plugins, is_trusted), settings, team)
 
 
 def _resolved_again(
@@ -312,12 +332,13 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
             yield team
 
 
-def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+def _take_part(
+    resolved: ResolvedExperiment, settings: ExperimentSettings, team: Team
+) -> ExperimentResult:
     """Train as a non-leading process: write, track and show nothing."""
-    shared = settings.team.broadcast({"run": "", "checkpoint": ""})
-    silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
-    prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
-    trainer = prepared.trainer
+    shared = team.broadcast({"run": "", "checkpoint": ""})
+    settings = settings.model_copy(update={"progress": False})
+    trainer = prepare_experiment(resolved, settings, team=team).trainer
     if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
         if shared["checkpoint"]:
             trainer.go_on_from(Path(shared["checkpoint"]))
@@ -360,30 +381,30 @@ def _run(
     resolved: ResolvedExperiment,
     settings: ExperimentSettings,
     directory: RunDirectory,
+    team: Team,
+    own_flag: StopFlag | None,
     *,
-    checkpoint: Path | None,
-    built: list[Trainer],
+    checkpoint: Path | None = None,
+    built: list[Trainer] | None = None,
 ) -> ExperimentResult:
     """Build and train; appends the trainer to `built`."""
     with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
-        own_flag = settings.stop_flag or (lambda: None)
 
         def stop_flag() -> str | None:
-            return name_of_signal() or own_flag()
+            return name_of_signal() or (own_flag() if own_flag else None)
 
         _remove_leftovers(directory)
         tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
         is_done = False
         services: list[ChatModel] = []
         try:
-            if settings.team is not None:
-                found = "" if checkpoint is None else str(checkpoint.absolute())
-                settings.team.broadcast(
-                    {"run": str(directory.path.absolute()), "checkpoint": found}
-                )
-            runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
-            prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
-            built.append(prepared.trainer)
+            latest = "" if checkpoint is None else str(checkpoint.absolute())
+            team.broadcast({"run": str(directory.path.absolute()), "checkpoint": latest})
+            settings = settings.model_copy(update={"run_directory": directory})
+            prepared = prepare_experiment(resolved, settings, team=team)
+            prepared.trainer.tracker, prepared.trainer.stop_flag = tracker, stop_flag
+            if built is not None:
+                built.append(prepared.trainer)
             services += prepared.scenario_instance.services.values()
             note_computation(
                 directory,

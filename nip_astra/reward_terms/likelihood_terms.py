@@ -1,4 +1,4 @@
-"""Terms of how likely a probe is under the attacker and under the reference.
+"""Reward terms from a probe's likelihood under the attacker and under the reference.
 
 Shape suffixes: `N` node, `T` token.
 """
@@ -53,6 +53,6 @@ class GibberishPenalty(RewardTerm):
 
 
 def _mean_token_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Mean negative log-likelihood per token, `[N]` nats; 0 without tokens."""
+    """Return the mean negative log-likelihood per token, `[N]` nats; 0 without tokens."""
     sums_N = logprobs_NT.masked_fill(~mask_NT, 0.0).sum(dim=1)
     return -sums_N / mask_NT.sum(dim=1).clamp(min=1)

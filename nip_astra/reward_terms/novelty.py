@@ -20,7 +20,7 @@ from nip_astra.utils.diversity import BleuReferences
 
 
 class NoveltyParameters(RewardTerm.Parameters):
-    """Which earlier probes novelty is measured against."""
+    """The history of probes that novelty is measured against."""
 
     max_history: int = Field(default=10_000, ge=1)
     """Maximum number of distinct probes in the history; beyond it the least recent are dropped.
@@ -30,7 +30,7 @@ class NoveltyParameters(RewardTerm.Parameters):
     failure counts as new until a similar failure is stored, however common its words."""
 
     def remembered(self, nodes: RatedProbes) -> list[int]:
-        """Indices of the nodes whose probes are stored."""
+        """Return the indices of the nodes whose probes are stored."""
         if self.min_score is None:
             return list(range(nodes.num_nodes))
         stored: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
@@ -47,8 +47,8 @@ class HistoryChange(NamedTuple):
 class ProbeHistory:
     """Distinct probes by recency, with their counts.
 
-    A repeated probe becomes the newest. Beyond `max_size` the oldest are dropped with their counts.
-    Probes without text are not stored.
+    A repeated probe becomes the most recent. Beyond `max_size` the oldest are dropped with their
+    counts. Probes without text are not stored.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -72,7 +72,7 @@ class ProbeHistory:
         return list(self._counts.values())
 
     def remember(self, probes: Sequence[str]) -> HistoryChange:
-        """Add probes in order; the change of the set."""
+        """Add probes in order; return the change of the set."""
         before = set(self._counts)
         for probe in probes:
             if probe.strip():
@@ -86,7 +86,7 @@ class ProbeHistory:
         )
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"probes": self.probes, "counts": self.counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -113,15 +113,15 @@ class EmbeddedTerm(RewardTerm):
         self._latest: tuple[list[str], Tensor] | None = None
 
     def _counts(self) -> Tensor:
-        """Number of occurrences of each stored probe, float32."""
+        """Return the number of occurrences of each stored probe, float32."""
         return torch.tensor(self._history.counts, dtype=torch.float32)
 
     def _cosines(self, probes: Sequence[str]) -> Tensor:
-        """Cosine of each probe to each stored one, float32."""
+        """Return the cosine of each probe to each stored one, float32."""
         return self._embedded(probes) @ self._vectors_HX.T
 
     def _embedded(self, probes: Sequence[str]) -> Tensor:
-        """Embeddings of a rollout, computed once for its values and its storage."""
+        """Return embeddings of a rollout, computed once for its values and its storage."""
         if self._latest is None or self._latest[0] != list(probes):
             self._latest = list(probes), self._embedder.compute(probes)
         return self._latest[1]

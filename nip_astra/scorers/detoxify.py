@@ -38,7 +38,7 @@ class _Checkpoint(NamedTuple):
 class DetoxifyScorer(ModelScorer):
     """Probability of one category of a Detoxify model: the sigmoid of that output.
 
-    Texts longer than the model's window are cut at their end.
+    Texts longer than the model's window are truncated at the end.
     """
 
     can_be_copied = True
@@ -89,7 +89,7 @@ class DetoxifyScorer(ModelScorer):
         self._max_length = min(window, self._tokenizer.model_max_length)
 
     def _read(self, reference: str | None) -> _Checkpoint:
-        """Content of the checkpoint; only tensors and plain values are unpickled."""
+        """Read the content of the checkpoint; only tensors and plain values are unpickled."""
         from detoxify.detoxify import MODEL_URLS
 
         try:
@@ -114,10 +114,10 @@ class DetoxifyScorer(ModelScorer):
             raise self._load_error(error) from error
 
     def _build(self, checkpoint: _Checkpoint, folder: str | None) -> tuple[Any, Any]:
-        """Tokenizer and model by the package's own loader.
+        """Load tokenizer and model with the package's own loader.
 
-        The loader reads the architecture by the name in the checkpoint, a hub id, even where it is
-        given a folder; so the folder takes that name's place.
+        The loader reads the architecture by the hub id in the checkpoint, even if given a folder;
+        so the folder replaces that id.
         """
         from detoxify.detoxify import get_model_and_tokenizer
 

@@ -1,4 +1,4 @@
-"""MLflow as a mirror of the run directory."""
+"""Mirrors the run directory to MLflow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 from nip_astra.trust import read_variable
 
 RUN_FILE = "mlflow.json"
-"""File in the run directory with MLflow's id of the run, by which a resumed run continues it."""
+"""File in the run directory with the MLflow run id, for resumed runs."""
 DEFAULT_EXPERIMENT = "nip_astra"
 _BATCH = 100
-"""Parameters or metrics per request; MLflow's bound for parameters."""
+"""Parameters or metrics per request: MLflow's limit for parameters."""
 _LONGEST = 500
-"""Characters of a parameter's value that every store keeps; the YAML file has all."""
+"""Maximum characters of a parameter value in every store; the YAML file has all of it."""
 
 
 @register_tracker("mlflow")
@@ -65,7 +65,7 @@ class MlflowTracker(Tracker):
     def _begin(
         self, run_directory: RunDirectory, settings: Mapping[str, Any], folder: Path | None
     ) -> str:
-        """MLflow's id of the run: the one that the run directory names, or a new one."""
+        """Return the MLflow run id: that in the run directory, or a new one."""
         if (run_directory.path / RUN_FILE).is_file():
             run_id = str(run_directory.read_json(RUN_FILE)["run_id"])
             self._client.update_run(run_id, status="RUNNING")

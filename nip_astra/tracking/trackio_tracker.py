@@ -1,4 +1,4 @@
-"""Trackio, Hugging Face's local tracker, as a mirror of the run directory."""
+"""Mirrors the run directory to Trackio, Hugging Face's local tracker."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TrackioTracker(Tracker):
         self.log_metrics(values, step=self._step)
 
     def log_report(self, path: Path) -> None:
-        """Trackio shows no pages; the report stays in the run directory."""
+        """Do nothing: Trackio shows no pages; the report stays in the run directory."""
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):

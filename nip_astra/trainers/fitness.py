@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.utils.actors import refuse_actors_without_device
 
 
-def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+def refuse_idle_actors(
+    trainer_class: type[Trainer], settings: ExperimentSettings, team: Team
+) -> None:
     """Refuse actors that a trainer would not play on, or that could not hold its models."""
     if not settings.num_actors:
         return
     refuse_actors_without_device(settings)
-    in_a_team = settings.team is not None and settings.team.size > 1
+    in_a_team = team.size > 1
     if in_a_team or not trainer_class.plays_on_actors:
         reason = (
             "several processes train this run and play their own"
@@ -28,29 +31,24 @@ def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSetting
         )
 
 
-def refuse_replaced(settings: ExperimentSettings) -> None:
-    """Refuse objects that a run makes itself, which `prepare_experiment` takes."""
-    given = [name for name in ("run_directory", "tracker", "team") if getattr(settings, name)]
-    if given:
-        raise ConfigurationError(
-            f"a run makes its own {' and '.join(given)}. Leave out {', '.join(given)}: set "
-            "runs_dir, run_id and wandb, or build by prepare_experiment, which takes them."
-        )
-
-
-def refuse_idle_settings(settings: ExperimentSettings, given: Container[str] | None = None) -> None:
+def refuse_idle_settings(
+    settings: ExperimentSettings, team: Team, given: Container[str] | None = None
+) -> None:
     """Refuse settings that nothing in this run reads.
 
     `given` are the names that were given now, where others are those of a stored run; None for all.
     """
-    is_alone = settings.team is None or settings.team.size == 1
-    needs_processes = ("several processes", ("sharding", "process_store")) if is_alone else ("", ())
-    needs_actors = ("num_actors above 0", ("ray_address", "actor_cpus", "actor_gpus"))
-    for need, names in (needs_processes, needs_actors if not settings.num_actors else ("", ())):
+    if settings.run_directory is not None:
+        raise ConfigurationError("a run makes its own run_directory. Set runs_dir and run_id.")
+    for is_met, need, names in (
+        (team.size > 1, "several processes", ("sharding", "process_store")),
+        (settings.num_actors, "num_actors above 0", ("ray_address", "actor_cpus", "actor_gpus")),
+    ):
         idle = [
             f"{name}={getattr(settings, name)}"
             for name in names
-            if (given is None or name in given)
+            if not is_met
+            and (given is None or name in given)
             and getattr(settings, name) != ExperimentSettings.model_fields[name].default
         ]
         if idle:

@@ -492,8 +492,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                     "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
                 }
             )
-            signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
-            if signal_name := self.team.broadcast(signal_name):
+            if signal_name := self.team.broadcast(self.stop_flag()):
                 self.run_on_leader(self._save_checkpoint)
                 raise StopRequested(signal_name)
 

@@ -165,11 +165,11 @@ def run_in(tmp_path: Path, name: str, *, stop_after: int | None = None) -> tuple
     directory = RunDirectory.create(tmp_path, name)
     directory.write_yaml("hyper_parameters.yaml", {})
     calls = iter(range(1000))
-    stops = None if stop_after is None else lambda: "SIGINT" if next(calls) >= stop_after else None
-    settings = ExperimentSettings(progress=False, run_directory=directory, stop_flag=stops)
-    return toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6}), (
-        directory
-    )
+    settings = ExperimentSettings(progress=False, run_directory=directory)
+    trainer = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
+    if stop_after is not None:
+        trainer.stop_flag = lambda: "SIGINT" if next(calls) >= stop_after else None
+    return trainer, directory
 
 
 def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:

@@ -116,11 +116,11 @@ class OwnObjectsLoop(AstTrainer):
         )
         settings = ExperimentSettings(
             progress=show_progress,
-            tracker=tracker,
             # Saved with every evaluation, where there is one.
             checkpoint_period=config.eval_period,
         )
         super().__init__(hyper_params, instance, settings)
+        self.tracker = tracker or Tracker()
         self._learn_what_the_problem_says()
         self.rollouts = own
         self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
