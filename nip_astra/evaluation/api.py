@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
-    OnPart,
     as_list,
     family_of_run,
     is_text_attacker,
@@ -27,8 +25,8 @@ from nip_astra.evaluation.families.base import (
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, plain
-from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, plain
+from nip_astra.evaluation.tables import Printable, as_text, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
@@ -189,15 +187,10 @@ def evaluate(
             check_condition(request.fail_if, family.shape(Path(path), request))
     found: list[Evaluation] = []
 
-    @contextmanager
-    def bar(label: str, total: int) -> Iterator[OnPart]:
-        with showing(label, total or None, enabled=progress) as display:
-            yield display.step
-
     from nip_astra.report.page import write_report
 
     for path in paths:
-        evaluations = family.evaluate(Path(path), request, settings, bar)
+        evaluations = _evaluated(family, Path(path), request, settings, has_bar=progress)
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -207,6 +200,28 @@ def evaluate(
         return found[0]
     file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
     return Matrix(found, file)
+
+
+def _evaluated(
+    family: EvaluationFamily,
+    run: Path,
+    request: EvaluationRequest,
+    settings: ExperimentSettings,
+    *,
+    has_bar: bool,
+) -> Iterator[Evaluation]:
+    """Evaluate each subject of a run; continue what a killed evaluation left."""
+    for subject in family.load(run, request, settings):
+        with subject.work:
+            configuration = family.units(subject, request)
+            folder = EvaluationFolder.of_run(subject.place, subject.name)
+            subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
+            total = family.num_units(subject) or None
+            with showing(subject.label, total, enabled=has_bar) as display:
+                played = family.play(subject, folder, request, display.step)
+            figures = family.figures(subject, folder, played)
+        folder.write(figures, as_text(family.tables(figures)))
+        yield Evaluation.read(folder.path)
 
 
 def _with_bar(

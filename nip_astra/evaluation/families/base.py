@@ -20,7 +20,7 @@ from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.plots import estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
-from nip_astra.evaluation.tables import Printable, as_text
+from nip_astra.evaluation.tables import Printable
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
@@ -321,25 +321,6 @@ class EvaluationFamily(ABC):
         raise ConfigurationError(
             f"{path} has no texts that scorers could rate, since it is a {self.name} run."
         )
-
-    def evaluate(
-        self,
-        run: Path,
-        request: EvaluationRequest,
-        settings: ExperimentSettings,
-        open_progress: Callable[[str, int], AbstractContextManager[OnPart]],
-    ) -> Iterator[Evaluation]:
-        """Evaluate each subject of a run; continue what a killed evaluation left."""
-        for subject in self.load(run, request, settings):
-            with subject.work:
-                configuration = self.units(subject, request)
-                folder = EvaluationFolder.of_run(subject.place, subject.name)
-                subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-                with open_progress(subject.label, self.num_units(subject)) as on_part:
-                    played = self.play(subject, folder, request, on_part)
-                figures = self.figures(subject, folder, played)
-            folder.write(figures, as_text(self.tables(figures)))
-            yield Evaluation.read(folder.path)
 
 
 FAMILIES: Registry[type[EvaluationFamily]] = Registry(
