@@ -22,6 +22,7 @@ from nip_astra.evaluation.families.base import (
     is_text_attacker,
     refuse_without_effect,
     run_of,
+    run_of_stored,
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
@@ -355,10 +356,7 @@ def export(
     if form == WEIGHTS:
         return _export_weights(path, None if output is None else Path(output))
     material = _stored_family(path, request).material(path, request)
-    run_directory = run_of(path)[0]
-    if (path / FIGURES).is_file():
-        run_directory = path.resolve().parent.parent
-    folder = run_directory / EXPORTS if output is None else Path(output)
+    folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
     return export_material(material, form, folder)
 
 
@@ -452,8 +450,7 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
     from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
 
-    is_evaluation = (path / FIGURES).is_file()
-    run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
+    run, checkpoint = run_of(run_of_stored(path))
     is_run = (run / HYPER_PARAMETERS).is_file() and checkpoint is None
     if is_run and family_of_run(run, EvaluationRequest()).name == "text_protocol":
         return _export_trained_groups(run, output or run / EXPORTS)

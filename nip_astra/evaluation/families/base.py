@@ -162,8 +162,7 @@ class Evaluation(Printable):
     @property
     def run(self) -> Path:
         """Directory of the run."""
-        is_run = (self.path / HYPER_PARAMETERS).is_file()
-        return self.path if is_run else self.path.resolve().parent.parent
+        return run_of_stored(self.path)
 
     @property
     def label(self) -> str:
@@ -439,6 +438,11 @@ def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
 def is_rescored(folder: Path) -> bool:
     """Whether an evaluation rated again what another one played."""
     return "scored_from" in EvaluationFolder(folder).configuration()
+
+
+def run_of_stored(path: Path) -> Path:
+    """The run directory of an evaluation, or that itself."""
+    return path.resolve().parent.parent if (path / FIGURES).is_file() else path
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
