@@ -1,4 +1,4 @@
-"""Run experiments: prepare, run, resume."""
+"""Preparation, execution and resumption of experiments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 StopFlag = Callable[[], str | None]
 
 OF_THE_EXPERIMENT = ("trainer", "scenario", "parameter_file", "overrides", "seed", "plugins")
-"""Arguments of `resolve_experiment` that `run_experiment` takes beside settings."""
+"""Arguments of `resolve_experiment` that `run_experiment` accepts beside settings."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ExperimentResult(Shown):
         return self.read().plot(*names)
 
     def read(self) -> RunResults:
-        """Everything that the run recorded, as objects and frames."""
+        """Return everything that the run recorded, as objects and frames."""
         return read_results(self.run_directory.path)
 
 
@@ -114,7 +114,7 @@ def prepare_experiment(
     team: Team | None = None,
     **fields: Any,
 ) -> PreparedExperiment:
-    """Build all components and the trainer; writes nothing.
+    """Build all components and the trainer; write nothing.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def _begin(
     team: Team,
     stop_flag: StopFlag | None,
 ) -> ExperimentResult:
-    """Make a run directory, and train."""
+    """Create a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
@@ -235,7 +235,7 @@ def _begin(
 
 
 def _sources_of_what_is_read(resolved: ResolvedExperiment) -> dict[str, str]:
-    """Where each parameter comes from, without groups that nothing in the run reads."""
+    """Return the source of each parameter, without groups that nothing in the run reads."""
     scenario_class = SCENARIOS.get(resolved.kind)
     unread = never_read(
         resolved.sources,
@@ -315,7 +315,7 @@ def _resolved_again(
 def _check_settings(
     directory: RunDirectory, stored: ExperimentSettings, given: Mapping[str, Any]
 ) -> None:
-    """Ask about settings of an untrusted run that reach outside its folder."""
+    """Request approval for settings of an untrusted run that affect more than its folder."""
     path = directory.path / files.SETTINGS
     outside = {name: value for name, value in stored.outside().items() if name not in given}
     StoredSource(str(path), is_own(path, SETTINGS_SIGNATURE), outside=outside).check_outside()
@@ -323,7 +323,7 @@ def _check_settings(
 
 @contextmanager
 def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
-    """The processes of a launcher; all but the leader ignore signals."""
+    """Connect the processes of a launcher; all but the leader ignore signals."""
     with open_team(resolve_device(settings.device), settings.process_store) as team:
         if team.is_leader:
             yield team
@@ -347,7 +347,7 @@ def _take_part(
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
-    """Write the report of a run that was killed after its results."""
+    """Write the missing report of a run that was killed after its results."""
     results: dict[str, Any] = directory.read_json(files.RESULTS)
     if (directory.path / files.REPORT).exists():
         raise RunDirectoryError(
@@ -360,7 +360,7 @@ def _finish_ended(directory: RunDirectory) -> ExperimentResult:
 
 
 def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
-    """The newest checkpoint; None if the run was stopped before its first one."""
+    """Return the newest checkpoint; None if the run stopped before its first one."""
     store = CheckpointStore(directory.checkpoints_dir)
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
@@ -372,7 +372,7 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
 
 
 def _remove_leftovers(directory: RunDirectory) -> None:
-    """Remove what a killed process left unfinished."""
+    """Remove unfinished files of a killed process."""
     directory.remove_leftovers()
     CheckpointStore(directory.checkpoints_dir).remove_leftovers()
 
@@ -387,7 +387,7 @@ def _run(
     checkpoint: Path | None = None,
     built: list[Trainer] | None = None,
 ) -> ExperimentResult:
-    """Build and train; appends the trainer to `built`."""
+    """Build and train; append the trainer to `built`."""
     with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
 
         def stop_flag() -> str | None:
@@ -490,7 +490,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
 
 
 def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> None:
-    """Write report.html; a run that has ended well does not fail for its report."""
+    """Write report.html; a failed report does not fail a completed run."""
     try:
         path = write_report([directory.path])
         if tracker is not None:
@@ -502,7 +502,7 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
 def _resolved(
     experiment: HyperParameters | ResolvedExperiment | None, fields: dict[str, Any]
 ) -> ResolvedExperiment:
-    """The experiment; its own fields are removed from those of the settings."""
+    """Return the resolved experiment; its own fields are removed from those of the settings."""
     own = {name: fields.pop(name) for name in OF_THE_EXPERIMENT if name in fields}
     if not isinstance(experiment, ResolvedExperiment):
         return resolve_experiment(hyper_params=experiment, **own)
@@ -527,7 +527,7 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that returns which of SIGINT and SIGTERM arrived; a second one stops at once."""
+    """Yield a function that names a received SIGINT or SIGTERM; a second one stops at once."""
     received: list[str] = []
 
     def note(number: int, _frame: Any) -> None:
@@ -553,7 +553,7 @@ def signals_left_to_leader() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Any) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM, in the main thread."""
+    """Handle SIGINT and SIGTERM with `handler`, in the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -566,6 +566,6 @@ def _handled_by(handler: Any) -> Iterator[None]:
 
 
 def _write_at_once(text: str) -> None:
-    """Write a line to standard error by its number: within a handler a stream may be in use."""
+    """Write a line to file descriptor 2: in a signal handler, streams may be in use."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())

@@ -39,9 +39,10 @@ from nip_astra.language_models.tree_engine.routed_weights import Adapter, Routes
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MIN_SHARED = 16
-"""Shortest common beginning of two prompts that is copied instead of computed again."""
+"""Minimum length of a common prefix of two prompts that is copied instead of recomputed."""
 MAX_KEPT = 128
-"""Prompts kept for later ones that begin alike; each new prompt is compared with all of them."""
+"""Maximum number of cached prompts for prefix reuse; each new prompt is compared with all
+of them."""
 NAN_LOGITS = (
     "its logits are NaN: weights or activations overflow. Compute in float32, or use other weights."
 )
@@ -49,20 +50,20 @@ NAN_LOGITS = (
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much one engine does at once."""
+    """Limits of concurrent work in one engine."""
 
     max_rows: int = 256
-    """Most answers in the running batch."""
+    """Maximum answers in the running batch."""
     max_cache_bytes: int = 2 << 30
-    """Most memory for keys and values of the running batch, sized for its longest answers."""
+    """Maximum memory for keys and values of the running batch, sized for its longest answers."""
     max_kept_bytes: int = 256 << 20
-    """Most memory for keys and values of prompts kept for later ones that begin alike."""
+    """Maximum memory for keys and values of cached prompts."""
     max_read_tokens: int = 2048
-    """Most prompt tokens between two tokens of the running answers."""
+    """Maximum prompt tokens between two tokens of the running answers."""
 
 
 class BatchEngine:
-    """Answers requests with one set of weights, many at once; for one thread.
+    """Answers many requests at once with one set of weights; not thread-safe.
 
     The weights must not change. `banned_ids` are never drawn for an answer returned as text.
     """
@@ -97,12 +98,12 @@ class BatchEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self.waiting or self.rows or self._prefilling)
 
     @torch.inference_mode()
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[Progress]]:
-        """Answer requests together: the final progress of each answer of each request."""
+        """Answer requests together; return the final progress of each answer of each request."""
         self.waiting.extend(requests)
         results: dict[tuple[int, int], Progress] = {}
         while self.is_busy:
@@ -115,7 +116,7 @@ class BatchEngine:
         ]
 
     def step(self) -> Iterator[list[Progress]]:
-        """Prefill some prompt tokens and decode one token per row; gives progress to report."""
+        """Prefill prompt tokens and decode one token per row; yield progress to report."""
         if any(request.is_cancelled for request in self.waiting):
             self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
         self._prefilling = [one for one in self._prefilling if not one[0].is_cancelled]
@@ -128,7 +129,7 @@ class BatchEngine:
         yield self._decode()
 
     def fail(self, reason: str, *, also_waiting: bool = False) -> list[Progress]:
-        """Give up all requests that have started, and on request those that wait."""
+        """Abort all started requests, optionally also the waiting ones."""
         given_up = [(row.request, row.index) for row in self.rows]
         unstarted = [request for request, _ in self._prefilling]
         if also_waiting:
@@ -158,7 +159,7 @@ class BatchEngine:
     # ---- prompts
 
     def _prefill(self) -> list[Progress]:
-        """Forward the next tokens of prompts; a complete prompt gets its first tokens drawn."""
+        """Forward the next tokens of prompts; sample the first tokens of complete prompts."""
         budget = self.limits.max_read_tokens
         parts: list[tuple[GenerationRequest, PrefilledPrompt, int]] = []
         for request, prompt in self._prefilling:
@@ -225,7 +226,7 @@ class BatchEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars of its vocabulary; raises as `Grammars`."""
+        """Return the grammars of its vocabulary; raises as `Grammars`."""
         return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
 
     def _score_prompts(
@@ -279,7 +280,7 @@ class BatchEngine:
         request: GenerationRequest,
         parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]],
     ) -> bool:
-        """Whether a prompt begins like one in this pass, so that the next step can copy it."""
+        """Whether a prompt shares a prefix with one in this pass, to be copied in the next step."""
         shared = [
             one.num_shared(prompt.ids)
             for other, one, _ in parts
@@ -293,7 +294,7 @@ class BatchEngine:
     def _nearest(
         self, prompt: PrefilledPrompt, request: GenerationRequest
     ) -> tuple[PrefilledPrompt | None, int]:
-        """The kept prompt with the longest common beginning, and the length of that."""
+        """Return the cached prompt with the longest common prefix, and the prefix length."""
         nearest, most = None, MIN_SHARED - 1
         for adapter, other in self._kept.values():
             if adapter is request.adapter:
@@ -316,7 +317,7 @@ class BatchEngine:
     # ---- answers
 
     def _decode(self) -> list[Progress]:
-        """Forward the newest token of every row, and draw the next one."""
+        """Forward the newest token of every row, and sample the next one."""
         if not self.rows:
             return []
         positions = list(self._cache.lengths)
@@ -357,7 +358,7 @@ def _is_scored(request: GenerationRequest) -> bool:
 
 
 def failed_progress(request: GenerationRequest, index: int, reason: str) -> Progress:
-    """The last progress of an answer that was given up."""
+    """Return the last progress of an aborted answer."""
     return Progress(request, index, "", finish_reason="error", error=reason)
 
 
@@ -367,7 +368,7 @@ def draw_tokens(
     banned_ids: Tensor,
     mask: Callable[[Tensor, Sequence[Any]], None] | None = None,
 ) -> list[TokenRecord]:
-    """Draw one token per row by its request's options; uses up the logits (float32).
+    """Sample one token per row by its request's options; overwrites the logits (float32).
 
     `mask` excludes the tokens that a row's grammar rejects. A log-probability is not finite if the
     row's logits are not.

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, in the two forms that chat templates teach.
+"""Parser of tool calls in an answer, in two common formats of chat templates.
 
     parse_tool_calls('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     # ("Wait.", [ToolCall("add", {"a": 1})])
@@ -24,19 +24,19 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool by a model."""
+    """A tool call by a model."""
 
     name: str
     arguments: dict[str, Any]
 
     def as_message_part(self, identity: str) -> dict[str, Any]:
-        """The call in the `tool_calls` of an assistant's message, in OpenAI's form."""
+        """Return the call as in the `tool_calls` of an assistant's message, in OpenAI's format."""
         function = {"name": self.name, "arguments": json.dumps(self.arguments)}
         return {"id": identity, "type": "function", "function": function}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text of an answer without its calls, and the calls.
+    """Return the text of an answer without its calls, and the calls.
 
     A malformed call stays text. Whitespace before a call is removed, and at the end after calls.
     """
@@ -47,7 +47,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 class ToolCallParser:
-    """Splits an answer that arrives in pieces into text and calls, in order."""
+    """Splits a streamed answer into text and calls, in order."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -55,7 +55,7 @@ class ToolCallParser:
         self._is_json: bool | None = None
 
     def push(self, piece: str) -> Iterator[str | ToolCall]:
-        """The texts and calls that a piece completes."""
+        """Yield the texts and calls completed by a piece."""
         self._pending += piece
         if self._is_json is None and (begin := self._pending.lstrip()):
             self._is_json = begin[0] in "{["
@@ -63,7 +63,7 @@ class ToolCallParser:
             yield from self._read(is_last=False)
 
     def finish(self) -> Iterator[str | ToolCall]:
-        """The rest, at the end of the answer."""
+        """Yield the rest, at the end of the answer."""
         calls = _calls_in(self._pending) if self._is_json else None
         yield from calls or self._read(is_last=True)
 
@@ -92,7 +92,7 @@ class ToolCallParser:
 
 
 def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | None:
-    """The calls after an opening tag and where they end; None if further text decides."""
+    """Return the calls after an opening tag and their end; None if more text is needed."""
     end = rest.find(CLOSE)
     while end >= 0:
         calls = _calls_in(rest[:end])
@@ -105,7 +105,7 @@ def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | No
 
 
 def _calls_in(text: str) -> list[ToolCall] | None:
-    """The calls that a JSON text holds; None if it ends within a string."""
+    """Return the calls in a JSON text; None if it ends within a string."""
     try:
         found = json.loads(text, strict=False, parse_constant=_refuse_constant)
         if "\\u" in text:
@@ -138,16 +138,16 @@ def _refuse_constant(constant: str) -> None:
 
 
 class ToolForm(NamedTuple):
-    """The form of calls that a chat template teaches."""
+    """The call format of a chat template."""
 
     is_tagged: bool
-    """Hermes' form; otherwise the plain one."""
+    """Hermes' format; otherwise the plain one."""
     arguments: str
-    """The name of the arguments."""
+    """Name of the arguments field."""
 
 
 def tool_form(tokenizer: Any) -> ToolForm | None:
-    """The form in which the tokenizer's chat template shows calls; None if it shows no tools."""
+    """Return the call format of the tokenizer's chat template; None if it shows no tools."""
     call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"probe_value": 1}}}
     schema = {"type": "object", "properties": {}}
     function = {"name": "probe_tool", "description": "", "parameters": schema}
@@ -174,7 +174,7 @@ def supports_tools(tokenizer: Any) -> bool:
 def call_rules(
     tools: Sequence[Mapping[str, Any]], form: ToolForm, *, allows_several: bool
 ) -> list[str]:
-    """Rules of a grammar for `calls`: one call of a function or, in Hermes' form, several."""
+    """Return grammar rules for `calls`: one function call or, in Hermes' format, several."""
     begin, end = (f"{OPEN}\n", f"\n{CLOSE}") if form.is_tagged else ("", "")
     further = ' ("\\n" call)*' if allows_several and form.is_tagged else ""
     rules = [f"calls: call{further}"]

@@ -140,11 +140,8 @@ def group_advantages(
         For an unknown scale or baseline, or a scale without a baseline.
     """
     _check_choices(baseline, scale)
-    rewards_N = rewards_N.detach()
-    is_known_N = ~rewards_N.isnan()
-    known_N = masked_fill_zero(rewards_N, is_known_N)
-    group_N = torch.unique(group_N, return_inverse=True)[1]
-    run_N, mean_R, is_run_R, group_R = _runs(known_N, is_known_N, group_N, run_N)
+    known_N, is_known_N, group_N, runs = _runs(rewards_N.detach(), group_N, run_N)
+    run_N, mean_R, is_run_R, group_R = runs
     # A row per group: runs beside each other.
     lengths_P = group_R.bincount()
     order_R = group_R.argsort(stable=True)
@@ -159,11 +156,7 @@ def group_advantages(
     mean_P1 = masked_mean(mean_PW, is_run_PW, dim=1).unsqueeze(1)
     difference_PW = masked_fill_zero(mean_PW - mean_P1, is_run_PW)
     others_P1 = (counts_P1 - 1).clamp(min=1)
-    least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
-    most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
-    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
-    # Rounding is not spread.
-    is_flat_P = most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
+    is_flat_P = _are_flat(runs)
     std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
     std_P = masked_fill_zero(std_P, ~is_flat_P)
     if baseline == "none":
@@ -189,20 +182,55 @@ def group_advantages(
     )
 
 
+def zero_variance_groups(rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None = None) -> Tensor:
+    """Return only `is_zero_variance_P` of `group_advantages`."""
+    *_, runs = _runs(rewards_N.detach(), group_N, run_N)
+    num_known_P = runs.group_R[runs.is_known_R].bincount(minlength=_num_codes(runs.group_R))
+    return _are_flat(runs) & (num_known_P > 0)
+
+
+class _Runs(NamedTuple):
+    """The run of each sample; the mean reward, if any, and the group of each run."""
+
+    run_N: Tensor
+    mean_R: Tensor
+    is_known_R: Tensor
+    group_R: Tensor
+
+
 def _runs(
-    known_N: Tensor, is_known_N: Tensor, group_N: Tensor, run_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each sample's run, and each run's mean reward, whether it has one, and its group."""
+    rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, _Runs]:
+    """Return rewards (0 where unknown), which are known, groups numbered from 0, and the runs."""
+    is_known_N = ~rewards_N.isnan()
+    known_N = masked_fill_zero(rewards_N, is_known_N)
+    group_N = torch.unique(group_N, return_inverse=True)[1]
     if run_N is None:
-        return torch.arange(len(group_N)), known_N, is_known_N, group_N
-    pairs_N2 = torch.stack([group_N, run_N.to(group_N)], dim=1)
-    run_N = torch.unique(pairs_N2, dim=0, return_inverse=True)[1]
-    num_runs = int(run_N.max()) + 1 if len(run_N) else 0
-    zeros_R = known_N.new_zeros(num_runs)
+        runs = _Runs(torch.arange(len(group_N)), known_N, is_known_N, group_N)
+        return known_N, is_known_N, group_N, runs
+    run_N = torch.unique(run_N, return_inverse=True)[1].to(group_N)
+    run_N = torch.unique(group_N * _num_codes(run_N) + run_N, return_inverse=True)[1]
+    zeros_R = known_N.new_zeros(_num_codes(run_N))
     count_R = zeros_R.index_add(0, run_N, is_known_N.to(known_N.dtype))
     mean_R = zeros_R.index_add(0, run_N, known_N) / count_R.clamp(min=1)
-    group_R = group_N.new_zeros(num_runs).scatter_(0, run_N, group_N)
-    return run_N, mean_R, count_R > 0, group_R
+    group_R = group_N.new_zeros(len(zeros_R)).scatter_(0, run_N, group_N)
+    return known_N, is_known_N, group_N, _Runs(run_N, mean_R, count_R > 0, group_R)
+
+
+def _num_codes(codes_N: Tensor) -> int:
+    return int(codes_N.max()) + 1 if len(codes_N) else 0
+
+
+def _are_flat(runs: _Runs) -> Tensor:
+    """Return which groups have equal means of all runs, or none; rounding is not spread."""
+    _, mean_R, is_known_R, group_R = runs
+    nothing_P = mean_R.new_full((_num_codes(group_R),), torch.inf)
+    least_R = torch.where(is_known_R, mean_R, torch.inf)
+    most_R = torch.where(is_known_R, mean_R, -torch.inf)
+    least_P = nothing_P.scatter_reduce(0, group_R, least_R, "amin")
+    most_P = (-nothing_P).scatter_reduce(0, group_R, most_R, "amax")
+    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
+    return most_P - least_P <= scale_P * torch.finfo(mean_R.dtype).eps * 4
 
 
 def _check_choices(baseline: str, scale: str) -> None:

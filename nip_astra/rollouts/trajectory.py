@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import DataError
-from nip_astra.rl_objectives.advantages import AdvantageParameters, GroupAdvantages, codes_of
+from nip_astra.rl_objectives.advantages import (
+    AdvantageParameters,
+    GroupAdvantages,
+    codes_of,
+    zero_variance_groups,
+)
 
 FIELDS = (
     *("tokens", "loss_mask", "logprobs", "reward"),
@@ -91,7 +96,7 @@ class Trajectory:
         **extras: Any,
     ) -> None:
         self.__dict__.update(
-            extras=dict(extras),
+            extras=extras,
             tokens=_vector(tokens, torch.int64),
             loss_mask=_vector(loss_mask, torch.bool),
             logprobs=None if logprobs is None else _vector(logprobs, torch.float32),
@@ -102,16 +107,23 @@ class Trajectory:
         )
         if extra_fields:
             self.extra_fields.update(extra_fields)
-        given = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
-        lengths = {name: value.shape[0] for name, value in given.items() if value is not None}
         num_tokens = self.tokens.shape[0]
-        wrong = {name: length for name, length in lengths.items() if length != num_tokens}
+        given = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
+        wrong = [
+            f"{name} has {value.shape[0]}"
+            for name, value in given.items()
+            if value is not None and value.shape[0] != num_tokens
+        ]
         if wrong:
             raise DataError(
-                f"a trajectory has {len(self.tokens)} tokens, but "
-                + ", ".join(f"{name} has {length}" for name, length in wrong.items())
-                + ". Give one entry per token, False and 0.0 for tokens not of the policy."
+                f"a trajectory has {num_tokens} tokens, but {', '.join(wrong)}. Give one entry per "
+                "token, False and 0.0 for tokens not of the policy."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trajectories that are made together are views of tensors of all tokens.
+        fields = self.__dict__
+        return fields | {n: x.clone() for n, x in fields.items() if isinstance(x, Tensor)}
 
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
@@ -138,11 +150,7 @@ class Trajectory:
         logprobs[mask] = known
         tokens = np.array([token for span in turns for token in span.ids], np.int64)
         sizes = [sum(len(span.ids) for span in own) for own in spans]
-        # Copies: a view would keep, and pickle, the tokens of all.
-        columns = (
-            [part.clone() for part in torch.split(torch.from_numpy(x), sizes)]
-            for x in (tokens, mask, logprobs)
-        )
+        columns = (torch.split(torch.from_numpy(x), sizes) for x in (tokens, mask, logprobs))
         return [
             cls(token, own, logprobs=logprob, **given)
             for token, own, logprob, given in zip(*columns, fields, strict=True)
@@ -337,16 +345,25 @@ def advantages_of(
     use_run_ids: bool = True,
 ) -> GroupAdvantages:
     """The advantages, and statistics of the groups in order of first appearance."""
+    parameters = parameters or AdvantageParameters()
+    return parameters.advantages(*_compared(trajectories, use_run_ids=use_run_ids))
+
+
+def zero_variance_of(trajectories: Sequence[Trajectory], *, use_run_ids: bool = True) -> list[bool]:
+    """Which groups, in order of first appearance, have equal rewards of all runs."""
+    return zero_variance_groups(*_compared(trajectories, use_run_ids=use_run_ids)).tolist()
+
+
+def _compared(
+    trajectories: Sequence[Trajectory], *, use_run_ids: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rewards, and numbers of groups and runs; a missing id is one of its own."""
     rewards = [math.nan if one.reward is None else one.reward for one in trajectories]
     groups, runs = (
-        codes_of(
-            [
-                ("own", i) if getattr(one, name) is None else (name, getattr(one, name))
-                for i, one in enumerate(trajectories)
-            ]
+        codes_of([object() if one is None else one for one in ids])
+        for ids in (
+            [one.group_id for one in trajectories],
+            [one.run_id for one in trajectories],
         )
-        for name in ("group_id", "run_id")
     )
-    rewards_N = torch.tensor(rewards, dtype=torch.float64)
-    parameters = parameters or AdvantageParameters()
-    return parameters.advantages(rewards_N, groups, runs if use_run_ids else None)
+    return torch.tensor(rewards, dtype=torch.float64), groups, runs if use_run_ids else None

@@ -199,6 +199,8 @@ class DecodeAttention:
         return cascade_attention(grouped, [own]).flatten(1)
 
 
+FIRST_ROOM = 8
+"""Tokens of a turn that there is room for at first: most turns are far shorter than allowed."""
 FOLD_TOKENS = 400
 """Shared keys are copied to their readers where that adds at most this many: reading a few keys
 again costs less than one more segment of attention."""
@@ -233,6 +235,22 @@ class Block:
         return SharedKeys(
             self.keys[layer, groups, :, :, :stop], self.values[layer, groups, :, :stop], bias
         )
+
+    def make_room(self, num_positions: int, *, most: int) -> None:
+        """Make room for so many positions, and for half as many more up to `most`."""
+        if num_positions <= self.values.shape[3]:
+            return
+        size = min(num_positions + max(num_positions // 2, FIRST_ROOM), most)
+        keys = self.keys.new_zeros(*self.keys.shape[:4], size)
+        values = self.values.new_zeros(*self.values.shape[:3], size, self.values.shape[4])
+        old = self.values.shape[3]
+        keys[..., :old], values[..., :old, :] = self.keys, self.values
+        self.keys, self.values = keys, values
+
+
+def first_room(num_new: int, num_before: int) -> int:
+    """Return for how many of a turn's tokens there is room at first, behind others of its row."""
+    return min(num_new, max(FIRST_ROOM, num_before // 4))
 
 
 class KeyValueTree:
