@@ -91,11 +91,9 @@ def evaluate(
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
     options = _options(locals())
-    from nip_astra.evaluation.api import Matrix, locate
+    from nip_astra.evaluation.api import Matrix
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    for one in runs:
-        locate(one)
     given = settings_of(settings, device=device, num_threads=num_threads)
     found = evaluate_runs(
         runs,
@@ -166,10 +164,8 @@ def score(
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
     options = _options(locals())
-    from nip_astra.evaluation.api import locate
     from nip_astra.evaluation.api import score as score_run
 
-    locate(run)
     evaluation = score_run(run, settings=settings_of(device=device), **options)
     _show(evaluation, as_json=as_json)
     _gate(fail_if, evaluation.values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +17,17 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
-    OnPart,
     as_list,
     family_of_run,
     is_text_attacker,
     refuse_without_effect,
     run_of,
+    run_of_stored,
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, plain
-from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, plain
+from nip_astra.evaluation.tables import Printable, as_text, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
@@ -189,15 +188,10 @@ def evaluate(
             check_condition(request.fail_if, family.shape(Path(path), request))
     found: list[Evaluation] = []
 
-    @contextmanager
-    def bar(label: str, total: int) -> Iterator[OnPart]:
-        with showing(label, total or None, enabled=progress) as display:
-            yield display.step
-
     from nip_astra.report.page import write_report
 
     for path in paths:
-        evaluations = family.evaluate(Path(path), request, settings, bar)
+        evaluations = _evaluated(family, Path(path), request, settings, has_bar=progress)
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -207,6 +201,28 @@ def evaluate(
         return found[0]
     file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
     return Matrix(found, file)
+
+
+def _evaluated(
+    family: EvaluationFamily,
+    run: Path,
+    request: EvaluationRequest,
+    settings: ExperimentSettings,
+    *,
+    has_bar: bool,
+) -> Iterator[Evaluation]:
+    """Evaluate each subject of a run; continue what a killed evaluation left."""
+    for subject in family.load(run, request, settings):
+        with subject.work:
+            configuration = family.units(subject, request)
+            folder = EvaluationFolder.of_run(subject.place, subject.name)
+            subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
+            total = family.num_units(subject) or None
+            with showing(subject.label, total, enabled=has_bar) as display:
+                played = family.play(subject, folder, request, display.step)
+            figures = family.figures(subject, folder, played)
+        folder.write(figures, as_text(family.tables(figures)))
+        yield Evaluation.read(folder.path)
 
 
 def _with_bar(
@@ -340,10 +356,7 @@ def export(
     if form == WEIGHTS:
         return _export_weights(path, None if output is None else Path(output))
     material = _stored_family(path, request).material(path, request)
-    run_directory = run_of(path)[0]
-    if (path / FIGURES).is_file():
-        run_directory = path.resolve().parent.parent
-    folder = run_directory / EXPORTS if output is None else Path(output)
+    folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
     return export_material(material, form, folder)
 
 
@@ -437,8 +450,7 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
     from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
 
-    is_evaluation = (path / FIGURES).is_file()
-    run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
+    run, checkpoint = run_of(run_of_stored(path))
     is_run = (run / HYPER_PARAMETERS).is_file() and checkpoint is None
     if is_run and family_of_run(run, EvaluationRequest()).name == "text_protocol":
         return _export_trained_groups(run, output or run / EXPORTS)

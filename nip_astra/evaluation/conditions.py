@@ -112,8 +112,8 @@ class _Reader:
         raise self._fault("'and', 'or' and 'not' join comparisons of two numbers")
 
     def _number(self, node: ast.expr) -> float:
-        if isinstance(node, ast.Constant):
-            return float(node.value)  # type: ignore[arg-type] - a number, by the tokens
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return float(node.value)
         if isinstance(node, ast.Name):
             return self._figure(self._names[int(node.id.removeprefix("figure"))])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -303,8 +303,13 @@ def has_failed(episodes: Sequence[Episode]) -> list[float]:
 
 def prompt_numbers(episodes: Sequence[Episode]) -> list[int]:
     """A number for each episode's opening prompt."""
+    return numbered(str(episode[0]["prompt"]) for episode in episodes)
+
+
+def numbered(texts: Iterable[str]) -> list[int]:
+    """A number for each text; equal texts have the same."""
     identity: dict[str, int] = {}
-    return [identity.setdefault(str(episode[0]["prompt"]), len(identity)) for episode in episodes]
+    return [identity.setdefault(text, len(identity)) for text in texts]
 
 
 def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.plots import estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
-from nip_astra.evaluation.tables import Printable, as_text
+from nip_astra.evaluation.tables import Printable
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
@@ -162,8 +162,7 @@ class Evaluation(Printable):
     @property
     def run(self) -> Path:
         """Directory of the run."""
-        is_run = (self.path / HYPER_PARAMETERS).is_file()
-        return self.path if is_run else self.path.resolve().parent.parent
+        return run_of_stored(self.path)
 
     @property
     def label(self) -> str:
@@ -322,25 +321,6 @@ class EvaluationFamily(ABC):
             f"{path} has no texts that scorers could rate, since it is a {self.name} run."
         )
 
-    def evaluate(
-        self,
-        run: Path,
-        request: EvaluationRequest,
-        settings: ExperimentSettings,
-        open_progress: Callable[[str, int], AbstractContextManager[OnPart]],
-    ) -> Iterator[Evaluation]:
-        """Evaluate each subject of a run; continue what a killed evaluation left."""
-        for subject in self.load(run, request, settings):
-            with subject.work:
-                configuration = self.units(subject, request)
-                folder = EvaluationFolder.of_run(subject.place, subject.name)
-                subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-                with open_progress(subject.label, self.num_units(subject)) as on_part:
-                    played = self.play(subject, folder, request, on_part)
-                figures = self.figures(subject, folder, played)
-            folder.write(figures, as_text(self.tables(figures)))
-            yield Evaluation.read(folder.path)
-
 
 FAMILIES: Registry[type[EvaluationFamily]] = Registry(
     "evaluation_family",
@@ -458,6 +438,11 @@ def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
 def is_rescored(folder: Path) -> bool:
     """Whether an evaluation rated again what another one played."""
     return "scored_from" in EvaluationFolder(folder).configuration()
+
+
+def run_of_stored(path: Path) -> Path:
+    """The run directory of an evaluation, or that itself."""
+    return path.resolve().parent.parent if (path / FIGURES).is_file() else path
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:

@@ -619,8 +619,8 @@ def _final_episodes(source: Path, run: Path) -> list[Episode]:
 def _episodes(evaluation: Evaluation) -> list[Episode]:
     """The judged episodes of an evaluation, or of a run's own test."""
     path, figures = evaluation.path, evaluation.figures
-    is_run = (path / HYPER_PARAMETERS).is_file()
-    episodes = episodes_of(read_rows(path / (OWN_TABLE if is_run else ROWS)))
+    rows = read_rows(path / (OWN_TABLE if evaluation.run == path else ROWS))
+    episodes = episodes_of(rows)
     if not episodes:
         raise DataError(f"{path} holds no conversations. Evaluate it: nip-astra evaluate {path}")
     judge(episodes, float(figures.get("failure_threshold", 0.5)))

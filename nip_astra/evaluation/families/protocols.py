@@ -35,6 +35,7 @@ from nip_astra.evaluation.families.base import (
     register_evaluation_family,
     resolve_stored,
     run_fields,
+    run_of_stored,
     trained_of,
 )
 from nip_astra.evaluation.storage import (
@@ -268,12 +269,9 @@ class Protocols(EpisodeFamily):
 
 def stored_material(path: Path, unit: str, **changes: Any) -> Material:
     """Results, curves, and the rows of the newest evaluation, of a run or of an evaluation."""
-    evaluation = None
-    if not (path / HYPER_PARAMETERS).is_file():
-        evaluation = Evaluation.read(path)
-    elif evaluations_of(path):
-        evaluation = newest_evaluation(path)
-    run = path if (path / HYPER_PARAMETERS).is_file() else path.resolve().parent.parent
+    run, evaluation = run_of_stored(path), None
+    if run != path or evaluations_of(path):
+        evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)
     directory = RunDirectory(run)
     results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
     after = results.get("after") or {}
