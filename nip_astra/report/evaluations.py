@@ -215,7 +215,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
             {
                 "analyser": words(name),
                 "agent": words(agent),
-                "cells": [_cell(by_place.get(place, {})) for place in places],
+                "cells": [share_text(by_place.get(place, {})) for place in places],
             }
         )
     meanings = {text(one.get("analyser")): text(one.get("meaning")) for one in found}
@@ -228,7 +228,8 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def _cell(share: Mapping[str, Any]) -> str:
+def share_text(share: Mapping[str, Any]) -> str:
+    """How often a judge answered yes, with the interval and counts."""
     if not share:
         return NOTHING
     num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)
