@@ -22,7 +22,7 @@ import yaml
 from rich.text import Text
 
 import nip_astra
-from nip_astra.errors import NipAstraError, ParameterError
+from nip_astra.errors import NipAstraError, ParameterError, counted
 from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
@@ -220,7 +220,7 @@ def _devices() -> Findings:
     from nip_astra.scenarios.graphs.native_layers import why_absent
 
     number = torch.get_num_threads()
-    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"
+    threads = f"{counted(number, 'thread')} unless a run is small or sets another number"
     yield Finding("devices", "cpu", *_computes("cpu", threads))
     reason = why_absent()
     text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -37,6 +37,7 @@ from rich.progress_bar import ProgressBar as DrawnBar
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
 
 
@@ -111,7 +112,9 @@ class ProgressBar:
     num_done : int
         Iterations done, including those of an earlier process.
     counts_requests : bool
-        Whether `count_request` counts here.
+        Whether `count_requests` counts here.
+    num_expected : int or None
+        Units of the open `counting` block that are not counted yet.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class ProgressBar:
         self.total = 0 if total is None else total
         self.num_done = 0
         self.is_live = console is not None and _is_live(console)
-        self._is_endless = self.counts_requests = total is None
+        self.is_endless = self.counts_requests = total is None
+        self.num_expected: int | None = None
         self.console, self._bar, self._path = console, bar, path
         self._num_resumed = self._num_lines = 0
         self._description = self._position = self._wait = ""
@@ -211,7 +215,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
         _BARS.remove(self)
-        if self.is_live and not self._is_endless:
+        if self.is_live and not self.is_endless:
             _SCREEN.leave(self)
         _SCREEN.update()
 
@@ -222,8 +226,8 @@ class ProgressBar:
     def _parts(self) -> list[str]:
         """Return the texts after the bar, the most important first; truncated to fit."""
         elapsed = min(time.monotonic(), self._ended) - self._started
-        if self._is_endless:
-            count = [f"{self.num_done} requests"] if self.num_done else []
+        if self.is_endless:
+            count = [counted(self.num_done, "request")] if self.num_done else []
             return [*count, _clock(elapsed)]
         pace = elapsed / max(self.num_done - self._num_resumed, 1)
         remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
@@ -232,7 +236,7 @@ class ProgressBar:
         return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
 
     def _print_line(self) -> None:
-        if self.console is not None and not self.is_live and not self._is_endless:
+        if self.console is not None and not self.is_live and not self.is_endless:
             head = f"{self._head}, in all" if self._position else self._head
             _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
 
@@ -248,7 +252,7 @@ class ProgressBar:
             shown.append(Text(part, no_wrap=True))
         line = Table.grid(padding=(0, 1, 0, 0))
         bar = DrawnBar(
-            None if self._is_endless else max(self.total, 1),
+            None if self.is_endless else max(self.total, 1),
             self.num_done,
             min(LEAST_BAR + max(room, 0), MOST_BAR),
         )
@@ -304,13 +308,24 @@ class _Display(Live):
 
 
 class _NotebookDisplay:
-    """The display in a notebook cell: one output that is replaced, without ipywidgets."""
+    """The display in a notebook cell: one output that is replaced, without ipywidgets.
+
+    If no bar leaves anything, the cell's next display takes the output over.
+    """
+
+    _empty: ClassVar[tuple[object, str] | None] = None
+    """Cell and id of the last display that became empty."""
 
     def __init__(self, get_renderable: Callable[[], Group], console: Console) -> None:
+        from IPython import get_ipython
+
         self._get_renderable, self._console = get_renderable, console
         self._left: list[ProgressBar] = []
-        self._id = uuid.uuid4().hex
-        self._is_shown = False
+        self._cell = getattr(get_ipython(), "execution_count", None)
+        cell, empty = self._empty or (None, "")
+        self._is_shown = bool(empty) and cell == self._cell
+        self._id = empty if self._is_shown else uuid.uuid4().hex
+        _NotebookDisplay._empty = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="progress", daemon=True)
 
@@ -332,7 +347,8 @@ class _NotebookDisplay:
             page.print(*self._left, self._get_renderable(), sep="")
             text = page.export_text(clear=False)
             html = page.export_html(inline_styles=True, code_format=_NOTEBOOK_FORMAT)
-            bundle = {"text/plain": text, "text/html": html}
+            is_empty = not text.strip()
+            bundle = {} if is_empty else {"text/plain": text, "text/html": html}
             display(bundle, raw=True, display_id=self._id, update=self._is_shown)
             self._is_shown = True
 
@@ -344,6 +360,8 @@ class _NotebookDisplay:
         self._stopped.set()
         self._thread.join()
         self.refresh()
+        if not self._left:
+            _NotebookDisplay._empty = self._cell, self._id
 
 
 _NOTEBOOK_FORMAT = '<pre style="margin:0;line-height:1.2">{code}</pre>'
@@ -505,11 +523,39 @@ def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
             _show_waits()
 
 
-def count_request() -> None:
-    """Count an answered request on the newest bar that counts requests, if there is one."""
-    bar = next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
-    if bar is not None:
-        bar.step()
+def count_requests(number: int = 1) -> None:
+    """Count answered requests on the newest bar that counts them, if there is one."""
+    bar = _request_bar()
+    if bar is None:
+        return
+    if bar.num_expected is not None:
+        # Further ones are repetitions.
+        number = min(number, bar.num_expected)
+        bar.num_expected -= number
+    bar.step(number)
+
+
+@contextmanager
+def counting(num_units: int) -> Iterator[None]:
+    """Count units on the newest bar that counts requests, if it has a total.
+
+    Each request that is answered within the block counts as one; those without a request are
+    counted at its end. A block within another one counts nothing.
+    """
+    bar = _request_bar()
+    if bar is None or bar.is_endless or bar.num_expected is not None:
+        yield
+        return
+    bar.num_expected = num_units
+    try:
+        yield
+        bar.step(bar.num_expected)
+    finally:
+        bar.num_expected = None
+
+
+def _request_bar() -> ProgressBar | None:
+    return next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
 
 
 def _show_waits() -> None:

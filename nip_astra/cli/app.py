@@ -54,6 +54,7 @@ from nip_astra.errors import (
     UnexpectedExitError,
     UnknownNameError,
     WorkerProcessError,
+    counted,
     nearest_names,
 )
 from nip_astra.safe_text import safe_text, to_json
@@ -271,8 +272,9 @@ def check_resume(
             f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
             f"{kept}; run it without check-resume first."
         ) from error
+    killed = counted(len(found.kills), "killed run")
     if found.is_equal:
-        say(f"{len(found.kills)} killed runs of {found.num_operations} file operations: all equal")
+        say(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
         if runs_dir is None:
             shutil.rmtree(kept)
         return
@@ -280,7 +282,7 @@ def check_resume(
     say(
         f"two uninterrupted runs differ: {found.unlike}"
         if found.unlike
-        else f"{num_unlike} of {len(found.kills)} killed runs differ"
+        else f"different: {num_unlike} of {killed}"
     )
     say(f"runs       {kept}")
     raise typer.Exit(RUNS_DIFFER)
@@ -383,12 +385,15 @@ def time_parts(
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
+    from nip_astra.progress import showing
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
     given = settings_of(device=device, num_threads=num_threads)
-    prepared = prepare_experiment(resolve_experiment(**experiment), **given)
+    with showing("Loading"):
+        resolved = resolve_experiment(**experiment)
+    prepared = prepare_experiment(resolved, **given)
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():

@@ -44,6 +44,7 @@ from nip_astra.cli.options import (
     settings_of,
     show,
 )
+from nip_astra.errors import counted
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
         for part in evaluation.parts:
             if "reused_from" in part and "num_episodes" in part:
                 say(
-                    f"{part['num_episodes']} conversations are those of the evaluation "
+                    f"reused     {counted(part['num_episodes'], 'conversation')} of the evaluation "
                     f"{part['reused_from']}"
                 )
     show(evaluation.tables, lambda: evaluation.figures, as_json=as_json)
@@ -401,7 +402,7 @@ def compare_dumps(
 
     found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
     if not found.differences:
-        say(f"the same in all {found.num_stages} stages")
+        say(f"the same in all of {counted(found.num_stages, 'stage')}")
         return
     first = found.differences[0].stage
     say(f"they differ first in {first}")
@@ -412,7 +413,7 @@ def compare_dumps(
         say(f"  and {len(own) - MAX_DIFFERENCES} more")
     later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)
     if later:
-        say(f"then in {len(later)} more of {found.num_stages} stages")
+        say(f"then in {len(later)} more of {counted(found.num_stages, 'stage')}")
     raise typer.Exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
+    OnPart,
+    OpenProgress,
     as_list,
     family_of_run,
     is_text_attacker,
@@ -187,11 +190,11 @@ def evaluate(
         for path in paths:
             check_condition(request.fail_if, family.shape(Path(path), request))
     found: list[Evaluation] = []
-
     from nip_astra.report.page import write_report
 
     for path in paths:
-        evaluations = _evaluated(family, Path(path), request, settings, has_bar=progress)
+        bars = _bars(enabled=progress)
+        evaluations = _evaluated(family, Path(path), request, settings, bars)
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -208,8 +211,7 @@ def _evaluated(
     run: Path,
     request: EvaluationRequest,
     settings: ExperimentSettings,
-    *,
-    has_bar: bool,
+    open_bar: OpenProgress,
 ) -> Iterator[Evaluation]:
     """Evaluate each subject of a run; continue what a killed evaluation left."""
     for subject in family.load(run, request, settings):
@@ -217,12 +219,23 @@ def _evaluated(
             configuration = family.units(subject, request)
             folder = EvaluationFolder.of_run(subject.place, subject.name)
             subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-            total = family.num_units(subject) or None
-            with showing(subject.label, total, enabled=has_bar) as display:
-                played = family.play(subject, folder, request, display.step)
+            with open_bar(subject.label, family.num_units(subject)) as on_part:
+                played = family.play(subject, folder, request, on_part)
             figures = family.figures(subject, folder, played)
         folder.write(figures, as_text(family.tables(figures)))
         yield Evaluation.read(folder.path)
+
+
+def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
+    """What opens a bar with a label and a total."""
+
+    @contextmanager
+    def open_bar(label: str, total: int) -> Iterator[OnPart]:
+        bar = showing(label, total or None, counts_requests=counts_requests, enabled=enabled)
+        with bar as display:
+            yield display.step
+
+    return open_bar
 
 
 def _with_bar(
@@ -266,7 +279,8 @@ def score(
     path = locate(run, settings)
     family = _stored_family(path, request)
     with showing("Rating", enabled=settings.progress):
-        evaluation = family.score(path, request, settings)
+        bars = _bars(enabled=settings.progress, counts_requests=True)
+        evaluation = family.score(path, request, settings, bars)
     from nip_astra.report.page import write_report
 
     write_report([evaluation.run])
@@ -353,11 +367,12 @@ def export(
     if form not in known:
         raise UnknownNameError("format", form, known, "Give one as --format.")
     path = locate(run, settings)
-    if form == WEIGHTS:
-        return _export_weights(path, None if output is None else Path(output))
-    material = _stored_family(path, request).material(path, request)
-    folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
-    return export_material(material, form, folder)
+    with showing(f"Exporting {form}", enabled=settings.progress):
+        if form == WEIGHTS:
+            return _export_weights(path, None if output is None else Path(output))
+        material = _stored_family(path, request).material(path, request)
+        folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
+        return export_material(material, form, folder)
 
 
 def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:

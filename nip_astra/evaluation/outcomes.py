@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nip_astra.errors import NothingMeasuredError
+from nip_astra.errors import NothingMeasuredError, counted
 from nip_astra.evaluation.storage import Episode, number
 from nip_astra.utils.intervals import Estimate, event_rate_estimate, rate_estimate
 from nip_astra.utils.statistics import FollowUp, Survival, hit_at_k, kaplan_meier
@@ -168,9 +168,10 @@ def unknown_warning(rate: Mapping[str, Any], outcomes: Mapping[str, int]) -> str
         return None
     num_turns = outcomes[Outcome.UNDETERMINED] + outcomes[Outcome.ERROR]
     return (
-        f"{num_unknown} of {num_episodes} conversations lack a verdict ({num_turns} turns, "
-        f"{outcomes[Outcome.ERROR]} scorer errors); the failure rate assumes that verdicts are "
-        f"missing at random, else it lies anywhere from {rate['if_unknown_passed']:.1%} to "
+        f"{num_unknown} of {counted(num_episodes, 'conversation')} lack a verdict "
+        f"({counted(num_turns, 'turn')}, {counted(outcomes[Outcome.ERROR], 'scorer error')}); the "
+        "failure rate assumes that verdicts are missing at random, else it lies anywhere from "
+        f"{rate['if_unknown_passed']:.1%} to "
         f"{rate['if_unknown_failed']:.1%}"
     )
 

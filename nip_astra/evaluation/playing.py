@@ -438,6 +438,16 @@ def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSa
 # ---- ratings
 
 
+def num_ratings(
+    episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
+) -> int:
+    """The number of texts that `rate_anew` rates."""
+    first = next(iter(scorers.values()))
+    by_first = 2 if first.reads_history else 3
+    num_turns, num_ordinary = (sum(map(len, some)) for some in (episodes, ordinary))
+    return num_turns * (by_first + len(scorers) - 1) + num_ordinary * by_first
+
+
 def rate_anew(
     episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
 ) -> int:
@@ -455,8 +465,11 @@ def rate_anew(
         for column in ("outcome", "reward", "scores"):
             row.pop(column, None)
     (_, first), *others = scorers.items()
-    num_calls = rate_responses(episodes, first) + rate_by_others(episodes, dict(others))
-    return num_calls + (rate_responses(ordinary, first) if ordinary else 0)
+    rate_responses(episodes, first)
+    rate_by_others(episodes, dict(others))
+    if ordinary:
+        rate_responses(ordinary, first)
+    return num_ratings(episodes, ordinary, scorers)
 
 
 def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:

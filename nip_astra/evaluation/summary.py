@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.clusters import (
     chao2,
     cluster_failures,
@@ -199,8 +200,9 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     found += Replies.read(figures["replies"]).warnings()
     if 0 < figures["failure_rate"]["num_clusters"] < 30:
         found.append(
-            f"the intervals rest on {figures['failure_rate']['num_clusters']} opening prompts; "
-            "with fewer than 30 they are wide"
+            "the intervals rest on "
+            f"{counted(figures['failure_rate']['num_clusters'], 'opening prompt')}; with "
+            "fewer than 30 they are wide"
         )
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:

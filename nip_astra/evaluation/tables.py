@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.outcomes import Replies
 from nip_astra.safe_text import has_unsafe, safe_text
 from nip_astra.utils.formatting import (
@@ -130,8 +131,9 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
     """The tables of one evaluation, its warnings last."""
     heading = (
         f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
-        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
-        f"{figures['num_prompts']} opening prompts"
+        f"{counted(figures['num_episodes'], 'episode')} of "
+        f"{counted(figures['tree_depth'], 'turn')} from "
+        f"{counted(figures['num_prompts'], 'opening prompt')}"
     )
     table = Table(show_header=False)
     table.add_column()

@@ -375,12 +375,16 @@ def draw_tokens(
     """
     requests = [row.request for row in rows]
     logprobs_RV = logits_RV.log_softmax(dim=1)
+    shown = [(place, one.shown_ids) for place, one in enumerate(requests) if one.shown_ids]
+    kept = [logits_RV[place, list(ids)] for place, ids in shown]
     texts = [place for place, one in enumerate(requests) if not one.returns_token_ids]
     if len(texts) == len(rows):
         logits_RV.index_fill_(1, banned_ids, float("-inf"))
     elif texts:
         index = torch.tensor(texts, device=logits_RV.device)
         logits_RV[index[:, None], banned_ids] = float("-inf")
+    for (place, ids), logits in zip(shown, kept, strict=True):
+        logits_RV[place, list(ids)] = logits
     if mask is not None:
         mask(logits_RV, [row.matcher for row in rows])
     tokens_R = sample_with_noise(

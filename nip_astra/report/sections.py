@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.tables import (
     AGREEMENT_HEADINGS,
     QUALITY_HEADINGS,
@@ -131,7 +132,7 @@ def determinism(run: RunRecord) -> list[str]:
     threads = number(run.environment.get("num_threads"))
     device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
     if device == "cpu":
-        many = "" if threads is None else f" with {count(threads)} thread{'s'[: threads != 1]}"
+        many = "" if threads is None else f" with {counted(threads, 'thread')}"
         found.append(
             f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
             "give the same numbers to the last bit, also where a run was stopped and resumed."

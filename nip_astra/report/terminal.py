@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
+from nip_astra.errors import counted
 from nip_astra.evaluation.tables import lined_table, services_table
 from nip_astra.report import summary
 from nip_astra.report.evaluations import planted
@@ -18,7 +19,7 @@ from nip_astra.report.records import PROTOCOL, RunRecord, words
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
 from nip_astra.tracking.wandb_runs import offline_runs
-from nip_astra.utils.formatting import NOTHING, count, decimal, percent
+from nip_astra.utils.formatting import NOTHING, decimal, number, percent
 
 
 def print_results(results: Mapping[str, Any], run_path: Path, console: Console) -> None:
@@ -111,11 +112,11 @@ def _heading(run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
     if run.kind == PROTOCOL:
         tests = f"tests {when}" if before else "tests of the agents"
         heading = f"{summary.protocol_of(run)}, {tests}"
-        num_episodes = after.get("num_episodes")
-        return heading if num_episodes is None else f"{heading}: {count(num_episodes)} episodes"
-    for name, unit in (("num_episodes", "episodes"), ("num_problems", "problems")):
+        num_episodes = number(after.get("num_episodes"))
+        return heading if num_episodes is None else f"{heading}: {counted(num_episodes, 'episode')}"
+    for name, unit in (("num_episodes", "episode"), ("num_problems", "problem")):
         if before.get(name) is not None:
-            return f"{count(before[name])} held-out {unit} {when}"
+            return f"{counted(number(before[name]), f'held-out {unit}')} {when}"
     return when
 
 

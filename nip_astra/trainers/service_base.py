@@ -21,7 +21,7 @@ from nip_astra.checkpoints.run_state import Part
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError, counted
 from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
@@ -452,7 +452,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if found.samples:
             return ""
         return (
-            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories teaches "
+            f"none of {counted(found.metrics['rollout/num_trajectories'], 'trajectory')} teaches "
             "anything: advantages are 0, or rewards are missing."
         )
 

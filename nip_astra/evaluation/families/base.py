@@ -222,6 +222,8 @@ class Subject:
 
 OnPart = Callable[[int], None]
 """Called with the number of units that were played."""
+OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
+"""Opens a progress bar with a label and a total."""
 
 
 class EvaluationFamily(ABC):
@@ -314,7 +316,11 @@ class EvaluationFamily(ABC):
         return newest_evaluation(run)
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored texts by other scorers, without a language model."""
         raise ConfigurationError(

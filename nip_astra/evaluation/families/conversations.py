@@ -20,6 +20,7 @@ from nip_astra.evaluation.families.base import (
     EvaluationFamily,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     Subject,
     closing_services,
     evaluations_of,
@@ -235,12 +236,16 @@ class Conversations(EvaluationFamily):
         return Evaluation(run, self, _figures_after(run, section))
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored conversations again."""
         from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
         from nip_astra.evaluation.families.scorers import load_judges
-        from nip_astra.evaluation.playing import EvaluationOptions, rate_anew
+        from nip_astra.evaluation.playing import EvaluationOptions, num_ratings, rate_anew
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of
@@ -281,7 +286,8 @@ class Conversations(EvaluationFamily):
         )
         services = open_services(judges.scorers.values(), settings)
         resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
-        with closing_services(services):
+        total = num_ratings(episodes, ordinary, judges.scorers)
+        with closing_services(services), open_progress("Rating", total):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)
         folder.replace_rows(episodes, ordinary)
         chances = before.get("probability_of_failure") or {}

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.errors import ConfigurationError, NothingMeasuredError, counted
 from nip_astra.evaluation.comparison import Contender, metric_of
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
@@ -96,7 +96,7 @@ class Tasks(EvaluationFamily):
             runs = "num_dev_runs" if is_dev else "num_runs"
             raise ConfigurationError(
                 f"num_episodes (--num-episodes) is {wanted}, but the {request.split} data has "
-                f"{len(problems)} problems. For several runs of each: --set "
+                f"{counted(len(problems), 'problem')}. For several runs of each: --set "
                 f"task.evaluation.{runs}=4"
             )
         yield TaskSubject(
@@ -188,7 +188,7 @@ class Tasks(EvaluationFamily):
         )
 
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        problems = f"{figures['num_problems']:,} {figures['split']} problems"
+        problems = counted(figures["num_problems"], f"{figures['split']} problem")
         runs = f", {figures['num_runs']} runs of each" if figures["num_runs"] > 1 else ""
         table = plain_table(f"{figures['run']}: {figures['name']}, {problems}{runs}", "", "value")
         for label, cell in figure_rows(figures):

@@ -24,6 +24,7 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     Subject,
     closing_services,
     evaluations_of,
@@ -184,7 +185,11 @@ class TextProtocols(EpisodeFamily):
         return Evaluation(run, self, dict(source.figures))
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Let scorers rate every answer of stored rollouts."""
         from nip_astra.evaluation.families.scorers import load_scorers
@@ -221,7 +226,8 @@ class TextProtocols(EpisodeFamily):
         resume_usage(services, f"evaluation {name}", is_new=is_new)
         with closing_services(services):
             agents = source.figures["agents"]
-            answers = rate_answers(NestedArrayDict.load(source.path), agents, scorers)
+            rollouts = NestedArrayDict.load(source.path)
+            answers = rate_answers(rollouts, agents, scorers, open_progress)
         (folder.path / SCORES).write_bytes(encode_rows(answers))
         # With its rollouts it can be compared, shown and exported as the evaluation that it scores.
         shutil.copyfile(source.path, folder.path / ROLLOUTS)
@@ -387,7 +393,10 @@ where the scorer returned no verdict, or "error"."""
 
 
 def rate_answers(
-    rollouts: NestedArrayDict, agent_names: Sequence[str], scorers: Mapping[str, Scorer]
+    rollouts: NestedArrayDict,
+    agent_names: Sequence[str],
+    scorers: Mapping[str, Scorer],
+    open_progress: OpenProgress,
 ) -> list[Answer]:
     """Rate every answer of an agent with its history.
 
@@ -422,8 +431,9 @@ def rate_answers(
                 "scores": {},
             }
         )
-    for name, scorer in scorers.items():
-        scores_N, is_error_N = scorer.rate(exchanges)
+    with open_progress("Rating", len(exchanges) * len(scorers)):
+        ratings = {name: scorer.rate(exchanges) for name, scorer in scorers.items()}
+    for name, (scores_N, is_error_N) in ratings.items():
         rated = zip(answers, scores_N.tolist(), is_error_N.tolist(), strict=True)
         for answer, score, is_error in rated:
             unknown = "error" if is_error else None

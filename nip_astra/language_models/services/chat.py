@@ -63,11 +63,12 @@ def render_chat(
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
-    for call in calls:
-        if isinstance(call["arguments"], str):
-            call["arguments"] = json.loads(call["arguments"])
-    parts = [{"type": "function", "function": call} for call in calls]
+    parts = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+        parts.append({**call, "type": "function", "function": function})
     return {**message, "tool_calls": parts} if parts else dict(message)
 
 

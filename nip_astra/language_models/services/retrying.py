@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -41,7 +41,7 @@ from nip_astra.language_models.services.chat import (
     join_outcomes,
     sum_usage,
 )
-from nip_astra.progress import count_request, waiting_for
+from nip_astra.progress import count_requests, waiting_for
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -594,7 +594,7 @@ class RetryingChatModel(ChatModel):
             self._num_open -= 1
             if not self._num_open:
                 self._end = None
-        count_request()
+        count_requests()
         return join_outcomes(outcomes)
 
     async def close(self) -> None:
@@ -656,7 +656,7 @@ class RetryingChatModel(ChatModel):
                 f"({self.limits.max_retry_after:g})"
             )
         if num_attempts > 1:
-            message += f" ({num_attempts} attempts)"
+            message += f" ({counted(num_attempts, 'attempt')})"
         self.last_failure = message
         return replace(failure, message=message)
 
