@@ -398,7 +398,7 @@ class _Screen:
 
     def _start(self, console: Console) -> None:
         if console.is_jupyter:
-            # Of tqdm without ipywidgets, about bars that are off.
+            # tqdm warns about missing ipywidgets even for disabled bars.
             warnings.filterwarnings("ignore", message="IProgress not found")
             self._live = _NotebookDisplay(self._bars, console)
             self._live.start()
@@ -408,7 +408,7 @@ class _Screen:
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            # Redirected text goes where the bars are, which is not where a pipe leads.
+            # Redirected text goes to the bars' stream, not into a pipe.
             redirect_stdout=sys.stdout.isatty(),
         )
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -451,7 +451,7 @@ def _move_log_handlers(old: TextIO, new: TextIO) -> None:
     """Redirect log handlers from one stream to another, for instance transformers'."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
-            # Python's last resort has no stream of its own.
+            # `logging.lastResort` has no stream attribute of its own.
             if vars(handler).get("stream") is old:
                 handler.stream = new
 

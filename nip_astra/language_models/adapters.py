@@ -45,7 +45,7 @@ class LoraParameters(SubParameters):
 def adapters_drawn_from(seed: int) -> Iterator[None]:
     """Seed the initial weights of peft adapters within the block, as a service does."""
     with torch.random.fork_rng():
-        # Tinker's SDK knows seeds of 62 bits.
+        # Tinker's SDK supports seeds of up to 62 bits.
         torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
         yield
 

@@ -41,8 +41,7 @@ from nip_astra.language_models.tree_engine.weights import Weights
 MIN_SHARED = 16
 """Minimum length of a common prefix of two prompts that is copied instead of recomputed."""
 MAX_KEPT = 128
-"""Maximum number of cached prompts for prefix reuse; each new prompt is compared with all
-of them."""
+"""Maximum number of cached prompts for prefix reuse; each new prompt is compared with all."""
 NAN_LOGITS = (
     "its logits are NaN: weights or activations overflow. Compute in float32, or use other weights."
 )
@@ -91,7 +90,7 @@ class BatchEngine:
         self._token_bytes = decoder.cache_numbers_per_token * weights.dtype.itemsize
         self._cache = KVCache(self._shape, weights.dtype, self.device)
         self._prefilling: list[tuple[GenerationRequest, PrefilledPrompt]] = []
-        # With each adapter itself: the id of one that is gone could be another's.
+        # Stores the adapter itself: the id of a deleted one could be reused.
         self._kept: OrderedDict[
             tuple[int, tuple[int, ...]], tuple[Adapter | None, PrefilledPrompt]
         ] = OrderedDict()

@@ -238,7 +238,7 @@ def sample_tokens(
         return _draw_any(logits_BV, uniforms_B)
     mass_B = logits_BV.logsumexp(dim=-1).double()
     if logits_BV.device.type != "cpu":
-        # A sort is cheap there, and checking whether a row needs one would wait for the device.
+        # A sort is cheap on a GPU, and checking whether a row needs one would synchronise.
         values, tokens = logits_BV.sort(dim=-1, descending=True)
         return _draw_likely(values, mass_B, tokens, uniforms_B, top_p)
     drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
@@ -331,7 +331,7 @@ def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
     within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
     inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
-    # NaN logits lead past the end; `require_finite` rejects their log-probability.
+    # NaN logits give an index past the end; `require_finite` rejects their log-probability.
     return (chunk_B * _CHUNK + inside).clamp_(max=vocab_size - 1)
 
 

@@ -128,7 +128,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
     if is_empty:
-        # transformers makes one without words if a folder has a model alone.
+        # transformers creates an empty one if a folder has only a model.
         raise ModelLoadError(
             f"the tokenizer of {name!r} turns texts into nothing: its files are missing. Save it "
             "beside the model: tokenizer.save_pretrained(folder)."
@@ -213,7 +213,7 @@ def load_pretrained(
 def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
     limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
-    # Without special tokens around it, such a text would have no tokens at all.
+    # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
     return limit if window is None else min(limit, int(window)), blank
@@ -332,7 +332,7 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     source = resolve_reference(reference, scenario_dir)
     if not isinstance(source, Path) or not source.is_dir():
         return load_tokenizer(*resolve_model(reference, scenario_dir))
-    # transformers makes an empty tokenizer for a folder without one.
+    # transformers creates an empty tokenizer for a folder without one.
     if any((source / name).exists() for name in TOKENIZER_FILES):
         return load_tokenizer(str(source))
     if base is None and _is_adapter(str(source)):
@@ -350,7 +350,7 @@ def _with_adapter(module: Any, folder: Path) -> Any:
     peft = import_extra("peft", f"the adapter in {folder}", "lora")
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = module.name_or_path  # the one that is in use
+        config.base_model_name_or_path = module.name_or_path  # the active adapter
         adapted = peft.get_peft_model(module, config)
         restore_weights(adapted, folder)
         # peft freezes the model that it wraps.

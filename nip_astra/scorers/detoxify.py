@@ -79,7 +79,7 @@ class DetoxifyScorer(ModelScorer):
             what="category",
         )
         window = int(self._model.config.max_position_embeddings)
-        # The positions of RoBERTa begin after its padding number.
+        # RoBERTa's positions start after its padding index.
         if self._model.config.model_type in ("roberta", "xlm-roberta"):
             window -= int(self._model.config.pad_token_id) + 1
         self._max_length = min(window, self._tokenizer.model_max_length)

@@ -84,7 +84,7 @@ class TrackioTracker(Tracker):
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):
-            # Not the run's own: the package finishes its current run once more at exit.
+            # Not the run's own finish: the package finishes its current run again at exit.
             self._trackio.finish()
 
 
