@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -26,22 +26,27 @@ from nip_astra.cli.options import (
     Debug,
     Device,
     DryRun,
+    Overrides,
+    ParameterFile,
     Plugins,
+    RunId,
+    RunsDir,
     ScenarioName,
+    Seed,
     Settings,
+    TestRun,
     Threads,
+    Track,
     Trainer,
     Trust,
+    Wandb,
     complete_runs,
-    experiment,
-    new_run,
     open_console,
     print_outcome,
-    run_settings,
     say,
     settings_of,
     train_or_estimate,
-    with_groups,
+    trainer_names,
 )
 from nip_astra.cli.options import show as show_parts
 from nip_astra.cli.sweep import sweep
@@ -190,16 +195,27 @@ def _root(
 
 
 @app.command()
-@with_groups
 def run(
-    experiment: Any = experiment,
-    settings: Any = run_settings,
-    new_run: Any = new_run,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
+    device: Device = None,
+    wandb: Wandb = None,
+    track: Track = None,
+    run_id: RunId = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    test_run: TestRun = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    given = settings | new_run
+    experiment, given = _experiment_arguments(locals()), settings_of(locals())
     from nip_astra.progress import showing
 
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -210,7 +226,6 @@ def run(
 
 
 @app.command()
-@with_groups
 def resume(
     run: Annotated[
         str,
@@ -220,28 +235,39 @@ def resume(
     ],
     plugin: Plugins = None,
     trust: Trust = False,
-    settings: Any = run_settings,
+    device: Device = None,
+    wandb: Wandb = None,
+    track: Track = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
     debug: Debug = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
+    given = settings_of(locals())
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
 
     # Before torch is loaded.
-    RunDirectory.find(run, settings.get("runs_dir", ExperimentSettings().runs_dir))
-    with showing("Loading", enabled=settings.get("progress") is not False):
+    RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
+    with showing("Loading", enabled=given.get("progress") is not False):
         from nip_astra.run import resume_experiment
-    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **settings))
+    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
 
 
 @app.command(name="check-resume")
-@with_groups
 def check_resume(
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
-    experiment: Any = experiment,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     runs_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
@@ -251,6 +277,7 @@ def check_resume(
     debug: Debug = False,
 ) -> None:
     """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
+    experiment = _experiment_arguments(locals())
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
 
@@ -261,7 +288,7 @@ def check_resume(
         say(f"killed before {one.operation}: {one.difference or 'equal'}")
 
     try:
-        given = settings_of(settings, device=device, num_threads=num_threads)
+        given = settings_of({"settings": settings, "device": device, "num_threads": num_threads})
         found = resume_check.check_resume(resolved, kept, num_kills=kills, on_kill=tell, **given)
     except NipAstraError:
         if runs_dir is None:
@@ -314,9 +341,14 @@ def list_names(
 
 
 @app.command()
-@with_groups
 def show(
-    experiment: Any = experiment,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
     text: Annotated[
         str | None,
@@ -337,6 +369,7 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
+    given = _experiment_arguments(locals())
     from nip_astra import overview
     from nip_astra.overview import prompts_of
     from nip_astra.overview import show as show_experiment
@@ -356,9 +389,9 @@ def show(
             say(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
         return
     if prompts:
-        say(prompts_of(**experiment))
+        say(prompts_of(**given))
         return
-    view = show_experiment(**experiment)
+    view = show_experiment(**given)
     if as_yaml:
         say(view.to_yaml())
         return
@@ -366,13 +399,18 @@ def show(
 
 
 @app.command(name="time")
-@with_groups
 def time_parts(
     components: Annotated[
         list[str] | None,
         typer.Argument(metavar="[COMPONENT]...", help="rollout, update, ...; all if none."),
     ] = None,
-    experiment: Any = experiment,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     num_threads: Threads = None,
     repeats: Annotated[
@@ -382,6 +420,7 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
+    experiment = _experiment_arguments(locals())
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
@@ -390,7 +429,7 @@ def time_parts(
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
-    given = settings_of(device=device, num_threads=num_threads)
+    given = settings_of({"device": device, "num_threads": num_threads})
     with showing("Loading"):
         resolved = resolve_experiment(**experiment)
     prepared = prepare_experiment(resolved, **given)
@@ -410,9 +449,9 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    given = _experiment_arguments(locals())
     from nip_astra.overview import schema as schema_of
 
-    given = experiment(trainer, scenario, plugin=plugin)
     say(to_json(schema_of(**given), indent=1))
 
 
@@ -448,6 +487,34 @@ def described_commands() -> Iterator[Described]:
             is_option = one.param_type_name == "option"
             label = max(one.opts, key=len) if is_option else one.metavar or one.name.upper()
             yield Described(f"nip-astra {name} {label}", value, one.help or "")
+
+
+def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
+    from nip_astra.parameters.content import find_scenario
+    from nip_astra.parameters.files import parse_overrides, read_yaml_layers
+
+    trainer, scenario = given.get("trainer"), given.get("scenario")
+    file, overrides, plugins = (given.get(one) for one in ("parameters", "overrides", "plugin"))
+    folder = None if scenario is None else find_scenario(scenario)
+    if file is not None:
+        read_yaml_layers(Path(file), source=file)
+    parse_overrides(overrides or [])
+    # A plug-in, also one of the scenario, may register trainers.
+    has_plugin = bool(plugins or file) or (folder is not None and (folder / "plugin.py").is_file())
+    if trainer is not None and not has_plugin:
+        known = trainer_names()
+        if trainer not in known:
+            raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
+    return {
+        "trainer": trainer,
+        "scenario": scenario,
+        "parameter_file": file,
+        "overrides": overrides or [],
+        "seed": given.get("seed"),
+        "plugins": plugins or [],
+        "is_trusted": given.get("trust", False),
+    }
 
 
 @contextmanager

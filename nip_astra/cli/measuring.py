@@ -95,7 +95,7 @@ def evaluate(
     from nip_astra.evaluation.api import Matrix
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    given = settings_of(settings, device=device, num_threads=num_threads)
+    given = settings_of(locals())
     found = evaluate_runs(
         runs,
         settings=given,
@@ -167,7 +167,7 @@ def score(
     options = _options(locals())
     from nip_astra.evaluation.api import score as score_run
 
-    evaluation = score_run(run, settings=settings_of(device=device), **options)
+    evaluation = score_run(run, settings=settings_of({"device": device}), **options)
     _show(evaluation, as_json=as_json)
     _gate(fail_if, evaluation.values)
 
@@ -360,7 +360,9 @@ def analyse(
         "is_overwritten": overwrite,
         "plugins": plugin or [],
         "is_trusted": trust,
-        "settings": ExperimentSettings.from_dict(settings_of(settings, device=device, wandb=wandb)),
+        "settings": ExperimentSettings.from_dict(
+            settings_of({"settings": settings, "device": device, "wandb": wandb})
+        ),
     }
     model = None if judge is None else read_judge(judge)
     if dry_run:

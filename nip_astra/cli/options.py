@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nip_astra.distributed.launch import rank_of_process
-from nip_astra.errors import UnknownNameError
 from nip_astra.safe_text import safe_text, to_json
 
 if TYPE_CHECKING:
@@ -125,6 +122,11 @@ Trust = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
+RunId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")]
+TestRun = Annotated[bool, typer.Option("--test-run", help="Cut every loop to one iteration.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing.")
+]
 RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
 Threads = Annotated[
     int | None,
@@ -144,11 +146,6 @@ FailIf = Annotated[
     typer.Option(
         metavar="CONDITION", help="Exit with 1 where it holds, e.g. 'failure_rate.high > 0.05'."
     ),
-]
-RunId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")]
-TestRun = Annotated[bool, typer.Option("--test-run", help="Cut every loop to one iteration.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -223,103 +220,17 @@ Untrained = Annotated[
 ]
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of a group in place of a parameter that defaults to the group.
-
-    A group is a function of options; the command gets what it returns.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    for name, one in inspect.signature(command, eval_str=True).parameters.items():
-        if inspect.isfunction(one.default):
-            own = inspect.signature(one.default, eval_str=True).parameters
-            groups[name] = one.default, [*own]
-            parameters += own.values()
-        else:
-            parameters.append(one)
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        made = {
-            name: group(**{option: given.pop(option) for option in options})
-            for name, (group, options) in groups.items()
-        }
-        command(**given, **made)
-
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    return run
-
-
-def experiment(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-) -> dict[str, Any]:
-    """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
-    from nip_astra.parameters.content import find_scenario
-    from nip_astra.parameters.files import parse_overrides, read_yaml_layers
-
-    folder = None if scenario is None else find_scenario(scenario)
-    if parameters is not None:
-        read_yaml_layers(Path(parameters), source=parameters)
-    parse_overrides(overrides or [])
-    # A plug-in, also one of the scenario, may register trainers.
-    has_plugin = bool(plugin or parameters)
-    has_plugin = has_plugin or (folder is not None and (folder / "plugin.py").is_file())
-    if trainer is not None and not has_plugin:
-        known = trainer_names()
-        if trainer not in known:
-            raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
-    return {
-        "trainer": trainer,
-        "scenario": scenario,
-        "parameter_file": parameters,
-        "overrides": overrides or [],
-        "seed": seed,
-        "plugins": plugin or [],
-        "is_trusted": trust,
-    }
-
-
-def changes(
-    overrides: Overrides = None, seed: Seed = None, plugin: Plugins = None
-) -> dict[str, Any]:
-    """Arguments of `resolve_experiment` beside parameters of a recipe."""
-    return {"overrides": overrides or [], "seed": seed, "plugins": plugin or []}
-
-
-def run_settings(
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-) -> dict[str, Any]:
-    """Settings of a run."""
-    given = {"device": device, "wandb": wandb, "track": track, "runs_dir": runs_dir}
-    return settings_of(settings, num_threads=num_threads, **given)
-
-
-def new_run(run_id: RunId = None, test_run: TestRun = False) -> dict[str, Any]:
-    """Settings of a run that begins."""
-    return settings_of(run_id=run_id, test_run=test_run or None)
-
-
-def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str, Any]:
-    """The settings that were given on the command line; options of their own win."""
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among a command's options: `settings`, and those with names of their own."""
     from nip_astra.parameters.files import parse_overrides
 
-    by_name = parse_overrides(assignments or [], "--settings").values
-    track = given.pop("track", None)
-    if track is not None:
-        given["trackers"] = [name.strip() for name in track.split(",") if name.strip()]
-    return by_name | {name: value for name, value in given.items() if value is not None}
+    own = ("device", "wandb", "run_id", "runs_dir", "num_threads")
+    given = parse_overrides(options.get("settings") or [], "--settings").values
+    given |= {name: options[name] for name in own if options.get(name) is not None}
+    if options.get("track") is not None:
+        names = map(str.strip, options["track"].split(","))
+        given["trackers"] = [name for name in names if name]
+    return given | ({"test_run": True} if options.get("test_run") else {})
 
 
 def open_console() -> Console:

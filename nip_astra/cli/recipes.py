@@ -8,11 +8,19 @@ import typer
 
 from nip_astra.cli.options import (
     Debug,
+    Device,
     DryRun,
-    changes,
-    new_run,
-    run_settings,
-    with_groups,
+    Overrides,
+    Plugins,
+    RunId,
+    RunsDir,
+    Seed,
+    Settings,
+    TestRun,
+    Threads,
+    Track,
+    Wandb,
+    settings_of,
 )
 
 _BY_TRL = "Options by TRL's names"
@@ -24,7 +32,6 @@ def _option(name: str, meaning: str, **bounds: Any) -> Any:
     return typer.Option(*dict.fromkeys(spellings), help=meaning, rich_help_panel=_BY_TRL, **bounds)
 
 
-@with_groups
 def task(
     model: Annotated[str, typer.Option(metavar="M", help="Folder of a model, .gguf, or hub id.")],
     data: Annotated[
@@ -78,9 +85,17 @@ def task(
     max_steps: Annotated[
         int | None, _option("max_steps", "Iterations, each of one or several steps.", min=1)
     ] = None,
-    changes: Any = changes,
-    settings: Any = run_settings,
-    new_run: Any = new_run,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    track: Track = None,
+    run_id: RunId = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    test_run: TestRun = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
@@ -106,8 +121,14 @@ def task(
     for name, (path, value) in found.mapped.items():
         say(f"{name}: --set {path}={value}")
     print_parameters(found.values)
-    resolved = resolve_experiment(hyper_params=found.values, **changes)
-    train_or_estimate(resolved, settings | new_run, is_dry=dry_run)
+    resolved = resolve_experiment(
+        hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
+    )
+    train_or_estimate(
+        resolved,
+        settings_of(given),
+        is_dry=dry_run,
+    )
 
 
 def print_parameters(values: dict[str, Any]) -> None:
@@ -118,7 +139,6 @@ def print_parameters(values: dict[str, Any]) -> None:
     say(f"# as a parameter file:\n{to_yaml(values)}")
 
 
-@with_groups
 def stress(
     target: Annotated[
         str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
@@ -136,13 +156,22 @@ def stress(
     trainer: Annotated[
         str, typer.Option(metavar="NAME", help="A trainer of stress tests.")
     ] = "ast_dpo",
-    changes: Any = changes,
-    settings: Any = run_settings,
-    new_run: Any = new_run,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    track: Track = None,
+    run_id: RunId = None,
+    runs_dir: RunsDir = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    test_run: TestRun = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, by a scorer; prints the cost first."""
+    given = settings_of(locals())
     from nip_astra.cli.options import train_or_estimate
     from nip_astra.recipes import stress_parameters
     from nip_astra.resolving.resolution import resolve_experiment
@@ -155,7 +184,9 @@ def stress(
         trainer=trainer,
     )
     print_parameters(values)
-    resolved = resolve_experiment(hyper_params=values, **changes)
-    # The cost comes first.
-    for is_dry in (True,) if dry_run else (True, False):
-        train_or_estimate(resolved, settings | new_run, is_dry=is_dry)
+    resolved = resolve_experiment(
+        hyper_params=values, overrides=overrides or [], seed=seed, plugins=plugin or []
+    )
+    train_or_estimate(resolved, given, is_dry=True)
+    if not dry_run:
+        train_or_estimate(resolved, given, is_dry=False)

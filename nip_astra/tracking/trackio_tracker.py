@@ -72,7 +72,8 @@ class TrackioTracker(Tracker):
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
     ) -> None:
-        cells = [[one if _is_plain(one) else to_json(one) for one in row] for row in rows]
+        plain = str | int | float | bool | None
+        cells = [[one if isinstance(one, plain) else to_json(one) for one in row] for row in rows]
         table = self._trackio.Table(columns=list(columns), data=cells)
         self._run.log({f"rollouts/{name}": table}, step=step)
 
@@ -86,7 +87,3 @@ class TrackioTracker(Tracker):
         with redirect_stdout(io.StringIO()):
             # Not the run's own finish: the package finishes its current run again at exit.
             self._trackio.finish()
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)

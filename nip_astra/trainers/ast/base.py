@@ -49,8 +49,7 @@ from nip_astra.trainers.ast.behaviour import (
     correct_for_staleness,
 )
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
-from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.ast.rollouts import RewardShaping, Rollouts, credit_of
 from nip_astra.trainers.language_model_base import (
     Experience,
     LanguageModelState,
@@ -403,16 +402,13 @@ class AstTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         """What reward terms and the scorer remember."""
-        parts = {}
-        # First: it waits for what is being played and rated.
-        if self._async is not None:
-            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
+        parts = super().kept_parts()
         parts["terms"] = Part(self.shaping.state, self.shaping.load_state)
         # A sampler of one's own need not say who rates.
         scorer = getattr(self.sampler, "scorer", None)
         if isinstance(scorer, Scorer):
             parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
-        return super().kept_parts() | parts
+        return parts
 
     def _write_results(self) -> None:
         found, state = self._discovery(), self.state
