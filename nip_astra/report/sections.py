@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rich import filesize
+
 from nip_astra.errors import counted
 from nip_astra.evaluation.tables import (
     AGREEMENT_HEADINGS,
@@ -47,7 +49,6 @@ from nip_astra.utils.formatting import NOTHING, count, decimal, value_text
 HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
 ROLES = ("attacker", "target")
 _NOT_STATED = "not stated"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -185,26 +186,17 @@ def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
     name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
+    size = number(card.get("size_bytes"))
     cells = [
         name or NOTHING,
         ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
         text(card.get("licence")) or _NOT_STATED,
         count(card.get("num_parameters")),
-        _size(card.get("size_bytes")),
+        NOTHING if size is None else filesize.decimal(int(size)),
         text(card.get("sha256")) or NOTHING,
         decimal(card.get("threshold")),
     ]
     return text(card.get("role")), cells
-
-
-def _size(value: Any) -> str:
-    size = number(value)
-    if size is None:
-        return NOTHING
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{decimal(size)} {_UNITS[unit]}"
 
 
 Context = dict[str, Any]
