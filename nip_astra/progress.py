@@ -40,30 +40,9 @@ from rich.text import Text
 from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
 
-
-class ProgressSettings(Protocol):
-    """The settings that progress depends on; see `ExperimentSettings`."""
-
-    @property
-    def test_run(self) -> bool: ...
-    @property
-    def progress(self) -> bool: ...
-    @property
-    def tqdm_func(self) -> Callable[..., Any] | None: ...
-    @property
-    def global_tqdm_step_fn(self) -> Callable[[], None] | None: ...
-
-
-class ProgressOwner(Protocol):
-    """An object with loops, for instance a trainer."""
-
-    @property
-    def settings(self) -> ProgressSettings: ...
-
-
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-SelfT = TypeVar("SelfT", bound=ProgressOwner)
+SelfT = TypeVar("SelfT")
 
 TEST_RUN_NUM_ITERATIONS = 1
 """Iterations of a loop in a test run."""
@@ -398,7 +377,7 @@ class _Screen:
 
     def _start(self, console: Console) -> None:
         if console.is_jupyter:
-            # Of tqdm without ipywidgets, about bars that are off.
+            # tqdm warns about missing ipywidgets even for disabled bars.
             warnings.filterwarnings("ignore", message="IProgress not found")
             self._live = _NotebookDisplay(self._bars, console)
             self._live.start()
@@ -408,7 +387,7 @@ class _Screen:
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            # Redirected text goes where the bars are, which is not where a pipe leads.
+            # Redirected text goes to the bars' stream, not into a pipe.
             redirect_stdout=sys.stdout.isatty(),
         )
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -451,7 +430,7 @@ def _move_log_handlers(old: TextIO, new: TextIO) -> None:
     """Redirect log handlers from one stream to another, for instance transformers'."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
-            # Python's last resort has no stream of its own.
+            # `logging.lastResort` has no stream attribute of its own.
             if vars(handler).get("stream") is old:
                 handler.stream = new
 
@@ -702,8 +681,8 @@ def attach_progress_bar(
 ) -> Callable[[Callable[Concatenate[SelfT, IterationContext, P], R]], ProgressLoop[SelfT, P, R]]:
     """Decorate a method that loops; it receives an `IterationContext` as its first argument.
 
-    The owner has `settings`. The loop counts on the owner's `progress` if that is a `ProgressBar`,
-    else on a bar of its own.
+    The owner has `settings`, see `ExperimentSettings`. The loop counts on the owner's `progress` if
+    that is a `ProgressBar`, else on a bar of its own.
 
     Parameters
     ----------
@@ -716,7 +695,7 @@ def attach_progress_bar(
     ) -> ProgressLoop[SelfT, P, R]:
         @functools.wraps(loop)
         def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            settings = self.settings
+            settings = cast(Any, self).settings
             requested = num_iterations_func(self)
             num_iterations = _capped(requested, settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
@@ -745,7 +724,7 @@ def attach_progress_bar(
     return decorate
 
 
-def total_num_iterations(owner: ProgressOwner) -> int:
+def total_num_iterations(owner: Any) -> int:
     """Return the iterations of all decorated loops of an object, each run once."""
     loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
     return sum(
@@ -755,7 +734,7 @@ def total_num_iterations(owner: ProgressOwner) -> int:
     )
 
 
-def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
+def _is_counted(owner: object, loop: Any) -> bool:
     """Whether `total_num_iterations` counts a loop; not if its name is overridden."""
     return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 

@@ -100,7 +100,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the last checkpoint saved as best, or None."""
-        # As above.
+        # A process killed in its first save may leave no pointer.
         return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:

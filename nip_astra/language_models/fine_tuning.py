@@ -366,7 +366,7 @@ def _token_row(tokenizer: Any, text: TrainingText, answer: str, end_ids: Sequenc
 
     ids = encode(whole[len(before) :]) if whole.startswith(before) else []
     ends = [place for place, token in enumerate(ids) if token in end_ids]
-    # Some templates end turns by text, or open answers as they do not write them down.
+    # Some templates end turns by text, or open answers in another way than they render them.
     ids = ids[: ends[0] + 1] if ends else [*encode(answer), *end_ids[:1]]
     return TokenRow(tuple(encode(before)), tuple(ids))
 

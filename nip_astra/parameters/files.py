@@ -162,7 +162,7 @@ def parse_overrides(
         overrides = [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
     for item in [overrides] if isinstance(overrides, str) else overrides:
         name, sign, value = item.partition("=")
-        # OmegaConf would take a[b] for a.b, also where it is a slip.
+        # OmegaConf would read a[b] as a.b, even if it is a typo.
         is_path = all(part.strip() and not set(part) & set("[]") for part in name.split("."))
         if not sign or not is_path:
             problem, hint = "is not an assignment", f"Write {option} path.to.parameter=value."
@@ -187,7 +187,7 @@ def _check_depth(text: str) -> None:
     try:
         _count_depth(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        # The slower reader explains better what is wrong.
+        # The slower reader has better error messages.
         _count_depth(text, yaml.SafeLoader)
 
 

@@ -339,7 +339,7 @@ class Scorer:
         """Return the error of an invalid verdict; None for a score or no verdict."""
         if verdict is None or isinstance(verdict, ScorerError):
             return verdict
-        if 0.0 <= verdict <= 1.0:  # which NaN is not
+        if 0.0 <= verdict <= 1.0:  # false for NaN
             return None
         return ScorerError(
             f"the scorer {_name_of(self)!r} returned {verdict} for the text "

@@ -324,7 +324,7 @@ def _parse_yaml(text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # References are text: what a run of others says must not read this one's environment.
+        # References are text: another user's run must not read this environment.
         return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
     except OmegaConfBaseException as error:
         raise ValueError(str(error)) from error

@@ -203,7 +203,7 @@ class HttpTrainingService(TrainingService):
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # A refused operation keeps its number.
+        # A refused operation does not use up its number.
         self._number = number
         if answer.status_code != 200:
             raise self.connection.error(answer)

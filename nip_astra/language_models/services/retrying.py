@@ -226,7 +226,7 @@ class UsageLog:
                 freed.set_result(None)
 
         for loop, freed in waiting:
-            # In a closed loop nobody waits.
+            # Nobody waits on a closed event loop.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(free, freed)
 
@@ -284,7 +284,7 @@ class UsageLog:
             return _open_tables(self.path)
         except RunDirectoryError as error:
             path = self.path
-            # A subclass of this error means that it is locked, or that there is no space left.
+            # A subclass of this error means a locked database or a full disk.
             is_damaged = type(error.__cause__) is sqlite3.DatabaseError
             if path is None or not is_damaged or self._total.read() == Usage():
                 raise
@@ -559,7 +559,7 @@ class RetryingChatModel(ChatModel):
         self.cache = cache if model.can_be_remembered else None
         self._remembers_run_alone = is_cache_of_run
         self._limiter = RateLimiter(limits, clock=clock, sleep=sleep)
-        # It changes when an attempt starts, and no answer.
+        # It affects the start of attempts, not the answers.
         self._jitter = jitter or random.random
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
