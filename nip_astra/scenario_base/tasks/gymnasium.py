@@ -82,12 +82,7 @@ class TextArenaGame:
     _lock = threading.Lock()
 
     def __init__(self, name: str, **arguments: Any) -> None:
-        try:
-            import textarena
-        except ImportError as error:
-            raise MissingDependencyError.of(
-                f"the game {name!r}", "textarena", "textarena"
-            ) from error
+        textarena = import_extra("textarena", f"the game {name!r}", "textarena")
         self._name = name
         with self._refusing():
             self._game = textarena.make(name, **arguments)
