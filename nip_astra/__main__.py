@@ -1,4 +1,4 @@
-"""`python -m nip_astra` is the command line."""
+"""Runs the command line for `python -m nip_astra`."""
 
 from nip_astra.cli.app import main
 

@@ -1,6 +1,6 @@
-"""Every error that the package raises on purpose: one tree, each also the builtin it refines.
+"""The package's errors: one tree, in which each error also inherits from the builtin it refines.
 
-A message names the value, what is wrong with it, what is valid, and what to do.
+A message states the value, what is wrong with it, what is valid, and what to do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MAX_SHOWN = 80
 
 
 def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """At most `n` known names that look like `name`, the nearest first.
+    """Return at most `n` known names similar to `name`, the nearest first.
 
-    Case, and dashes for underscores, make no difference.
+    Case, and dashes for underscores, are ignored.
     """
     spelled: dict[str, list[str]] = {}
     for candidate in sorted(set(known)):
@@ -29,12 +29,12 @@ def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error, without its full stop."""
+    """Return the first line of an error, without its full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def show_value(value: Any) -> str:
-    """A parameter's value as a file has it, cut if it is long."""
+    """Return a parameter's value as in a file, truncated if it is long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -47,9 +47,9 @@ def _plainly(name: str) -> str:
 
 
 class NipAstraError(Exception):
-    """Root of the package's errors. The command line turns one into a short message.
+    """Root of the package's errors; the command line prints only its message.
 
-    Its text may quote output of a model, a service or a file, and is safe to display.
+    The message may quote output of a model, a service or a file, and is safe to display.
     """
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class ParameterError(ConfigurationError):
     def __init__(self, faults: Sequence[ParameterFault]) -> None:
         self.faults = list(faults)
         count = len(self.faults)
-        head = "1 parameter is wrong" if count == 1 else f"{count} parameters are wrong"
+        head = f"{counted(count, 'parameter')} {'is' if count == 1 else 'are'} wrong"
         super().__init__("\n".join([f"{head}:", *(f"  {fault}" for fault in self.faults)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,15 +111,21 @@ class UnreadParameterError(ParameterError):
     """Parameters were set that nothing in the run reads."""
 
 
-def plural(kind: str) -> str:
-    """The plural of a registry's kind: trainers, policy losses, families."""
-    if kind.endswith("y"):
-        return f"{kind[:-1]}ies"
-    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+def plural(noun: str) -> str:
+    """Return the plural of a noun or a registry's kind: trainers, policy losses, families."""
+    if noun.endswith("y"):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def counted(number: float | None, noun: str) -> str:
+    """A number with its noun, "1 problem" or "1,200 problems"; a dash if it is unknown."""
+    shown = "\N{EN DASH}" if number is None else f"{number:,.0f}"
+    return f"{shown} {noun if number == 1 else plural(noun)}"
 
 
 class UnknownNameError(ConfigurationError, LookupError):
-    """A name is in no registry.
+    """A name is not in the registry.
 
     Attributes
     ----------
@@ -185,7 +191,7 @@ class MissingDependencyError(ConfigurationError, ImportError):
 
     @classmethod
     def of(cls, what: str, package: str, extra: str) -> MissingDependencyError:
-        """The error for a feature that needs a package of one of our extras."""
+        """Return the error for a feature that needs a package of one of our extras."""
         return cls(f"{what} needs the package {package}. Run: pip install 'nip_astra[{extra}]'")
 
 
@@ -242,7 +248,7 @@ class WorkerProcessError(NipAstraError, RuntimeError):
 
 
 class LostProcessError(WorkerProcessError):
-    """One of the processes that train a run together has ended or cannot be reached."""
+    """One of the processes that train a run together has ended or is unreachable."""
 
 
 class UnexpectedExitError(NipAstraError, RuntimeError):
@@ -276,7 +282,7 @@ class ServiceBusyError(ServiceError):
 
 
 class ServiceRequestError(ServiceError, ValueError):
-    """A service rejects a request; its state is unchanged."""
+    """A service rejects a request; the service's state is unchanged."""
 
 
 class AnswerTooLargeError(ServiceError):
@@ -288,7 +294,7 @@ class ServiceConflictError(ServiceError):
 
 
 class ServiceModelError(ServiceError, LookupError):
-    """A service does not have the model, or no longer."""
+    """A service does not have the model, or no longer has it."""
 
 
 class BudgetExhaustedError(NipAstraError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Device, tracking and paths of a run, which must not change its results."""
+"""Device, tracking and paths of a run, none of which may change its results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pydantic import ConfigDict, Field
 
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
 
 MAX_THREADS = 256
-"""More cores than training can use."""
+"""Upper bound of `num_threads`, beyond what training can use."""
 
 
 SETTINGS_OF_OTHERS = frozenset(
@@ -35,7 +34,7 @@ SETTINGS_OF_OTHERS = frozenset(
         "test_run",
     }
 )
-"""Settings that a run from others may choose: they affect only its folder."""
+"""Settings that another user's run may set, because they affect only its folder."""
 
 
 class ExperimentSettings(SubParameters):
@@ -64,35 +63,35 @@ class ExperimentSettings(SubParameters):
     wandb_tags: list[str] = []
     """Tags of the run on W&B; by default those of WANDB_TAGS."""
     num_threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
-    """CPU cores: threads of torch for large models, processes for parts of rollouts of small models
-    and for agents of a protocol whose losses can be divided. null uses all, but at most four for
-    conversations of small models and one to train agents of a protocol. Numbers of small models do
-    not depend on it; last digits of large models may."""
+    """Number of CPU cores: torch threads for large models, processes for parts of rollouts of small
+    models and for protocol agents whose losses can be divided. null uses all, but at most four for
+    conversations of small models and one to train protocol agents. Results of small models do not
+    depend on it; last digits of large models may."""
     num_actors: int = Field(default=0, ge=0, le=1024)
-    """Ray actors, on one or more machines, that sample the parts of rollouts and evaluations
-    instead of local processes; 0 for none, at most `num_rollout_parts` are used. Numbers do not
-    depend on it. Needs the extra `ray`."""
+    """Number of Ray actors, on one or more machines, that sample the parts of rollouts and
+    evaluations instead of local processes; 0 for none, at most `num_rollout_parts` are used.
+    Results do not depend on it. Needs the extra `ray`."""
     actor_cpus: float = Field(default=1, ge=0)
-    """CPU cores of an actor, and threads of torch for large models."""
+    """CPU cores per actor, and torch threads for large models."""
     actor_gpus: float = Field(default=0, ge=0)
-    """GPUs of an actor."""
+    """GPUs per actor."""
     ray_address: str | None = None
-    """Ray cluster of `num_actors` and of a sweep `--on ray`, or "auto"; null for RAY_ADDRESS, or
+    """Ray cluster for `num_actors` and for a sweep `--on ray`, or "auto"; null for RAY_ADDRESS, or
     else a new one on this machine."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves only at the end and on a signal."""
     num_checkpoints_kept: int = Field(default=2, ge=1)
-    """Number of newest checkpoints kept, besides the best."""
+    """Number of recent checkpoints kept, in addition to the best."""
     rollout_sample_period: int = Field(default=10, ge=1)
-    """Iterations between tables of sample conversations."""
+    """Iterations between tables of sampled conversations."""
     num_rollout_samples: int = Field(default=2, ge=0)
-    """Episodes in a table of sample conversations, with all nodes, the worst first."""
+    """Episodes in a table of sampled conversations, with all nodes, the worst first."""
     dump_period: int = Field(default=0, ge=0)
-    """Iterations between dumps of the stages of a trainer on trajectories, for `compare-dumps`; 0
-    for none. Dumps are as large as the weights."""
+    """Iterations between stage dumps of a trainer on trajectories, for `compare-dumps`; 0 for none.
+    Dumps are as large as the weights."""
     max_service_requests: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
-    """Maximum requests of the run to chat models, failed ones included; then it stops and can be
-    resumed. null for no limit."""
+    """Maximum number of the run's requests to chat models, including failed ones; then it stops and
+    can be resumed. null for no limit."""
     max_service_tokens: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     """Maximum tokens of the run's chat models; then it stops and can be resumed. null for no
     limit."""
@@ -100,42 +99,36 @@ class ExperimentSettings(SubParameters):
     """Maximum cost of chat models by their `prices`; then the run stops and can be resumed. null
     for no limit."""
     service_cache: str | None = None
-    """File that caches answers of chat models, for instance for several runs; null for one in the
-    run directory."""
+    """Cache file of chat models' answers, for instance for several runs; null for one in the run
+    directory."""
     device_price: float | None = Field(default=None, ge=0)
     """Price per device and hour, for the estimates of --dry-run; null for none."""
     sharding: Literal["none", "fsdp"] = "none"
-    """How processes share trained models. none: each has a copy; fsdp: each has a part of weights
-    (of a base model too), gradients and optimizer (FSDP2), for models that exceed one device. The
-    first process also keeps all weights for sampling. Results are equal up to rounding."""
+    """How processes share trained models. none: each has a copy; fsdp: weights (of a base model
+    too), gradients and optimizer are sharded (FSDP2), for models that exceed one device. The first
+    process also keeps all weights for sampling. Results are equal up to rounding."""
     gradient_checkpointing: bool = False
     """Whether activations of a trained language model are recomputed in the backward pass: less
     memory, about a third more time, the same gradients."""
     process_store: str | None = None
-    """File on a shared disk by which the processes of a run connect if no port can be used; a new
-    one for every start. null for torchrun's address."""
+    """File on a shared disk through which the processes of a run connect if no port can be used; a
+    new one for every start. null for torchrun's address."""
     test_run: bool = False
-    """Whether every loop is limited to one iteration, to check that all parts work."""
+    """Whether every loop is limited to one iteration, as a smoke test."""
     progress: bool = True
     """Whether a progress bar is shown."""
     progress_path: str | None = None
     """File with the numbers of completed and all iterations, for schedulers; null for none."""
 
     run_directory: RunDirectory | None = Field(default=None, exclude=True)
-    """Folder of the run's files."""
-    tracker: Tracker | None = Field(default=None, exclude=True)
-    """Receives metrics, tables and artifacts."""
+    """Path of the run's files; a run makes its own."""
     tqdm_func: Callable[..., Any] | None = Field(default=None, exclude=True)
-    """Makes bars with the methods of tqdm, in place of the progress line."""
+    """Creates bars with tqdm's methods, instead of the progress line."""
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once per iteration, for instance for a sweep's bar."""
-    team: Any = Field(default=None, exclude=True)
-    """The `distributed.team.Team` of processes that train the run; None for one process."""
-    stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
-    """Returns the name of the signal that stops the run, or None."""
 
     def outside(self) -> dict[str, str]:
-        """Changed settings that affect more than a run's folder, as text."""
+        """Return the changed settings that affect more than a run's folder, as text."""
         return {
             name: str(getattr(self, name))
             for name, field in type(self).model_fields.items()

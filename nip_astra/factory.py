@@ -1,4 +1,4 @@
-"""Build an experiment's components from its parameters."""
+"""Construction of a scenario's components from parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build_scenario_instance(
     scenario_dir: Path | None = None,
     trainer_type: str = "rl",
 ) -> ScenarioInstance:
-    """The components of the scenario that the parameters describe.
+    """Build the components of the scenario that the parameters describe.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Publish a run's trained models on the Hugging Face hub, with a model card."""
+"""Publishing of a run's trained models on the Hugging Face hub, with a model card."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "groups.json"),
 )
-"""Files of a model that are published; nothing else of a run is."""
+"""Files of a model that are published; no other file of a run is."""
 _PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+ -]*[\w.@+-])+")
 _TOKEN = re.compile(r"\b(?:hf|sk|wandb)[_-][A-Za-z0-9_-]{16,}")
 
@@ -108,7 +108,7 @@ def push_to_hub(
 
 
 def write_model_folder(run: Path, target: Path, *, license: str | None = None) -> None:  # noqa: A002
-    """Write the published files of a run: its models, each in a folder if several, and the card."""
+    """Write the published files of a run: its models (several in separate folders) and the card."""
     from nip_astra.language_models.sources import is_model_folder
 
     model = run / MODEL_DIR
@@ -128,7 +128,7 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
             own = target / folder.relative_to(model)
             own.mkdir(parents=True, exist_ok=True)
             for file in sorted({file for pattern in FILES for file in folder.glob(pattern)}):
-                # A link may lead to a file of somebody else.
+                # A link may point to another user's file.
                 if file.is_symlink() or not file.is_file():
                     continue
                 if file.suffix == ".json":
@@ -142,7 +142,7 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
 
 
 def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:  # noqa: A002
-    """The model card of a run in Markdown, with the hub's fields."""
+    """Return the model card of a run in Markdown, with the hub's fields."""
     from huggingface_hub import ModelCardData
 
     values = run.hyper_params
@@ -194,7 +194,7 @@ def _table(run: RunRecord) -> Iterator[str]:
 
 
 def _data(run: RunRecord) -> Iterator[str]:
-    """The data sets that the parameters name."""
+    """Yield the data sets named by the parameters."""
     found = mapping(mapping(run.hyper_params.get("task")).get("task"))
     named = {
         name: one for name, one in found.items() if name in ("train", "dev", "test", "dataset")
@@ -207,7 +207,7 @@ def _data(run: RunRecord) -> Iterator[str]:
 
 
 def _public(value: Any, name: str) -> Any:
-    """A configuration without absolute paths; the texts of a tokenizer stay as they are."""
+    """Return a configuration without absolute paths; a tokenizer's texts are unchanged."""
     if name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         return value
     if isinstance(value, Mapping):
@@ -223,6 +223,6 @@ def _line(value: object) -> str:
 
 
 def _without_secrets(card: str) -> str:
-    """The card with the last part of absolute paths alone, and without what looks like a token."""
+    """Reduce absolute paths in the card to their last part, and remove likely tokens."""
     named = _PATH.sub(lambda found: re.split(r"[/\\]", found[0])[-1], card)
     return _TOKEN.sub("[removed]", named)

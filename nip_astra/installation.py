@@ -22,8 +22,8 @@ import yaml
 from rich.text import Text
 
 import nip_astra
-from nip_astra.errors import NipAstraError, ParameterError
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.errors import NipAstraError, ParameterError, counted
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LITTLE_SPACE_GIB = 2.0
-"""Less free space for runs gives a warning, and less than `FULL_GIB` is an error."""
+"""Free space for runs below which there is a warning; below `FULL_GIB` it is an error."""
 FULL_GIB = 0.1
 HOSTS = (("Hugging Face hub", "huggingface.co"), ("Weights & Biases", "api.wandb.ai"))
 TIMEOUT_SECONDS = 3.0
@@ -47,11 +47,11 @@ class Status(StrEnum):
 
     WORKS = "works"
     ABSENT = "absent"
-    """Optional, and missing."""
+    """Optional, and not installed."""
     WARNING = "warning"
     """Works with restrictions."""
     BROKEN = "broken"
-    """Required, and does not work."""
+    """Required, but does not work."""
     INFO = "info"
     """Information only."""
 
@@ -89,16 +89,15 @@ class Diagnosis(Printable):
         return not any(one.status is Status.BROKEN for one in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"is_sound": self.is_sound, "findings": [asdict(one) for one in self.findings]}
 
     def to_frame(self) -> pd.DataFrame:
-        """A row per finding."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.to_dict()["findings"])
-        return frame
+        """Return a row per finding."""
+        return frame_of(self.to_dict()["findings"])
 
     def tables(self) -> list[Any]:
-        """A table per area and a summary, for a terminal."""
+        """Return a table per area and a summary, for a terminal."""
         found: list[Any] = []
         for area in dict.fromkeys(one.area for one in self.findings):
             table = plain_table(area, "", "", "")
@@ -131,7 +130,7 @@ def doctor(
 
 
 def examine(runs_dir: Path, *, is_online: bool = False) -> list[Finding]:
-    """Run every check without a connection; one that fails is reported, too."""
+    """Run every check that needs no connection; report failing checks, too."""
     checks: dict[str, Callable[[], Findings]] = {
         "system": _system,
         "packages": _packages,
@@ -221,7 +220,7 @@ def _devices() -> Findings:
     from nip_astra.scenarios.graphs.native_layers import why_absent
 
     number = torch.get_num_threads()
-    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"
+    threads = f"{counted(number, 'thread')} unless a run is small or sets another number"
     yield Finding("devices", "cpu", *_computes("cpu", threads))
     reason = why_absent()
     text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
@@ -243,7 +242,7 @@ def _experimental() -> Findings:
 
 
 def _computes(device: str, text: str) -> tuple[Status, str]:
-    """Multiply two small matrices on a device, and compare with the right result."""
+    """Multiply two small matrices on a device, and check the result."""
     import torch
 
     try:
@@ -295,7 +294,7 @@ def _models() -> Findings:
 
 
 def _references(values: Any) -> Iterator[str]:
-    """Every model in a scenario's parameters."""
+    """Yield every model in a scenario's parameters."""
     if isinstance(values, dict) and isinstance(values.get("model"), str):
         yield values["model"]
     if isinstance(values, dict | list):
@@ -330,7 +329,7 @@ def _network(is_online: bool) -> Findings:
 
 
 def reach_hosts() -> list[Finding]:
-    """Open a connection to each host that a run may use, and close it."""
+    """Open and close a connection to each host that a run may use."""
     found = []
     for name, host in HOSTS:
         try:
@@ -390,7 +389,7 @@ def _service() -> Findings:
 
 
 def _requirements() -> list[Any]:
-    """The package's requirements, from its metadata or from the checkout's project file."""
+    """Return the package's requirements, from its metadata or from the checkout's project file."""
     from packaging.requirements import Requirement
 
     try:

@@ -1,4 +1,4 @@
-"""Names that a package offers and imports when they are first used (PEP 562)."""
+"""Lazy exports of packages, imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nip_astra.errors import MissingDependencyError
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """A module of an optional package, for a feature that needs it.
+
+    Raises
+    ------
+    MissingDependencyError
+        When it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError.of(f"{what} ({error})", package, extra) from error
+
 
 def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`.
+    """Return a package's `__getattr__` and `__dir__`.
 
     Parameters
     ----------
@@ -41,7 +58,7 @@ def lazy_exports(
 
 
 def exports_for_types(file: str) -> dict[str, str]:
-    """The names that a package's file exports below `if TYPE_CHECKING:`, as `lazy_exports` takes.
+    """Return the names that a package's file exports below `if TYPE_CHECKING:`, for `lazy_exports`.
 
     Those are imports with `as`, and assignments of an imported name or its attribute.
     """
@@ -64,14 +81,14 @@ def exports_for_types(file: str) -> dict[str, str]:
 
 
 class _Modules(MetaPathFinder, Loader):
-    """Makes modules of names defined elsewhere; files of the package come first."""
+    """Creates modules of names defined elsewhere; files of the package have priority."""
 
     def __init__(self, package: str, table: str) -> None:
         self.package, self._table = package, table
 
     @property
     def table(self) -> Mapping[str, Mapping[str, str]]:
-        """Homes of names, by module."""
+        """Return the homes of names, by module."""
         module, _, name = self._table.partition(":")
         found: Mapping[str, Mapping[str, str]] = getattr(import_module(module), name)
         return found
@@ -92,7 +109,7 @@ class _Modules(MetaPathFinder, Loader):
 
 
 def lazy_modules(package: str, table: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`, where its modules are a table and no files.
+    """Return `__getattr__` and `__dir__` of a package whose modules are a table, not files.
 
     Parameters
     ----------
@@ -128,6 +145,6 @@ def provide(name: str, home: str) -> None:
 
 
 def provided(name: str) -> Any:
-    """The object provided under a name; imported by this call."""
+    """Import and return the object provided under a name."""
     module, _, path = _PROVIDED[name].partition(":")
     return attrgetter(path)(import_module(module))

@@ -1,4 +1,4 @@
-"""An experiment before it runs: its parameters, their origin and meaning, prompts, and costs."""
+"""Views of an experiment before it runs: parameters with origin and meaning, prompts, and costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError, plural
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import content_root, find_scenario, scenario_names
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.text.game import TextEpisode, TextGame, TurnOptions
 
 SCHEMA_FILE = "parameters/schema.json"
-"""Of every trainer and scenario that ships, in the content of the package."""
+"""Path, in the package's content, of the schema of every shipped trainer and scenario."""
 _REGISTRY = re.compile(r'Registry\(\s*"(\w+)"')
 _REGISTERED = re.compile(
     r'^@register_(\w+)\((?:\w+\.)?"?(\w+)"?\)\n(?:class|def) .*?"""([^\n]*?)(?:"""|\n)', re.M | re.S
@@ -81,17 +81,15 @@ class ExperimentView(Printable):
     parameters: list[Parameter]
 
     def to_yaml(self) -> str:
-        """A complete parameter file."""
+        """Return a complete parameter file."""
         return to_yaml(self.experiment.hyper_params.to_dict()).rstrip("\n")
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per parameter."""
-        columns = list(Parameter._fields)
-        frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
-        return frame
+        """Return one row per parameter."""
+        return frame_of(self.parameters, Parameter._fields)
 
     def tables(self, *, explain: bool = False, show_all: bool = False) -> list[Any]:
-        """For a terminal.
+        """Return tables for a terminal.
 
         Parameters
         ----------
@@ -114,7 +112,7 @@ class ExperimentView(Printable):
 
 
 def show(**experiment: Any) -> ExperimentView:
-    """The parameters of an experiment, with their origin and meaning.
+    """Return the parameters of an experiment, with their origin and meaning.
 
     Parameters
     ----------
@@ -162,10 +160,8 @@ class DryRun(Printable):
     device_price: float | None = None
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per figure."""
-        rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
-        frame: pd.DataFrame = import_pandas().DataFrame(rows)
-        return frame
+        """Return one row per figure."""
+        return frame_of([*self.estimate.items()], ("figure", "value"))
 
     def __str__(self) -> str:
         from io import StringIO
@@ -180,7 +176,7 @@ class DryRun(Printable):
 
 
 def dry_run(experiment: Any = None, settings: Any = None, **fields: Any) -> DryRun:
-    """Build an experiment, run its smallest step, and estimate the whole run; writes nothing.
+    """Build an experiment, run its smallest step, and estimate the whole run; write nothing.
 
     Parameters are those of `prepare_experiment`.
     """
@@ -192,14 +188,14 @@ def dry_run(experiment: Any = None, settings: Any = None, **fields: Any) -> DryR
 
 
 class Described(NamedTuple):
-    """A parameter, setting, command or option of one, and what it does."""
+    """A parameter, setting, command or command-line option, and its description."""
 
     name: str
     value: str
     meaning: str
 
     def relevance(self, words: Sequence[str]) -> float:
-        """How well it fits words in lower case; 0 unless it has all of them."""
+        """Return how well it matches lower-case words; 0 unless it has all of them."""
         of_name, of_last = _words_of(self.name), _words_of(re.split("[. ]", self.name)[-1])
         meaning = self.meaning.lower()
         total = 0.0
@@ -226,7 +222,7 @@ def _words_of(text: str) -> list[str]:
 
 
 def find_described(text: str, described: Iterable[Described]) -> list[Described]:
-    """Those with all words of a text, the most relevant first."""
+    """Return those with all words of a text, the most relevant first."""
     words = _words_of(text)
     ours = TRL_OPTIONS.get("_".join(words))
     ranked = {
@@ -236,7 +232,7 @@ def find_described(text: str, described: Iterable[Described]) -> list[Described]
 
 
 def every_parameter() -> list[Described]:
-    """The parameters and settings of every trainer and scenario, from the shipped schema."""
+    """Return the parameters and settings of every trainer and scenario, from the shipped schema."""
     found: dict[str, Described] = {}
     described = json.loads((content_root() / SCHEMA_FILE).read_text(encoding="utf-8"))
     definitions = described["definitions"]
@@ -262,14 +258,14 @@ def every_parameter() -> list[Described]:
 
 
 def every_setting() -> list[Described]:
-    """The settings of a run, which do not change its results."""
+    """Return the settings of a run, which do not change its results."""
     start = "--settings "
     found = [one for one in every_parameter() if one.name.startswith(start)]
     return [one._replace(name=one.name.removeprefix(start)) for one in found]
 
 
 def described_table(described: Iterable[Described]) -> Table:
-    """Names, values and meanings, for a terminal."""
+    """Return names, values and descriptions as a table for a terminal."""
     table = plain_table(None, "name", "value", "description")
     for one in described:
         table.add_row(*map(Text, one))
@@ -277,14 +273,14 @@ def described_table(described: Iterable[Described]) -> Table:
 
 
 def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """Hidden parameters by their groups; those of groups that are shown in part by themselves."""
+    """Group hidden parameters; those of partly shown groups stay single."""
     in_part = {path.rpartition(".")[0] for path in shown}
     groups = {path: path.rpartition(".")[0] or path for path in hidden}
     return list(dict.fromkeys(path if at in in_part else at for path, at in groups.items()))
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Meaning of each parameter of a group, and where it is read, by dotted path."""
+    """Yield the dotted path, meaning and condition of each parameter of a group."""
     for name, field in type(group).model_fields.items():
         path, value = f"{prefix}{name}", getattr(group, name)
         conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
@@ -310,7 +306,7 @@ def _short(value: Any) -> str:
 
 
 def schema(**experiment: Any) -> dict[str, Any]:
-    """The JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    """Return the JSON Schema of all parameter files, or of those of a trainer and scenario."""
     from nip_astra.protocols.registry import PROTOCOL_HANDLERS
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.trainers.registry import TRAINERS
@@ -331,7 +327,7 @@ def schema(**experiment: Any) -> dict[str, Any]:
 
 
 def every_section() -> dict[str, type[SubParameters]]:
-    """The sections of every trainer, kind of scenario and protocol that has a name."""
+    """Return the sections of every registered trainer, scenario kind and protocol."""
     from nip_astra.protocols.registry import PROTOCOL_HANDLERS
     from nip_astra.scenarios.registry import SCENARIOS
     from nip_astra.trainers.registry import TRAINERS
@@ -343,7 +339,7 @@ def every_section() -> dict[str, type[SubParameters]]:
 
 
 def prompts_of(**experiment: Any) -> str:
-    """Each agent's template, and the messages of its first turn.
+    """Return each agent's template, and the messages of its first turn.
 
     Raises
     ------
@@ -392,7 +388,7 @@ def prompts_of(**experiment: Any) -> str:
 def first_turn(
     game: TextGame, start: TextEpisode, agent: str
 ) -> tuple[TextEpisode, TurnOptions] | None:
-    """The first turn of an agent, without earlier messages; None if it has none."""
+    """Return the first turn of an agent, without earlier messages; None if it has none."""
     for number in range(game.protocol.max_message_rounds):
         episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
         for turn in game.turns(episode):
@@ -413,7 +409,7 @@ class Entry:
 
 @lru_cache(maxsize=1)
 def _sources() -> list[tuple[str, str]]:
-    """The text of every module, by its name."""
+    """Return the source of every module, by name."""
     package = Path(__file__).parent
     names = (file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py"))
     return [
@@ -423,12 +419,12 @@ def _sources() -> list[tuple[str, str]]:
 
 
 def registry_homes() -> dict[str, str]:
-    """The module of each registry that ships; plug-ins may add registries."""
+    """Return the module of each shipped registry; plug-ins may add registries."""
     return {kind: module for module, text in _sources() for kind in _REGISTRY.findall(text)}
 
 
 def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Entry]:
-    """The names of one kind, or of every kind; scenarios among them.
+    """Return the names of one kind, or of every kind, including scenarios.
 
     What ships is read from the source, so that nothing heavy is imported.
 
@@ -471,7 +467,7 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
 
 
 def _purpose(registry: Any, name: str) -> str:
-    """The first line of a docstring, or why it cannot be read; one fault hides no others."""
+    """Return the first line of a docstring, or why it cannot be read; one fault hides no others."""
     try:
         return _first_line(registry.get(name).__doc__)
     except NipAstraError as error:

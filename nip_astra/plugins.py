@@ -1,4 +1,4 @@
-"""Load plug-ins: Python files or installed modules that register names."""
+"""Loading of plug-ins: Python files or installed modules that register names."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class LoadedPlugin:
 
 
 def loaded_plugins() -> list[LoadedPlugin]:
-    """The plug-ins loaded in this process, in order."""
+    """Return the plug-ins loaded in this process, in order."""
     return list(_LOADED.values())
 
 
 def module_of(plugin: LoadedPlugin) -> ModuleType:
-    """The imported module of a plug-in."""
+    """Return the imported module of a plug-in."""
     return sys.modules[plugin.module_name]
 
 
 def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedPlugin:
-    """Import a plug-in; the same file or module is imported once in a process.
+    """Import a plug-in; each file or module is imported once per process.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def _module_name(path: Path) -> str:
 
 
 def _execute(name: str, path: Path) -> None:
-    # With the folder as a package's, `from .neighbour import x` finds the files beside it.
+    # With the folder as its package, `from .neighbour import x` finds the files beside it.
     spec = importlib.util.spec_from_file_location(
         name, path, submodule_search_locations=[str(path.parent)]
     )
@@ -158,7 +158,7 @@ def _import(plugin: LoadedPlugin, run: Callable[[], object]) -> LoadedPlugin:
 
 
 def _undo(plugin: LoadedPlugin, snapshots: dict[str, RegistrySnapshot], modules: set[str]) -> None:
-    """Drop the plug-in's names and modules. Libraries and built-ins that it imported stay."""
+    """Remove the plug-in's names and modules. Libraries and built-ins that it imported stay."""
     dropped = {plugin.module_name}
     for kind, registry in list(ALL_REGISTRIES.items()):
         if kind not in snapshots:
@@ -176,7 +176,7 @@ def _undo(plugin: LoadedPlugin, snapshots: dict[str, RegistrySnapshot], modules:
             )
         )
     for name in set(sys.modules) - modules:
-        # A module of ours stays: it registered built-ins, and would not do so again.
+        # Our own modules stay: they registered built-ins, and would not do so again.
         is_ours = name.startswith("nip_astra.")
         if not is_ours and any(f"{name}.".startswith(f"{module}.") for module in dropped):
             del sys.modules[name]
@@ -187,7 +187,7 @@ def _modules_of(entries: dict[str, object]) -> set[str]:
 
 
 def _place(error: BaseException, path: Path | None) -> str:
-    """The line at which the plug-in failed, as far as it is known."""
+    """Return the line at which the plug-in failed, if known."""
     file: str | None = None
     line: int | None = None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:

@@ -1,6 +1,6 @@
-"""One progress bar for a whole run, and loops whose length is known before they start.
+"""The progress bar of a run, and loops of known length.
 
-A loop of a trainer is decorated with `attach_progress_bar`; it is given an `IterationContext`:
+A trainer's loop is decorated with `attach_progress_bar` and receives an `IterationContext`:
 
     @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _run_train_loop(self, iteration_context):
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -37,53 +37,33 @@ from rich.progress_bar import ProgressBar as DrawnBar
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
-
-
-class ProgressSettings(Protocol):
-    """The settings that progress depends on; see `ExperimentSettings`."""
-
-    @property
-    def test_run(self) -> bool: ...
-    @property
-    def progress(self) -> bool: ...
-    @property
-    def tqdm_func(self) -> Callable[..., Any] | None: ...
-    @property
-    def global_tqdm_step_fn(self) -> Callable[[], None] | None: ...
-
-
-class ProgressOwner(Protocol):
-    """An object with loops, for instance a trainer."""
-
-    @property
-    def settings(self) -> ProgressSettings: ...
-
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-SelfT = TypeVar("SelfT", bound=ProgressOwner)
+SelfT = TypeVar("SelfT")
 
 TEST_RUN_NUM_ITERATIONS = 1
 """Iterations of a loop in a test run."""
 _cuts: list[int] = []
-"""Arguments of the open `loops_cut_to`, the innermost last."""
+"""Arguments of the open `loops_cut_to` blocks, innermost last."""
 SECONDS_BETWEEN_WRITES = 0.5
-"""Least time between two writes of a progress file."""
+"""Minimum time between two writes of a progress file."""
 SECONDS_BETWEEN_WAITS = 60.0
-"""Least time between two lines about a wait."""
+"""Minimum time between two lines about a wait."""
 NUM_PLAIN_LINES = 10
 """Maximum number of lines of a run if standard error is not a terminal."""
 LEAST_BAR, MOST_BAR = 10, 30
 """Columns of a bar on a terminal; figures that would make it shorter are not shown."""
 REFRESHES_PER_SECOND = 4
 LIBRARIES_WITH_BARS = ("transformers.utils.logging", "datasets.utils")
-"""Modules that draw bars; while ours is shown, theirs are off."""
+"""Modules with their own progress bars, disabled while ours is shown."""
 
 
 @contextmanager
 def loops_cut_to(num_iterations: int | None) -> Iterator[None]:
-    """Cut every loop of the runs within the block, as a test run cuts its own; None cuts none."""
+    """Limit every loop of the runs within the block, like a test run; None sets no limit."""
     if num_iterations is None:
         yield
         return
@@ -95,7 +75,7 @@ def loops_cut_to(num_iterations: int | None) -> Iterator[None]:
 
 
 class ProgressBar:
-    """The progress of a run, in one line. Made by `open_progress`; several loops may share one.
+    """The progress of a run, in one line, created by `open_progress`; several loops may share it.
 
     Parameters
     ----------
@@ -111,7 +91,9 @@ class ProgressBar:
     num_done : int
         Iterations done, including those of an earlier process.
     counts_requests : bool
-        Whether `count_request` counts here.
+        Whether `count_requests` counts here.
+    num_expected : int or None
+        Units of the open `counting` block that are not counted yet.
     """
 
     def __init__(
@@ -124,7 +106,8 @@ class ProgressBar:
         self.total = 0 if total is None else total
         self.num_done = 0
         self.is_live = console is not None and _is_live(console)
-        self._is_endless = self.counts_requests = total is None
+        self.is_endless = self.counts_requests = total is None
+        self.num_expected: int | None = None
         self.console, self._bar, self._path = console, bar, path
         self._num_resumed = self._num_lines = 0
         self._description = self._position = self._wait = ""
@@ -136,11 +119,11 @@ class ProgressBar:
         _SCREEN.update()
 
     def step(self, num_iterations: int = 1) -> None:
-        """Count iterations that were just done."""
+        """Count completed iterations."""
         self._update(num_iterations, is_resumed=False)
 
     def skip(self, num_iterations: int) -> None:
-        """Count iterations of an earlier process; they do not enter the rate."""
+        """Count iterations of an earlier process, which do not affect the rate."""
         self._update(num_iterations, is_resumed=True)
 
     def _update(self, num_iterations: int, *, is_resumed: bool) -> None:
@@ -171,7 +154,7 @@ class ProgressBar:
         self._describe(safe_line(description), "")
 
     def set_position(self, num_done: int, num_iterations: int) -> None:
-        """Show the progress of the current task, if it is a part of the whole run."""
+        """Show the progress of the current task, if it is only part of the run."""
         if self._description and num_iterations != self.total:
             self._describe(self._description, f"{num_done}/{num_iterations}")
 
@@ -181,14 +164,14 @@ class ProgressBar:
             self._bar.set_description(self._head + (", in all" if position else ""))
 
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
-        """Show the latest values, the most important first; numbers with three digits, no NaN."""
+        """Show the latest values, the most important first, with three digits; NaN is hidden."""
         known = {name: value for name, value in values.items() if value == value}
         self._values = {safe_line(name): _short(value) for name, value in known.items()}
         if self._bar is not None:
             self._bar.set_postfix(dict(self._values), refresh=False)
 
     def show_wait(self, what: str) -> None:
-        """Show what the run waits for; nothing if `what` is empty."""
+        """Show what the run is waiting for; nothing if `what` is empty."""
         self._wait = safe_line(what)
         if self._bar is not None:
             shown = {"waiting for": self._wait} if what else dict(self._values)
@@ -201,7 +184,7 @@ class ProgressBar:
             _print_whole(self.console, f"waiting for {self._wait}")
 
     def close(self) -> None:
-        """Leave the terminal to others; what was counted stays on it."""
+        """Release the terminal, leaving the final state on it."""
         if self not in _BARS:
             return
         self._wait = ""
@@ -211,7 +194,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
         _BARS.remove(self)
-        if self.is_live and not self._is_endless:
+        if self.is_live and not self.is_endless:
             _SCREEN.leave(self)
         _SCREEN.update()
 
@@ -220,10 +203,10 @@ class ProgressBar:
         return f"{self._description} {self._position}".strip()
 
     def _parts(self) -> list[str]:
-        """What follows the bar, the most important first; its end is cut where room is short."""
+        """Return the texts after the bar, the most important first; truncated to fit."""
         elapsed = min(time.monotonic(), self._ended) - self._started
-        if self._is_endless:
-            count = [f"{self.num_done} requests"] if self.num_done else []
+        if self.is_endless:
+            count = [counted(self.num_done, "request")] if self.num_done else []
             return [*count, _clock(elapsed)]
         pace = elapsed / max(self.num_done - self._num_resumed, 1)
         remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
@@ -232,7 +215,7 @@ class ProgressBar:
         return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
 
     def _print_line(self) -> None:
-        if self.console is not None and not self.is_live and not self._is_endless:
+        if self.console is not None and not self.is_live and not self.is_endless:
             head = f"{self._head}, in all" if self._position else self._head
             _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
 
@@ -248,7 +231,7 @@ class ProgressBar:
             shown.append(Text(part, no_wrap=True))
         line = Table.grid(padding=(0, 1, 0, 0))
         bar = DrawnBar(
-            None if self._is_endless else max(self.total, 1),
+            None if self.is_endless else max(self.total, 1),
             self.num_done,
             min(LEAST_BAR + max(room, 0), MOST_BAR),
         )
@@ -271,7 +254,7 @@ class ProgressBar:
 
 
 def read_progress(path: Path) -> tuple[int, int] | None:
-    """Iterations done and in all, from a run's progress file; None if it has none yet."""
+    """Read completed and total iterations from a run's progress file; None if it has none yet."""
     try:
         num_done, total = path.read_text(encoding="utf-8").split()
         return int(num_done), int(total)
@@ -282,35 +265,46 @@ def read_progress(path: Path) -> tuple[int, int] | None:
 SECONDS_UNSHOWN = 1.0
 """Shorter waits are not shown."""
 _BARS: list[ProgressBar] = []
-"""The bars of this process that are open."""
+"""The open bars of this process."""
 _WAITS: dict[object, str] = {}
-"""Present waits, the earliest first."""
+"""Current waits, the earliest first."""
 
 
 _DRAWING = threading.RLock()
-"""Held while the display writes: a process forked meanwhile could never write to its streams."""
+"""Lock held while the display writes; a process forked meanwhile could not write to its streams."""
 
 
 class _Display(Live):
-    """The display of a terminal."""
+    """The display in a terminal."""
 
     def refresh(self) -> None:
         with _DRAWING:
             super().refresh()
 
     def leave(self, bar: ProgressBar) -> None:
-        """Keep the last state of a bar that closes."""
+        """Keep the final state of a closing bar."""
         self.console.print(bar)
 
 
 class _NotebookDisplay:
-    """The display of a notebook cell: one output that is replaced, without ipywidgets."""
+    """The display in a notebook cell: one output that is replaced, without ipywidgets.
+
+    If no bar leaves anything, the cell's next display takes the output over.
+    """
+
+    _empty: ClassVar[tuple[object, str] | None] = None
+    """Cell and id of the last display that became empty."""
 
     def __init__(self, get_renderable: Callable[[], Group], console: Console) -> None:
+        from IPython import get_ipython
+
         self._get_renderable, self._console = get_renderable, console
         self._left: list[ProgressBar] = []
-        self._id = uuid.uuid4().hex
-        self._is_shown = False
+        self._cell = getattr(get_ipython(), "execution_count", None)
+        cell, empty = self._empty or (None, "")
+        self._is_shown = bool(empty) and cell == self._cell
+        self._id = empty if self._is_shown else uuid.uuid4().hex
+        _NotebookDisplay._empty = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="progress", daemon=True)
 
@@ -332,27 +326,30 @@ class _NotebookDisplay:
             page.print(*self._left, self._get_renderable(), sep="")
             text = page.export_text(clear=False)
             html = page.export_html(inline_styles=True, code_format=_NOTEBOOK_FORMAT)
-            bundle = {"text/plain": text, "text/html": html}
+            is_empty = not text.strip()
+            bundle = {} if is_empty else {"text/plain": text, "text/html": html}
             display(bundle, raw=True, display_id=self._id, update=self._is_shown)
             self._is_shown = True
 
     def leave(self, bar: ProgressBar) -> None:
-        """Keep the last state of a bar that closes."""
+        """Keep the final state of a closing bar."""
         self._left.append(bar)
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
         self.refresh()
+        if not self._left:
+            _NotebookDisplay._empty = self._cell, self._id
 
 
 _NOTEBOOK_FORMAT = '<pre style="margin:0;line-height:1.2">{code}</pre>'
 
 
 class _Screen:
-    """The one live display of this process: a line for each open bar, below all other output.
+    """The live display of this process: a line for each open bar, below all other output.
 
-    Meanwhile other libraries draw no bars, and what they print or log stands above ours.
+    Meanwhile other libraries show no bars, and their output is printed above ours.
     """
 
     def __init__(self) -> None:
@@ -362,7 +359,7 @@ class _Screen:
         self.num_holds = 0
 
     def update(self) -> None:
-        """Open or close the display, as there are bars."""
+        """Open or close the display, depending on the open bars."""
         if not _BARS:
             self.close()
         if _BARS or self.num_holds:
@@ -380,7 +377,7 @@ class _Screen:
 
     def _start(self, console: Console) -> None:
         if console.is_jupyter:
-            # Of tqdm without ipywidgets, about bars that are off.
+            # tqdm warns about missing ipywidgets even for disabled bars.
             warnings.filterwarnings("ignore", message="IProgress not found")
             self._live = _NotebookDisplay(self._bars, console)
             self._live.start()
@@ -390,7 +387,7 @@ class _Screen:
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            # Redirected text goes where the bars are, which is not where a pipe leads.
+            # Redirected text goes to the bars' stream, not into a pipe.
             redirect_stdout=sys.stdout.isatty(),
         )
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -402,17 +399,17 @@ class _Screen:
                 self._undo.append(functools.partial(_restore_stream, name, old, new))
 
     def _bars(self) -> Group:
-        """The bars that know how far they are; without one, the newest."""
+        """Return the bars with a known total; without one, the newest."""
         live = [bar for bar in _BARS if bar.is_live]
         return Group(*([bar for bar in live if bar.total] or live[-1:]))
 
     def refresh(self) -> None:
-        """Show the present state at once."""
+        """Redraw the display at once."""
         if self._live is not None:
             self._live.refresh()
 
     def leave(self, bar: ProgressBar) -> None:
-        """Keep the last state of a bar that closes."""
+        """Keep the final state of a closing bar."""
         if self._live is not None:
             self._live.leave(bar)
 
@@ -423,17 +420,17 @@ class _Screen:
         self.forget()
 
     def forget(self) -> None:
-        """Restore the streams; a forked process leaves its parent's display alone."""
+        """Restore the streams; a forked process does not touch its parent's display."""
         for undo in reversed(self._undo):
             undo()
         self._live, self._undo = None, []
 
 
 def _move_log_handlers(old: TextIO, new: TextIO) -> None:
-    """Have log handlers that write to one stream write to another, for instance transformers'."""
+    """Redirect log handlers from one stream to another, for instance transformers'."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
-            # Python's last resort has no stream of its own.
+            # `logging.lastResort` has no stream attribute of its own.
             if vars(handler).get("stream") is old:
                 handler.stream = new
 
@@ -460,13 +457,13 @@ os.register_at_fork(
 
 
 def quiet_libraries() -> None:
-    """Switch off the bars of libraries that were imported after ours was shown."""
+    """Disable the bars of libraries imported after ours was shown."""
     _SCREEN.update()
 
 
 @contextmanager
 def only_own_bars() -> Iterator[None]:
-    """Switch off the bars of other libraries within the block, also while none of ours is shown."""
+    """Disable the bars of other libraries within the block, even if none of ours is shown."""
     _SCREEN.num_holds += 1
     try:
         yield
@@ -477,7 +474,7 @@ def only_own_bars() -> Iterator[None]:
 
 @contextmanager
 def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
-    """Show on the open progress bars what the run waits for within the block.
+    """Show on the open progress bars what the run is waiting for within the block.
 
     Parameters
     ----------
@@ -505,11 +502,39 @@ def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
             _show_waits()
 
 
-def count_request() -> None:
-    """Count an answered request on the newest bar that counts requests, if there is one."""
-    bar = next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
-    if bar is not None:
-        bar.step()
+def count_requests(number: int = 1) -> None:
+    """Count answered requests on the newest bar that counts them, if there is one."""
+    bar = _request_bar()
+    if bar is None:
+        return
+    if bar.num_expected is not None:
+        # Further ones are repetitions.
+        number = min(number, bar.num_expected)
+        bar.num_expected -= number
+    bar.step(number)
+
+
+@contextmanager
+def counting(num_units: int) -> Iterator[None]:
+    """Count units on the newest bar that counts requests, if it has a total.
+
+    Each request that is answered within the block counts as one; those without a request are
+    counted at its end. A block within another one counts nothing.
+    """
+    bar = _request_bar()
+    if bar is None or bar.is_endless or bar.num_expected is not None:
+        yield
+        return
+    bar.num_expected = num_units
+    try:
+        yield
+        bar.step(bar.num_expected)
+    finally:
+        bar.num_expected = None
+
+
+def _request_bar() -> ProgressBar | None:
+    return next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
 
 
 def _show_waits() -> None:
@@ -526,7 +551,7 @@ def open_progress(
     *,
     path: str | None = None,
 ) -> ProgressBar:
-    """The bar of a run.
+    """Open the bar of a run.
 
     Parameters
     ----------
@@ -555,7 +580,7 @@ def showing(
     counts_requests: bool = False,
     enabled: bool = True,
 ) -> Iterator[ProgressBar]:
-    """Show a bar within the block; without a total, time and answered requests alone."""
+    """Show a bar within the block; without a total, only time and answered requests."""
     bar = open_progress(total, enabled)
     bar.counts_requests |= counts_requests
     bar.set_description(what)
@@ -570,7 +595,7 @@ class _LoopIsCut(BaseException):
 
 
 class IterationContext:
-    """The iterations of a decorated loop; `is_cut` if it has fewer than it requested."""
+    """The iterations of a decorated loop; `is_cut` if fewer than requested."""
 
     def __init__(
         self,
@@ -590,7 +615,7 @@ class IterationContext:
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of the loop; capped in a test run."""
+        """Number of iterations of the loop, limited in a test run."""
         self._is_read = True
         return self._num_iterations
 
@@ -605,7 +630,7 @@ class IterationContext:
         self._progress.set_postfix(values)
 
     def step(self, num_iterations: int = 1) -> None:
-        """Count iterations that were just done; the last one of a cut loop ends it."""
+        """Count completed iterations; the last one of a cut loop ends it."""
         self._step(num_iterations)
         # A loop that has read the number of iterations ends by itself.
         if self._is_cut and self._num_done >= self._num_iterations + self._is_read:
@@ -617,9 +642,9 @@ class IterationContext:
         self._call_step_func(num_iterations)
 
     def iterate(self, start: int = 0) -> Iterator[int]:
-        """The index of each iteration, which is counted when its body has ended.
+        """Yield the index of each iteration, counted when its body has ended.
 
-        Iterations before `start` were done by an earlier process.
+        Iterations before `start` were completed by an earlier process.
         """
         num_skipped = min(start, self._num_iterations)
         if num_skipped > 0:
@@ -654,10 +679,10 @@ class ProgressLoop(Protocol[SelfT, P, R]):
 def attach_progress_bar(
     num_iterations_func: Callable[[Any], int],
 ) -> Callable[[Callable[Concatenate[SelfT, IterationContext, P], R]], ProgressLoop[SelfT, P, R]]:
-    """Decorate a method that loops; it gets an `IterationContext` as its first argument.
+    """Decorate a method that loops; it receives an `IterationContext` as its first argument.
 
-    The owner has `settings`. The loop counts on the owner's `progress` if that is a `ProgressBar`,
-    else on a bar of its own.
+    The owner has `settings`, see `ExperimentSettings`. The loop counts on the owner's `progress` if
+    that is a `ProgressBar`, else on a bar of its own.
 
     Parameters
     ----------
@@ -670,7 +695,7 @@ def attach_progress_bar(
     ) -> ProgressLoop[SelfT, P, R]:
         @functools.wraps(loop)
         def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            settings = self.settings
+            settings = cast(Any, self).settings
             requested = num_iterations_func(self)
             num_iterations = _capped(requested, settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
@@ -699,8 +724,8 @@ def attach_progress_bar(
     return decorate
 
 
-def total_num_iterations(owner: ProgressOwner) -> int:
-    """Iterations of all decorated loops of an object, each run once."""
+def total_num_iterations(owner: Any) -> int:
+    """Return the iterations of all decorated loops of an object, each run once."""
     loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
     return sum(
         _capped(loop.num_iterations_func(owner), owner.settings.test_run)
@@ -709,7 +734,7 @@ def total_num_iterations(owner: ProgressOwner) -> int:
     )
 
 
-def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
+def _is_counted(owner: object, loop: Any) -> bool:
     """Whether `total_num_iterations` counts a loop; not if its name is overridden."""
     return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 
@@ -726,15 +751,15 @@ def _short(value: float | str) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """A duration, for instance 03:34 or 1:00:05."""
+    """Format a duration, for instance 03:34 or 1:00:05."""
     return str(timedelta(seconds=round(seconds))).removeprefix("0:")
 
 
 def _print_whole(console: Console, text: str) -> None:
-    """Print a line as it is, however narrow the console."""
+    """Print a line without wrapping."""
     console.print(Text(text), soft_wrap=True)
 
 
 def _is_live(console: Console) -> bool:
-    """Whether a line can be drawn again: on a terminal or in a notebook."""
+    """Whether a line can be redrawn: on a terminal or in a notebook."""
     return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
@@ -135,7 +135,7 @@ def stress_test(
     plugins: Sequence[str] = (),
     **settings: Any,
 ) -> ExperimentResult:
-    """Train an attacker that makes a target fail by a scorer.
+    """Train an attacker to elicit failures of a target, as rated by a scorer.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def stress_parameters(
     attacker: str | Path | None = None,
     trainer: str = "ast_dpo",
 ) -> dict[str, Any]:
-    """The parameters of `stress_test`, as a parameter file holds them."""
+    """Return the parameters of `stress_test`, as in a parameter file."""
     is_address = str(target).startswith(("http://", "https://"))
     if is_address is (target_model is None):
         raise ConfigurationError(
@@ -221,7 +221,7 @@ def _speaker(model: str | Path) -> dict[str, Any]:
 
 
 def _scorer(scorer: Reward) -> dict[str, Any]:
-    """Parameters of a scorer; a function becomes the scorer `python`."""
+    """Return the parameters of a scorer; a function becomes the scorer `python`."""
     parameters = _reward(scorer)[1]
     if "scorer" in parameters:
         return dict(parameters["scorer"])
@@ -244,7 +244,7 @@ def task_parameters(
     algorithm: str = "grpo",
     options: Mapping[str, Any] | None = None,
 ) -> TaskParameters:
-    """The parameters of `train_task`, as a parameter file holds them."""
+    """Return the parameters of `train_task`, as in a parameter file."""
     if algorithm not in GROUP_VARIANTS:
         raise UnknownNameError("algorithm", algorithm, GROUP_VARIANTS)
     task: dict[str, Any] = {
@@ -274,7 +274,7 @@ def task_parameters(
 
 
 def mapped_options(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Our parameter and value for each option by TRL's name.
+    """Return our parameter and value for each option given by TRL's name.
 
     Raises
     ------
@@ -300,7 +300,7 @@ def mapped_options(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 def named_rewards(
     rewards: Reward | Sequence[Reward], weights: Sequence[float] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Parameters of rewards by name.
+    """Return the parameters of rewards by name.
 
     Raises
     ------
@@ -312,7 +312,8 @@ def named_rewards(
         raise ConfigurationError("a task needs at least one reward. Give file.py:function.")
     if weights is not None and len(weights) != len(given):
         raise ConfigurationError(
-            f"there are {len(weights)} weights for {len(given)} rewards. Give one for each."
+            f"{counted(len(given), 'reward')} cannot have {counted(len(weights), 'weight')}. Give "
+            "one weight for each."
         )
     found: dict[str, dict[str, Any]] = {}
     for index, one in enumerate(given):
@@ -325,7 +326,7 @@ def named_rewards(
 
 
 def _reward(reward: Reward) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of a reward."""
+    """Return name and parameters of a reward."""
     if isinstance(reward, Mapping):
         return str(reward.get("_type", "scorer")), {"scorer": dict(reward)}
     if isinstance(reward, str | Path):
@@ -350,7 +351,7 @@ def _reward_of_text(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _reference_of(function: Callable[..., Any]) -> str:
-    """What finds a function again: its module and name, or the name under which it is registered.
+    """Return an importable reference to a function: its module and name, or its registered name.
 
     A function of a script or notebook is registered, since importing the script would run it.
     """
@@ -372,7 +373,7 @@ def _reference_of(function: Callable[..., Any]) -> str:
 
 
 def numbers_of(text: str) -> list[float]:
-    """Numbers separated by commas."""
+    """Parse numbers separated by commas."""
     try:
         return [float(one) for one in text.split(",")]
     except ValueError as error:
@@ -393,7 +394,7 @@ def _tokenizer(model: str | Path) -> Any:
 
 
 def _variant(algorithm: str) -> dict[str, Any]:
-    """Parameters of the trainer for a published algorithm."""
+    """Return the trainer's parameters for a published algorithm."""
     one = GROUP_VARIANTS[algorithm]
     loss: dict[str, Any] = {"loss": one.loss, "reduction": one.reduction}
     if one.clip_high is not None:
@@ -405,7 +406,7 @@ def _variant(algorithm: str) -> dict[str, Any]:
 
 
 def _located(place: str | Path) -> str:
-    """A path that holds from any folder; hub ids and modules unchanged."""
+    """Return a path valid in any working directory; hub ids and modules unchanged."""
     text = str(place).removeprefix(HUB)
     path = Path(text).expanduser()
     with suppress(OSError, ValueError):
@@ -425,7 +426,7 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _stored(data: Any, runs_dir: Path) -> str | Path:
-    """The path of rows; those in memory are written to `<runs_dir>/data/<digest>.jsonl`."""
+    """Return the path of rows; write those in memory to `<runs_dir>/data/<digest>.jsonl`."""
     if isinstance(data, str | Path):
         return data
     rows = data.to_list() if hasattr(data, "to_list") else data

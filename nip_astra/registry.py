@@ -1,4 +1,4 @@
-"""The registry class behind every name in a parameter file."""
+"""The registry of named components."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RegistrySnapshot(NamedTuple):
 class Registry(Generic[T]):
     """Maps names of one kind to the registered objects.
 
-    A name is looked up among the registered objects, then among the built-ins (whose module is
-    imported on first use), then among the entry points of installed packages.
+    Names are resolved among the registered objects, then the built-ins (whose module is imported on
+    first use), then the entry points of installed packages.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         ALL_REGISTRIES[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that registers its object under `name` and returns it unchanged.
+        """Register an object under `name`; a decorator that returns the object unchanged.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Registry(Generic[T]):
             place = _place_of(entry)
             owner = self._owner_of(key, getattr(entry, "__module__", None) or "")
             if key in self._entries and _is_redefined(self._entries[key], entry):
-                # A repeated notebook cell means the new definition.
+                # A repeated notebook cell replaces its definition.
                 owner = None
             if owner is not None:
                 raise DuplicateNameError(self.kind, key, owner, place)
@@ -102,7 +102,7 @@ class Registry(Generic[T]):
         return decorate
 
     def forget(self, name: str) -> None:
-        """Drop a registered name, so that its file can be read again, for instance in a notebook.
+        """Remove a registered name, so that its file can be reloaded, for instance in a notebook.
 
         Raises
         ------
@@ -134,11 +134,11 @@ class Registry(Generic[T]):
         return self._entries[key]
 
     def names(self) -> list[str]:
-        """All names, sorted; imports nothing."""
+        """Return all names, sorted, without importing anything."""
         return sorted({*self._built_ins, *self._entries, *(e.name for e in self._entry_points())})
 
     def origin(self, name: str) -> str:
-        """Where a name comes from: "built-in", "file:line", or "entry point of <package>"."""
+        """Return the origin of a name: "built-in", "file:line", or "entry point of <package>"."""
         key = str(name)
         if key in self._built_ins:
             return "built-in"
@@ -154,11 +154,11 @@ class Registry(Generic[T]):
         return str(name) in self._built_ins
 
     def module_of(self, name: str) -> str:
-        """The module that registers a built-in."""
+        """Return the module that registers a built-in."""
         return self._built_ins[str(name)]
 
     def snapshot(self) -> RegistrySnapshot:
-        """The present state, for `restore`."""
+        """Return the current state, for `restore`."""
         return RegistrySnapshot(dict(self._entries), dict(self._places))
 
     def restore(self, snapshot: RegistrySnapshot) -> None:
@@ -173,7 +173,7 @@ class Registry(Generic[T]):
         return self.kind.replace("_", " ")
 
     def _owner_of(self, key: str, module: str) -> str | None:
-        """Who has a name already, other than the module that registers it now."""
+        """Return where a name is already registered, unless by the module that registers it now."""
         if key in self._entries:
             return self._places[key]
         if key in self._built_ins:
@@ -240,16 +240,16 @@ class Registry(Generic[T]):
 
 
 ALL_REGISTRIES: dict[str, Registry[Any]] = {}
-"""Every registry made so far, by kind."""
+"""All registries, by kind."""
 
 
 @lru_cache(maxsize=64)
 def _found_in(
     _places: tuple[tuple[str, float], ...], find: Callable[..., Any], group: str
 ) -> Sequence[metadata.EntryPoint]:
-    """The entry points of a group, read once while the folders of Python's path stay as they are.
+    """Return the entry points of a group, cached until Python's path changes.
 
-    To read them takes 5 ms and more, as much as a tenth of resolving an experiment.
+    Reading them takes 5 ms and more, as much as a tenth of resolving an experiment.
     """
     return tuple(find(group=group))
 
@@ -266,7 +266,7 @@ def _package_of(entry_point: metadata.EntryPoint) -> str:
 
 
 def _is_redefined(known: object, entry: object) -> bool:
-    """Whether both are one definition of the main program, executed again."""
+    """Whether both are the same definition in the main program, executed again."""
     names = [
         (getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (known, entry)
     ]

@@ -1,4 +1,4 @@
-"""Check that a killed run resumes exactly: kill it at a file operation, resume and compare it.
+"""Check of exact resumption: kill a run at a file operation, resume it, and compare the results.
 
 Processes are forked from one that has run once, so that a kill costs one run.
 """
@@ -37,11 +37,11 @@ from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
 MAX_ITERATIONS = 2
-"""Iterations to which every loop of a run is cut."""
+"""Maximum iterations of every loop of a run."""
 SETTINGS: Mapping[str, Any] = {"progress": False, "wandb": "disabled", "checkpoint_period": 1}
 """Settings of all runs of a check."""
 RUN = "run"
-"""Name of every run, each in a folder of its own."""
+"""Name of every run, each in its own folder."""
 _WATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "truncate", "ftruncate")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OWN_NAMES = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
@@ -90,7 +90,7 @@ class ResumeCheck(NamedTuple):
 
 
 def random_places(num_kills: int, seed: int) -> Places:
-    """A random sample of distinct operations."""
+    """Return a function that samples distinct operations at random."""
 
     def places(count: int) -> list[int]:
         draw = random.Random(derive_seed(seed, "kills"))
@@ -168,7 +168,7 @@ def check_resume(
 
 
 def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
-    """Whether this process may run once and be forked then: devices, threads and Ray prevent it."""
+    """Whether this process can fork after a run, which devices, threads and Ray prevent."""
     one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
     return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
 
@@ -218,7 +218,7 @@ def _kill(
 
 @contextmanager
 def killed_at(number: int) -> Iterator[list[str]]:
-    """Note this process's file operations, and kill it before number `number`, from 1; 0: never."""
+    """Record this process's file operations, and kill it before operation `number` (0: never)."""
     process = os.getpid()
     done: list[str] = []
     before: list[tuple[Any, str, Any]] = []
@@ -254,7 +254,7 @@ def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
 
 
 def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
-    """The exit status of a process that does the work; its output goes to the log, if any."""
+    """Do the work in a forked process and return its exit status; `log` receives its output."""
     sys.stdout.flush()
     process = os.fork()
     if not process:
@@ -273,7 +273,7 @@ def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
 
 
 def _seed_generators() -> None:
-    """Seed every process alike, since a fork reseeds Python's generator."""
+    """Seed every process equally, since a fork reseeds Python's generator."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def _last_line(log: Path) -> str:
 def go_on(
     resolved: ResolvedExperiment, runs_dir: Path, settings: Mapping[str, Any] = SETTINGS
 ) -> None:
-    """Resume a killed run; start it again if it has no directory yet."""
+    """Resume a killed run; restart it if it has no directory yet."""
     path = runs_dir / RUN
     if not path.exists():
         run_experiment(resolved, runs_dir=str(runs_dir), run_id=RUN, **settings)
@@ -300,7 +300,7 @@ def go_on(
 
 
 def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
-    """The first difference to an uninterrupted run; empty if there is none."""
+    """Return the first difference to an uninterrupted run; empty if there is none."""
     path = runs_dir / RUN
     if not (path / REPORT).exists():
         return f"{REPORT} is missing"
@@ -312,9 +312,9 @@ def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
 
 
 def what_was_found(run: Path) -> dict[str, bytes]:
-    """The contents that must not depend on kills, by file.
+    """Return the contents that must not depend on kills, by file.
 
-    Names that processes and services give are replaced by numbers in order of occurrence.
+    Names given by processes and services are replaced by numbers in order of occurrence.
     """
     texts = _Texts(run)
     latest = run / "checkpoints" / "latest"
@@ -339,11 +339,11 @@ def what_was_found(run: Path) -> dict[str, bytes]:
 
 
 _OF_A_CHECKPOINT = ("state.json", "manifest.json")
-"""The first is compared separately; the other has digests of all."""
+"""Files compared separately; the manifest has digests of all others."""
 
 
 class _Texts:
-    """The texts of a run without its path, key and `jobs` (replacements by name)."""
+    """Removes path, key and `jobs` (replacements by name) from a run's texts."""
 
     def __init__(self, run: Path) -> None:
         self.places = sorted({str(run), str(run.absolute()), str(run.resolve())}, key=len)[::-1]
@@ -351,7 +351,7 @@ class _Texts:
         self.key = ""
 
     def plain_json(self, path: Path) -> bytes:
-        """The content of a JSON file without times and costs of services."""
+        """Return the content of a JSON file without times and costs of services."""
         if not path.is_file():
             return b""
         content = json.loads(path.read_text())
@@ -360,7 +360,7 @@ class _Texts:
         return self.neutral(json.dumps(_without_own(content), indent=1)).encode()
 
     def neutral(self, text: str) -> str:
-        """A text without the run's path and the names of its jobs."""
+        """Return a text without the run's path and the names of its jobs."""
         for place in self.places:
             text = text.replace(place, "RUN")
         text = text.replace(self.key, "KEY") if self.key else text
@@ -377,7 +377,7 @@ def _without_own(value: Any) -> Any:
 
 
 def difference_of(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
-    """The first file that differs, and the first name in it; empty if all are equal."""
+    """Return the first file that differs, and the first name in it; empty if all are equal."""
     for file in sorted(found.keys() | expected.keys()):
         one, other = found.get(file), expected.get(file)
         if one == other:
@@ -392,7 +392,7 @@ def difference_of(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> 
 
 
 def _named(file: str, content: bytes) -> dict[str, Any]:
-    """The values of a file by name; of lines of JSON, by line and name."""
+    """Return the values of a file by name; of JSON lines, by line and name."""
     if file.endswith(".safetensors"):
         return _tensors(content)
     text, has_lines = content.decode(errors="replace"), file.endswith(".jsonl")

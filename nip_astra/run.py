@@ -1,4 +1,4 @@
-"""Run experiments: prepare, run, resume."""
+"""Preparation, execution and resumption of experiments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,13 +53,6 @@ from nip_astra.tracking.environment import (
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker, open_tracker
-from nip_astra.trainers.fitness import (
-    refuse_half_built,
-    refuse_idle_actors,
-    refuse_idle_settings,
-    refuse_replaced,
-    refuse_unfinished,
-)
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
@@ -70,12 +63,15 @@ from nip_astra.trust import (
     on_behalf_of,
     sign,
 )
+from nip_astra.utils.actors import refuse_actors_without_device
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 
+StopFlag = Callable[[], str | None]
+
 OF_THE_EXPERIMENT = ("trainer", "scenario", "parameter_file", "overrides", "seed", "plugins")
-"""Arguments of `resolve_experiment` that `run_experiment` takes beside settings."""
+"""Arguments of `resolve_experiment` that `run_experiment` accepts beside settings."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +98,18 @@ class ExperimentResult(Shown):
         return self.read().plot(*names)
 
     def read(self) -> RunResults:
-        """Everything that the run recorded, as objects and frames."""
+        """Return everything that the run recorded, as objects and frames."""
         return read_results(self.run_directory.path)
 
 
 def prepare_experiment(
     experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
+    *,
+    team: Team | None = None,
     **fields: Any,
 ) -> PreparedExperiment:
-    """Build all components and the trainer; writes nothing.
+    """Build all components and the trainer; write nothing.
 
     Parameters
     ----------
@@ -119,13 +117,16 @@ def prepare_experiment(
         Hyper-parameters are completed as on the command line; see `resolve_experiment`.
     settings : ExperimentSettings, optional
         In place of `settings` in the parameter file.
+    team : Team, optional
+        The processes that train together; this one alone without it.
     **fields
         Arguments of `resolve_experiment` (`trainer`, `scenario`, `overrides`, `seed`, ...), and
         single settings by name.
     """
     resolved = _resolved(experiment, fields)
     settings = _settings(settings or resolved.settings, fields)
-    refuse_idle_actors(resolved.trainer_class, settings)
+    team = team or Team()
+    refuse_idle_actors(resolved.trainer_class, settings, team)
     loading = showing("Loading", enabled=settings.progress)
     with loading, on_behalf_of(resolved.source), _within_memory():
         instance = build_scenario_instance(
@@ -135,6 +136,7 @@ def prepare_experiment(
             scenario_dir=resolved.scenario_dir,
             trainer_type=resolved.trainer_class.trainer_type,
         )
+        instance.team = team
         refuse_unfinished(resolved.trainer_class)
         trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
         refuse_half_built(trainer)
@@ -162,11 +164,18 @@ def _within_memory() -> Iterator[None]:
 def run_experiment(
     experiment: HyperParameters | ResolvedExperiment | None = None,
     settings: ExperimentSettings | None = None,
+    *,
+    stop_flag: StopFlag | None = None,
     **fields: Any,
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
-    Parameters are as in `prepare_experiment`, except `run_directory`, `tracker` and `team`.
+    Other parameters are as in `prepare_experiment`.
+
+    Parameters
+    ----------
+    stop_flag : callable, optional
+        Returns the reason for which the run should stop after its step, or None.
 
     Raises
     ------
@@ -177,15 +186,20 @@ def run_experiment(
     """
     resolved = _resolved(experiment, fields)
     settings = _settings(settings or resolved.settings, fields)
-    refuse_replaced(settings)
     with _team_of(settings) as team:
-        settings = settings.model_copy(update={"team": team})
-        refuse_idle_settings(settings)
-        return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
+        refuse_idle_settings(settings, team)
+        if team.is_leader:
+            return _begin(resolved, settings, team, stop_flag)
+        return _take_part(resolved, settings, team)
 
 
-def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
-    """Make a run directory, and train."""
+def _begin(
+    resolved: ResolvedExperiment,
+    settings: ExperimentSettings,
+    team: Team,
+    stop_flag: StopFlag | None,
+) -> ExperimentResult:
+    """Create a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
@@ -205,7 +219,7 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
     built: list[Trainer] = []
     with run_lock(directory.path):
         try:
-            return _run(resolved, settings, directory, checkpoint=None, built=built)
+            return _run(resolved, settings, directory, team, stop_flag, built=built)
         except StopRequested:
             raise
         except BaseException:
@@ -216,7 +230,7 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
 
 
 def _sources_of_what_is_read(resolved: ResolvedExperiment) -> dict[str, str]:
-    """Where each parameter comes from, without groups that nothing in the run reads."""
+    """Return the source of each parameter, without groups that nothing in the run reads."""
     scenario_class = SCENARIOS.get(resolved.kind)
     unread = never_read(
         resolved.sources,
@@ -233,6 +247,7 @@ def resume_experiment(
     *,
     plugins: Sequence[str] = (),
     is_trusted: bool = False,
+    stop_flag: StopFlag | None = None,
     **settings_fields: Any,
 ) -> ExperimentResult:
     """Continue a run from its latest checkpoint, in its directory.
@@ -247,6 +262,8 @@ def resume_experiment(
         Python files that replace those of the same name that the run loaded, or modules.
     is_trusted : bool
         Load code that the run names although the run is not the user's own.
+    stop_flag : callable, optional
+        See `run_experiment`.
     **settings_fields
         Settings that differ from those of the run's start.
 
@@ -268,18 +285,16 @@ def resume_experiment(
     if not is_trusted:
         _check_settings(directory, stored, {"runs_dir": runs_dir} | settings_fields)
     settings = _settings(stored, settings_fields)
-    refuse_replaced(settings)
     with _team_of(settings) as team:
-        settings = settings.model_copy(update={"team": team})
-        refuse_idle_settings(settings, settings_fields)
+        refuse_idle_settings(settings, team, settings_fields)
         if team.is_leader:
             with run_lock(directory.path):
                 if directory.has_ended:
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _checkpoint_to_go_on_from(directory)
-                return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
-        return _take_part(_resolved_again(directory, plugins, is_trusted), settings)
+                return _run(resolved, settings, directory, team, stop_flag, checkpoint=checkpoint)
+        return _take_part(_resolved_again(directory, plugins, is_trusted), settings, team)
 
 
 def _resolved_again(
@@ -295,7 +310,7 @@ def _resolved_again(
 def _check_settings(
     directory: RunDirectory, stored: ExperimentSettings, given: Mapping[str, Any]
 ) -> None:
-    """Ask about settings of an untrusted run that reach outside its folder."""
+    """Request approval for settings of an untrusted run that affect more than its folder."""
     path = directory.path / files.SETTINGS
     outside = {name: value for name, value in stored.outside().items() if name not in given}
     StoredSource(str(path), is_own(path, SETTINGS_SIGNATURE), outside=outside).check_outside()
@@ -303,7 +318,7 @@ def _check_settings(
 
 @contextmanager
 def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
-    """The processes of a launcher; all but the leader ignore signals."""
+    """Connect the processes of a launcher; all but the leader ignore signals."""
     with open_team(resolve_device(settings.device), settings.process_store) as team:
         if team.is_leader:
             yield team
@@ -312,12 +327,13 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
             yield team
 
 
-def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+def _take_part(
+    resolved: ResolvedExperiment, settings: ExperimentSettings, team: Team
+) -> ExperimentResult:
     """Train as a non-leading process: write, track and show nothing."""
-    shared = settings.team.broadcast({"run": "", "checkpoint": ""})
-    silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
-    prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
-    trainer = prepared.trainer
+    shared = team.broadcast({"run": "", "checkpoint": ""})
+    settings = settings.model_copy(update={"progress": False})
+    trainer = prepare_experiment(resolved, settings, team=team).trainer
     if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
         if shared["checkpoint"]:
             trainer.go_on_from(Path(shared["checkpoint"]))
@@ -326,7 +342,7 @@ def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Ex
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
-    """Write the report of a run that was killed after its results."""
+    """Write the missing report of a run that was killed after its results."""
     results: dict[str, Any] = directory.read_json(files.RESULTS)
     if (directory.path / files.REPORT).exists():
         raise RunDirectoryError(
@@ -339,7 +355,7 @@ def _finish_ended(directory: RunDirectory) -> ExperimentResult:
 
 
 def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
-    """The newest checkpoint; None if the run was stopped before its first one."""
+    """Return the newest checkpoint; None if the run stopped before its first one."""
     store = CheckpointStore(directory.checkpoints_dir)
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
@@ -351,7 +367,7 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
 
 
 def _remove_leftovers(directory: RunDirectory) -> None:
-    """Remove what a killed process left unfinished."""
+    """Remove unfinished files of a killed process."""
     directory.remove_leftovers()
     CheckpointStore(directory.checkpoints_dir).remove_leftovers()
 
@@ -360,30 +376,30 @@ def _run(
     resolved: ResolvedExperiment,
     settings: ExperimentSettings,
     directory: RunDirectory,
+    team: Team,
+    own_flag: StopFlag | None,
     *,
-    checkpoint: Path | None,
-    built: list[Trainer],
+    checkpoint: Path | None = None,
+    built: list[Trainer] | None = None,
 ) -> ExperimentResult:
-    """Build and train; appends the trainer to `built`."""
+    """Build and train; append the trainer to `built`."""
     with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
-        own_flag = settings.stop_flag or (lambda: None)
 
         def stop_flag() -> str | None:
-            return name_of_signal() or own_flag()
+            return name_of_signal() or (own_flag() if own_flag else None)
 
         _remove_leftovers(directory)
         tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
         is_done = False
         services: list[ChatModel] = []
         try:
-            if settings.team is not None:
-                found = "" if checkpoint is None else str(checkpoint.absolute())
-                settings.team.broadcast(
-                    {"run": str(directory.path.absolute()), "checkpoint": found}
-                )
-            runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
-            prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
-            built.append(prepared.trainer)
+            latest = "" if checkpoint is None else str(checkpoint.absolute())
+            team.broadcast({"run": str(directory.path.absolute()), "checkpoint": latest})
+            settings = settings.model_copy(update={"run_directory": directory})
+            prepared = prepare_experiment(resolved, settings, team=team)
+            prepared.trainer.tracker, prepared.trainer.stop_flag = tracker, stop_flag
+            if built is not None:
+                built.append(prepared.trainer)
             services += prepared.scenario_instance.services.values()
             note_computation(
                 directory,
@@ -469,7 +485,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
 
 
 def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> None:
-    """Write report.html; a run that has ended well does not fail for its report."""
+    """Write report.html; a failed report does not fail a completed run."""
     try:
         path = write_report([directory.path])
         if tracker is not None:
@@ -481,7 +497,7 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
 def _resolved(
     experiment: HyperParameters | ResolvedExperiment | None, fields: dict[str, Any]
 ) -> ResolvedExperiment:
-    """The experiment; its own fields are removed from those of the settings."""
+    """Return the resolved experiment; its own fields are removed from those of the settings."""
     own = {name: fields.pop(name) for name in OF_THE_EXPERIMENT if name in fields}
     if not isinstance(experiment, ResolvedExperiment):
         return resolve_experiment(hyper_params=experiment, **own)
@@ -506,7 +522,7 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that returns which of SIGINT and SIGTERM arrived; a second one stops at once."""
+    """Yield a function that names a received SIGINT or SIGTERM; a second one stops at once."""
     received: list[str] = []
 
     def note(number: int, _frame: Any) -> None:
@@ -532,7 +548,7 @@ def signals_left_to_leader() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Any) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM, in the main thread."""
+    """Handle SIGINT and SIGTERM with `handler`, in the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -545,6 +561,76 @@ def _handled_by(handler: Any) -> Iterator[None]:
 
 
 def _write_at_once(text: str) -> None:
-    """Write a line to standard error by its number: within a handler a stream may be in use."""
+    """Write a line to file descriptor 2: in a signal handler, streams may be in use."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
+
+
+# ---- checks of the trainer against the settings
+
+
+def refuse_idle_actors(
+    trainer_class: type[Trainer], settings: ExperimentSettings, team: Team
+) -> None:
+    """Refuse actors that a trainer would not play on, or that could not hold its models."""
+    if not settings.num_actors:
+        return
+    refuse_actors_without_device(settings)
+    in_a_team = team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"num_actors={settings.num_actors}, but {reason}. Trainers of language models (ast_*, "
+            "self_hosted_*, ...) in one process play on actors; leave num_actors 0 for others."
+        )
+
+
+def refuse_idle_settings(
+    settings: ExperimentSettings, team: Team, given: Container[str] | None = None
+) -> None:
+    """Refuse settings that nothing in this run reads.
+
+    `given` are the names that were given now, where others are those of a stored run; None for all.
+    """
+    if settings.run_directory is not None:
+        raise ConfigurationError("a run makes its own run_directory. Set runs_dir and run_id.")
+    for is_met, need, names in (
+        (team.size > 1, "several processes", ("sharding", "process_store")),
+        (settings.num_actors, "num_actors above 0", ("ray_address", "actor_cpus", "actor_gpus")),
+    ):
+        idle = [
+            f"{name}={getattr(settings, name)}"
+            for name in names
+            if not is_met
+            and (given is None or name in given)
+            and getattr(settings, name) != ExperimentSettings.model_fields[name].default
+        ]
+        if idle:
+            raise ConfigurationError(
+                f"the settings {', '.join(idle)} need {need}, and nothing here reads them. Leave "
+                "them out."
+            )
+
+
+def refuse_unfinished(trainer_class: type[Trainer]) -> None:
+    """Refuse a class that does not define the abstract methods of its base class."""
+    missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
+            "base class requires."
+        )
+
+
+def refuse_half_built(trainer: Trainer) -> None:
+    """Refuse a trainer whose own constructor leaves out that of its base class."""
+    if "state" not in vars(trainer):
+        name = type(trainer).__name__
+        raise ConfigurationError(
+            f"__init__ of the trainer {name} does not call that of its base class. Begin it with "
+            "super().__init__(hyper_params, scenario_instance, settings)."
+        )

@@ -1,8 +1,8 @@
-"""Make untrusted text of models, services and files safe to display.
+"""Escaping of untrusted text of models, services and files for display.
 
-A text of another may hold characters that a terminal obeys, that turn the direction of what
-follows, or that nobody sees. Shown, each of them becomes a picture or its number; in JSON and YAML,
-which must give back the same text, its escape.
+Untrusted text may contain characters that control a terminal, change the writing direction, or are
+invisible. For display each becomes a picture or its number; in JSON and YAML, which must decode to
+the same text, its escape.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LINE_ENDS = re.compile("\r\n|[\n\v\f\r\x85\u2028\u2029]")
 def safe_text(text: object) -> str:
     """Return a text whose control characters are replaced by visible ones.
 
-    Line feeds and tabs stay. Other C0 controls become their pictures (ESC is U+241B); of the rest
-    the number is written, U+202E as backslash, u and 202e.
+    Line feeds and tabs stay. Other C0 controls become their pictures (ESC is U+241B); the rest
+    become their numbers, U+202E as backslash, u and 202e.
     """
     return _UNSAFE.sub(_picture, str(text))
 
 
 def safe_line(text: object) -> str:
-    """Return a text as `safe_text` does, in one line: an end of line becomes the sign U+23CE."""
+    """Return `safe_text` in one line: an end of line becomes the sign U+23CE."""
     return safe_text(_LINE_ENDS.sub("\N{RETURN SYMBOL}", str(text)).replace("\t", " "))
 
 
@@ -43,9 +43,9 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 def valid_text(text: str) -> str:
-    """Return a text that can be encoded: half of a surrogate pair becomes U+FFFD, as decoders do.
+    """Return a text that can be encoded: half of a surrogate pair becomes U+FFFD, as in decoders.
 
-    Tokenizers, arrays of strings and files of UTF-8 refuse such halves.
+    Tokenizers, arrays of strings and UTF-8 files refuse such halves.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
@@ -56,12 +56,12 @@ def has_unsafe(text: str) -> bool:
 
 
 def escape_for_yaml(text: str) -> str:
-    """Return YAML whose unsafe characters, which must be in double quotes, are escaped."""
+    """Escape unsafe characters in YAML, which must be in double quotes."""
     return _UNSAFE.sub(lambda found: _number(found[0]), text)
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats records so that a message cannot act, and cannot pass for further records."""
+    """Formats records so that a message cannot control the terminal or imitate further records."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *others = safe_text(super().format(record)).split("\n")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nip_astra.distributed.team import Team
 from nip_astra.errors import MissingPartError
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.reward_terms.base import RewardTerm
@@ -41,6 +42,8 @@ class ScenarioInstance:
     """Implementation of layers, which decides last digits: "torch", or the compiled code."""
     services: Mapping[str, RetryingChatModel] = field(default_factory=dict)
     """Chat models by role: "target", "judge"."""
+    team: Team = field(default_factory=Team)
+    """The processes that use the components together."""
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,9 @@
-"""Which stored runs and sweeps may run code, read the environment, or reach outside their folder.
+"""Permissions of stored runs and sweeps: running code, reading the environment, leaving their
+folder.
 
 A run or sweep that this user made on this machine is signed: the HMAC of its parameters under a key
-that only this user can read. It is loaded as when it was started. Any other one is a document: it
-is read, and whatever it names outside of its own folder needs the user's approval.
+that only this user can read. It is loaded without restrictions. Any other one is only read, and
+whatever it names outside of its own folder needs the user's approval.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 from nip_astra.errors import UntrustedRunError
 
 SIGNATURE = "signature"
-"""Name of a run's signature in its `environment.json`."""
+"""Key of a run's signature in its `environment.json`."""
 SETTINGS_SIGNATURE = "settings_signature"
-"""Name of the signature of a run's settings in its `environment.json`."""
+"""Key of the signature of a run's settings in its `environment.json`."""
 _KEY_BYTES = 32
 _OWN_VARIABLES = frozenset(
     {
@@ -51,7 +52,7 @@ _OWN_VARIABLES = frozenset(
         "XDG_STATE_HOME",
     }
 )
-"""Variables that the package reads for itself; none holds a secret."""
+"""Variables that the package itself reads; none holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,10 @@ def active_source() -> StoredSource | None:
 
 
 def read_variable(name: str) -> str | None:
-    """Read a variable of the environment; None if it is not set.
+    """Read an environment variable; None if it is not set.
 
-    Everything in this package reads the environment here. A run of others, which might send the
-    value away, gets none but those that the package reads for itself.
+    The only access to the environment in this package. Another user's run, which might send the
+    value away, can read only the variables that the package itself uses.
 
     Raises
     ------
@@ -162,7 +163,7 @@ def sign(content: bytes) -> str | None:
 def is_own(parameter_file: Path, signature: str = SIGNATURE) -> bool:
     """Whether this user made the run of a parameter file on this machine.
 
-    The file must be as the run wrote it, and beside the run's `environment.json`.
+    The file must be unchanged, and beside the run's `environment.json`.
 
     Parameters
     ----------
@@ -178,7 +179,7 @@ def is_own(parameter_file: Path, signature: str = SIGNATURE) -> bool:
 
 
 def is_signed(content: bytes, signature: object) -> bool:
-    """Whether this user's key made the signature of the content."""
+    """Whether the content was signed with this user's key."""
     key = _read_key()
     if key is None or not isinstance(signature, str) or not signature.isascii():
         return False
@@ -186,7 +187,7 @@ def is_signed(content: bytes, signature: object) -> bool:
 
 
 def refuse_links_outside(folder: Path) -> None:
-    """Refuse an untrusted folder with a symbolic link that leads outside.
+    """Refuse an untrusted folder with a symbolic link that leads outside of it.
 
     Raises
     ------
@@ -211,7 +212,7 @@ def _key_path() -> Path | None:
     try:
         base = Path(read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     except RuntimeError:
-        return None  # nobody's home
+        return None  # no home folder
     return base / "nip_astra" / "run_key" if base.is_absolute() else None
 
 
@@ -232,7 +233,7 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes | None:
-    """Make the key where there is none; of two processes at once, both use the first one's."""
+    """Create the key if there is none; of two concurrent processes, both use the first one's."""
     path = _key_path()
     if path is None:
         return None

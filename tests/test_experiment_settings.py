@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError, ParameterError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
 
 
 def test_the_defaults_run_on_the_cpu_without_wandb() -> None:
@@ -30,18 +28,14 @@ def test_settings_come_back_from_what_is_written_without_their_runtime_fields(
         wandb="offline",
         num_threads=2,
         run_directory=RunDirectory(tmp_path),
-        tracker=Tracker(),
         tqdm_func=print,
         global_tqdm_step_fn=lambda: None,
-        stop_flag=lambda: None,
     )
     written = settings.to_dict()
-    assert not {"run_directory", "tracker", "tqdm_func", "global_tqdm_step_fn", "stop_flag"} & set(
-        written
-    )
+    assert not {"run_directory", "tqdm_func", "global_tqdm_step_fn"} & set(written)
     again = ExperimentSettings.from_dict(written)
     assert again.to_dict() == written
-    assert again.tracker is None
+    assert again.run_directory is None
     assert (again.wandb, again.num_threads) == ("offline", 2)
 
 
@@ -71,9 +65,7 @@ def test_a_wrong_setting_is_told(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"tracker": Tracker()}, "tracker"),
         ({"run_directory": RunDirectory(Path("x"))}, "run_directory"),
-        ({"team": Team()}, "team"),
         ({"sharding": "fsdp"}, "sharding=fsdp"),
         ({"process_store": "meet"}, "process_store=meet"),
         ({"ray_address": "auto"}, "ray_address=auto"),
@@ -97,14 +89,14 @@ def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Pa
     with pytest.raises(StopRequested, match="notebook"):
         run_experiment(resolved, stop_flag=lambda: "notebook", **settings)
     assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 1
-    for given in ({"tracker": Tracker()}, {"actor_cpus": 2.0}):
+    for given in ({"run_directory": RunDirectory(tmp_path)}, {"actor_cpus": 2.0}):
         with pytest.raises(ConfigurationError, match=next(iter(given))):
             resume_experiment(tmp_path / "one", progress=False, **given)
     assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
 
 
 def test_a_runtime_field_is_what_its_name_says() -> None:
-    with pytest.raises(ParameterError, match="tracker"):
-        ExperimentSettings(tracker="wandb")  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match="stop_flag"):
-        ExperimentSettings(stop_flag=3)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="run_directory"):
+        ExperimentSettings(run_directory="runs")  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="tqdm_func"):
+        ExperimentSettings(tqdm_func=3)  # type: ignore[arg-type]

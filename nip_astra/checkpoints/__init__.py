@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, and checked before they are believed."""
+"""Checkpoints, written atomically and verified before they are loaded."""

@@ -23,7 +23,7 @@ STATE = "state"
 GENERATORS = "generators"
 """File name of the generators' states in a checkpoint."""
 _CODE_PATHS = ("plugins", "custom_trainer_module_path")
-"""Paths of code, which may have moved; changed code itself raises a warning elsewhere."""
+"""Paths of code, which may have moved; changed code raises a warning elsewhere."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class RunState:
 
     @property
     def update_count(self) -> int:
-        """Increasing number that names checkpoints."""
+        """Increasing number in checkpoint names."""
         return self.iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
+        """Return plain values and tensors."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
@@ -78,7 +78,7 @@ def load_generators(folder: Path) -> dict[str, Any]:
 
 
 def global_generators() -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch, as plain values and tensors.
+    """Return the states of Python's, NumPy's and torch's generators, as plain values and tensors.
 
     NumPy's is the legacy global generator (`np.random.rand`); torch's are those of the CPU and of
     each CUDA device.
@@ -93,7 +93,7 @@ def global_generators() -> dict[str, Any]:
 
 
 def set_global_generators(state: dict[str, Any]) -> None:
-    """Restore the result of `global_generators`, for CUDA devices that exist then and now."""
+    """Restore the result of `global_generators`, for the CUDA devices that still exist."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -104,7 +104,7 @@ def set_global_generators(state: dict[str, Any]) -> None:
 
 
 def described_run(hyper_params: HyperParameters) -> dict[str, Any]:
-    """Trainer and parameters, for a checkpoint's manifest."""
+    """Return trainer and parameters for a checkpoint's manifest."""
     plain: dict[str, Any] = json.loads(json.dumps(hyper_params.to_dict()))
     return {"trainer": hyper_params.trainer, "parameters": plain}
 
@@ -116,7 +116,7 @@ def check_is_of_run(
     *,
     may_differ: tuple[str, ...] = (),
 ) -> None:
-    """Refuse a checkpoint of another trainer, or of a run with other parameters than `may_differ`.
+    """Raise for a checkpoint of another trainer, or of a run that differs beyond `may_differ`.
 
     If another version of nip_astra wrote the checkpoint, only the parameters known to both are
     compared. Paths of plug-ins are not compared.

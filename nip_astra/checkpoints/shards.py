@@ -32,7 +32,7 @@ SHARDS = "shards"
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors by name; a collective call of all processes that hold shards."""
+    """Write tensors by name; a collective call of all processes with shards."""
     with _as_checkpoint_error(
         folder,
         "write",
@@ -43,7 +43,7 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def sizes_in(folder: Path) -> dict[str, torch.Size]:
-    """Shape of each tensor in a folder; raises CheckpointError if shards are missing."""
+    """Return the shape of each tensor in a folder; raise CheckpointError if shards are missing."""
     with _as_checkpoint_error(folder, "read", _RESTORE):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     sizes: dict[str, torch.Size] = {}
@@ -71,7 +71,7 @@ def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 
 def load_whole(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, unsharded, on the CPU, in their saved precision."""
+    """Return all tensors of a folder, unsharded, on the CPU, in their stored precision."""
     sizes = sizes_in(folder)
     with _as_checkpoint_error(folder, "read", _RESTORE):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata

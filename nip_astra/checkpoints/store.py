@@ -28,7 +28,7 @@ _NAME = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
 
 
 class CheckpointStore:
-    """The newest checkpoints of a run, and the best one.
+    """The most recent checkpoints of a run, and the best one.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class CheckpointStore:
         metadata: dict[str, Any],
         is_best: bool = False,
     ) -> Path:
-        """Write a checkpoint by `write` and return its folder.
+        """Write a checkpoint with `write` and return its folder.
 
         `step` increases. A step saved again gets a new folder (`step_00000012_r2`); no checkpoint
         is ever overwritten.
@@ -94,17 +94,17 @@ class CheckpointStore:
         return self.directory / name
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, or None."""
+        """Return the newest checkpoint, or None."""
         # A process killed in its first save may leave a complete checkpoint without a pointer.
         return self._follow(LATEST) or next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
-        """The last checkpoint saved as best, or None."""
-        # As above.
+        """Return the last checkpoint saved as best, or None."""
+        # A process killed in its first save may leave no pointer.
         return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
-        """The checkpoint of a name, verified."""
+        """Verify and return the checkpoint of a name."""
         names = [path.name for path in self._all()]
         if name not in names:
             raise CheckpointError(
@@ -115,7 +115,7 @@ class CheckpointStore:
         return self.directory / name
 
     def open_best(self) -> Path:
-        """The last checkpoint saved as best, verified."""
+        """Verify and return the last checkpoint saved as best."""
         path = self.best()
         if path is None:
             raise CheckpointError(
@@ -130,14 +130,14 @@ class CheckpointStore:
         return path
 
     def verify(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's manifest after checking every file against it."""
+        """Check every file of a checkpoint against its manifest, and return the manifest."""
         manifest, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(f"checkpoint {path}: {fault}. {self._advice(path)}")
         return manifest
 
     def open_latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest checkpoint, verified, and its manifest."""
+        """Verify the newest checkpoint, and return it with its manifest."""
         path = self.latest()
         if path is None:
             raise CheckpointError(
@@ -156,7 +156,7 @@ class CheckpointStore:
         return "There is no other valid checkpoint; start a new run."
 
     def _all(self) -> list[Path]:
-        """The checkpoints, oldest first."""
+        """Return the checkpoints, oldest first."""
         found = []
         for path in self.directory.glob("step_*"):
             match = _NAME.fullmatch(path.name)
@@ -249,7 +249,7 @@ def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best
 
 
 def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
-    """Manifest of a folder, and its first fault or an empty string."""
+    """Return the manifest of a folder, and its first fault or an empty string."""
     if not path.is_dir():
         return {}, "the folder does not exist"
     try:

@@ -1,4 +1,4 @@
-"""Nested state in two files, tensors as safetensors and the rest as JSON; dumps of such state.
+"""Nested state as safetensors and JSON files, and stage dumps of such state.
 
 Nothing is pickled.
 """
@@ -57,7 +57,7 @@ def load_state(path: Path) -> Any:
 
 
 def pack_state(state: Any) -> bytes:
-    """The state as bytes, for a message: safetensors with the JSON part in its header."""
+    """Serialise the state for a message: safetensors with the JSON part in the header."""
     tensors: dict[str, Tensor] = {}
     plain = _encode(state, "message", tensors)
     packed: bytes = save(tensors, metadata={_PLAIN: json.dumps(plain, allow_nan=False)})
@@ -126,7 +126,7 @@ _STAGE = re.compile(r"(\d+)-.+\.json")
 
 
 class StageDumps:
-    """Writes the stages of every `period`-th iteration, numbered; none without a folder."""
+    """Dumps the numbered stages of every `period`-th iteration; inactive without a folder."""
 
     def __init__(self, folder: Path | None, *, period: int) -> None:
         self.folder, self.period = folder, period
@@ -151,7 +151,7 @@ class StageDumps:
 
 
 class Difference(NamedTuple):
-    """A value that differs between two dumps: stage, dotted path, and how it differs."""
+    """A value that differs between two dumps: stage, dotted path, and the difference."""
 
     stage: str
     field: str
@@ -167,7 +167,7 @@ class Comparison:
 
 
 def compare_dumps(one: Path, other: Path, *, tolerance: float = 0.0) -> Comparison:
-    """Compare the stages of two folders with dumps, or run directories, in order.
+    """Compare the stages of two dump folders or run directories, in order.
 
     `tolerance` of numbers is absolute and relative.
     """

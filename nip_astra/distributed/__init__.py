@@ -1,1 +1,1 @@
-"""One run in several processes, on torch.distributed."""
+"""Training of one run in several processes, with torch.distributed."""

@@ -1,4 +1,4 @@
-"""Ranks and numbers of processes that a launcher such as torchrun sets."""
+"""Rank and number of processes, as set by a launcher such as torchrun."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from nip_astra.trust import read_variable
 
 
 def is_one_of_several() -> bool:
-    """Whether a launcher started this process as one of several of a run."""
+    """Whether a launcher started this process as one of several."""
     return num_processes() > 1 and read_variable("RANK") is not None
 
 
 def num_processes() -> int:
-    """Number of processes that train the run."""
+    """Return the number of processes that train the run."""
     return _number("WORLD_SIZE", default=1, least=1)
 
 
 def rank_of_process() -> int:
-    """Rank of this process in its run; 0 without a launcher."""
+    """Return the rank of this process; 0 without a launcher."""
     if not is_one_of_several():
         return 0
     rank, size = _number("RANK", default=0), num_processes()
@@ -30,18 +30,18 @@ def rank_of_process() -> int:
 
 
 def local_rank() -> int:
-    """Rank of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return _number("LOCAL_RANK", default=0)
 
 
 def processes_on_this_machine() -> int:
-    """Number of processes of the run on this machine."""
+    """Return the number of the run's processes on this machine."""
     return _number("LOCAL_WORLD_SIZE", default=1, least=1) if is_one_of_several() else 1
 
 
 def _number(name: str, *, default: int, least: int = 0) -> int:
     given = read_variable(name) or str(default)
-    # Python refuses numbers of thousands of digits.
+    # int() raises for thousands of digits.
     if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) >= least):
         raise ConfigurationError(
             f"the environment variable {name} is {given[:40]!r}. Give a whole number from {least}, "

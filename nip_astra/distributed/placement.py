@@ -1,6 +1,6 @@
-"""Cost of a run on other numbers of devices, from measurements on one.
+"""Cost of a run on other numbers of devices, extrapolated from measurements on one.
 
-In an iteration each device plays its episodes of a rollout and computes its rows of optimizer
+In an iteration each device samples its episodes of a rollout and computes its rows of optimizer
 steps. All wait for the slowest; a failure takes the run back to its last checkpoint.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 NUM_DEVICES = (1, 8, 64, 1000)
-"""Numbers of devices that a plan is made for."""
+"""Numbers of devices to plan for."""
 PLACEMENT = "placement"
-"""Name, in the estimate of a dry run, of its plans."""
+"""Name of the plans in the estimate of a dry run."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A run, scaled from its measured smallest step.
+    """The work of a run, extrapolated from its smallest measured step.
 
     Attributes
     ----------
@@ -44,11 +44,11 @@ class Work:
     sharded_memory: dict[str, float] = field(default_factory=dict)
 
     def with_sharded_weights(self, read: float) -> Work:
-        """The same run where each device holds a part of what learns (FSDP2).
+        """Return the same run with trained weights sharded over devices (FSDP2).
 
-        The first device holds the whole weights beside its part. A part is gathered on the way
-        forwards and backwards, and gradients are scattered: three exchanges of a ring in place of
-        two. `read` are the bytes of sharded weights, frozen ones under an adapter included.
+        The first device holds the full weights beside its shard. Shards are gathered in the forward
+        and backward pass, and gradients are scattered: three ring exchanges instead of two. `read`
+        are the bytes of sharded weights, including frozen ones under an adapter.
         """
         sharded = {name: self.memory[name] for name in ("gradients", "optimizer")}
         return replace(
@@ -61,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Assumptions about many devices; none of them is measured.
+    """Assumptions about a cluster; none of them is measured.
 
     `seconds_per_exchange` is the latency of a reduction at each doubling of the devices; `spread`
     the standard deviation of the logarithm of a device's time for equal work;
@@ -79,7 +79,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on so many devices, computed.
+    """Computed cost of a run on a number of devices.
 
     `num_used` devices have an episode or a row to work on. `memory` has the bytes of the first
     device by part, `hours` includes failures, and `efficiency` is the speed-up over one device per
@@ -96,7 +96,7 @@ class Plan:
 
 
 def slowest_of(count: int, spread: float) -> float:
-    """How much longer the slowest of so many devices takes than a usual one, in the median.
+    """Return the median time of the slowest of several devices, relative to a typical one.
 
     The median of the largest of n independent values with distribution F is F^-1(2^(-1/n)); times
     are lognormal.
@@ -107,7 +107,7 @@ def slowest_of(count: int, spread: float) -> float:
 
 
 def exchange_seconds(count: int, num_bytes: float, cluster: Cluster) -> float:
-    """How long gradients are added up: a ring moves 2 (n - 1) / n of their bytes."""
+    """Return the time of a gradient all-reduce: a ring moves 2 (n - 1) / n of the bytes."""
     if count <= 1:
         return 0.0
     latency = cluster.seconds_per_exchange * math.ceil(math.log2(count))
@@ -115,9 +115,9 @@ def exchange_seconds(count: int, num_bytes: float, cluster: Cluster) -> float:
 
 
 def iteration_seconds(work: Work, count: int, cluster: Cluster) -> float:
-    """How long an iteration takes on so many devices, without failures."""
+    """Return the time of an iteration on a number of devices, without failures."""
     players, learners = min(count, work.num_episodes), min(count, work.rows_per_step)
-    # The largest share is waited for: 10 episodes on 8 devices take as long as 16.
+    # All wait for the largest share: 10 episodes on 8 devices take as long as 16.
     rollout = work.rollout_seconds * math.ceil(work.num_episodes / players) / work.num_episodes
     update = work.update_seconds * math.ceil(work.rows_per_step / learners) / work.rows_per_step
     exchanges = exchange_seconds(learners, work.gradient_bytes, cluster)
@@ -129,9 +129,9 @@ def iteration_seconds(work: Work, count: int, cluster: Cluster) -> float:
 
 
 def share_lost(seconds_per_iteration: float, count: int, cluster: Cluster) -> float:
-    """What checkpoints and failures add to a run, as a share of the time without them.
+    """Return the overhead of checkpoints and failures, as a share of the time without them.
 
-    A failure costs half of what lies between two checkpoints, and the restart (Young 1974).
+    A failure costs half a checkpoint interval, and the restart (Young 1974).
     """
     period = cluster.checkpoint_period * seconds_per_iteration
     failures_per_second = count / (cluster.hours_between_failures * 3600)
@@ -140,7 +140,7 @@ def share_lost(seconds_per_iteration: float, count: int, cluster: Cluster) -> fl
 
 
 def plan_for(work: Work, count: int, cluster: Cluster) -> Plan:
-    """A run on so many devices such as this one."""
+    """Return the plan for a number of devices."""
     seconds = iteration_seconds(work, count, cluster)
     hours = work.num_iterations * seconds * (1 + share_lost(seconds, count, cluster)) / 3600
     alone = iteration_seconds(work, 1, cluster)
@@ -160,5 +160,5 @@ def plan_for(work: Work, count: int, cluster: Cluster) -> Plan:
 
 
 def plans_for(work: Work, cluster: Cluster, counts: Sequence[int] = NUM_DEVICES) -> list[Plan]:
-    """A plan for each number of devices."""
+    """Return a plan for each number of devices."""
     return [plan_for(work, count, cluster) for count in counts]

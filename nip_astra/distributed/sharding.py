@@ -1,4 +1,4 @@
-"""Weights and batches that are divided among several processes.
+"""Weights and batches sharded over several processes.
 
 Shapes: B rows of a batch.
 """
@@ -19,18 +19,18 @@ from nip_astra.distributed.team import Team
 
 
 def local_tensor(tensor: Tensor | None) -> Tensor:
-    """The part of a tensor in this process; all of it if it is not sharded."""
+    """Return the shard of a tensor in this process; all of it if it is not sharded."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all processes, which all call this."""
+    """Gather a tensor from all processes; a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process keeps; all of it if `like` is not sharded."""
+    """Return this process's shard of a full tensor; all of it if `like` is not sharded."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
     placed = whole.to(like.device)
@@ -38,13 +38,13 @@ def shard(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Sum over this process' parts of some tensors, float64 scalar."""
+    """Sum the squares of this process's shards of tensors, float64 scalar."""
     norms = [torch.linalg.vector_norm(local_tensor(one).double()) ** 2 for one in tensors]
     return torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
-    """Have FSDP2 sum gradients over processes, not average them.
+    """Let FSDP2 sum gradients over processes instead of averaging them.
 
     For losses that are divided by the rows of all processes.
     """
@@ -57,11 +57,11 @@ def sum_gradients(module: torch.nn.Module) -> None:
 # ---- rows of a batch
 
 Compute = Callable[[slice], Sequence[Tensor]]
-"""Outputs of a network for some rows, `[some, ...]` each."""
+"""Computes a network's outputs for some rows, `[some, ...]` each."""
 
 
 class RowDivision:
-    """Computes some rows in each process of a team and shares the outputs.
+    """Distributes the rows of a batch over a team and gathers the outputs.
 
     A loss sees all rows, as in one process. Its gradient flows to each process' own rows: the
     gradients of the weights, summed over processes, are those of one process.
@@ -71,7 +71,7 @@ class RowDivision:
         self.team = team
 
     def __call__(self, compute: Compute, num_rows: int) -> list[Tensor]:
-        """Outputs for all rows, `[B, ...]` each, with gradient."""
+        """Return the outputs for all rows, `[B, ...]` each, with gradient."""
         if num_rows < self.team.size:
             # No process may get an empty batch: all compute all rows, and one gradient counts.
             found = compute(slice(None))
@@ -82,7 +82,7 @@ class RowDivision:
 
 
 class _Joined(torch.autograd.Function):
-    """Joins the rows of all processes; the gradient of own rows flows back."""
+    """Gathers the rows of all processes; the gradient of own rows flows back."""
 
     @staticmethod
     def forward(ctx: Any, team: Team, mine: range, num_rows: int, *found: Tensor) -> Any:
@@ -101,7 +101,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _CountedOnce(torch.autograd.Function):
-    """Equal values in all processes, whose gradient flows in one of them."""
+    """Values equal in all processes, whose gradient flows in one of them."""
 
     @staticmethod
     def forward(ctx: Any, counts: bool, *found: Tensor) -> Any:

@@ -1,6 +1,6 @@
-"""The processes that train one run together, and their communication.
+"""The processes of one run and their communication.
 
-The leader samples, measures and writes the run directory. The others take part in updates and,
+The leader samples, evaluates and writes the run directory. The others take part in updates and,
 while the leader works alone, answer its requests.
 """
 
@@ -33,23 +33,23 @@ from nip_astra.utils.processor import split_evenly
 
 T = TypeVar("T")
 Handler = Callable[[Any], Any]
-"""Answers a request of the leader; takes and returns plain values and tensors."""
+"""Handles a request of the leader; takes and returns plain values and tensors."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface of gloo."""
+"""Environment variable with gloo's network interface."""
 LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
-"""Pattern of messages of failed communication."""
+"""Pattern of the error messages of failed communication."""
 _SILENCE = timedelta(days=14)
-"""Timeout between connected processes: a measuring leader is silent. An ended process is noticed at
-once, by its closed connections."""
+"""Timeout between connected processes, long because an evaluating leader is silent. An ended
+process is noticed at once, by its closed connections."""
 _MEETING = timedelta(minutes=30)
-"""How long a process of a launcher waits for the others."""
+"""Maximum wait of a launcher's process for the others."""
 _CONNECTING = timedelta(seconds=30)
-"""How long forked processes that are all running take at most to connect."""
+"""Maximum time in which running forked processes connect."""
 
 
 class Team:
-    """The processes of a run: one, or several of a `ProcessTeam`.
+    """The processes of a run: a single one, or those of a `ProcessTeam`.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Team:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process samples, measures, tracks and saves."""
+        """Whether this process samples, evaluates, tracks and saves."""
         return self.rank == 0
 
     @property
@@ -71,7 +71,7 @@ class Team:
         return False
 
     def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
-        """Run `work` in the leader while the others answer its requests by equal `handlers`.
+        """Run `work` in the leader while the others handle its requests with equal `handlers`.
 
         The result is None in the others.
 
@@ -85,18 +85,18 @@ class Team:
         return work()
 
     def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        """Results of a handler in all processes, the leader included, of one argument each.
+        """Return the results of a handler in all processes (leader included), one argument each.
 
         Only while `can_request`.
         """
         raise NotImplementedError("a process that trains alone has no others")
 
     def broadcast(self, value: T) -> T:
-        """The leader's value, in all processes."""
+        """Return the leader's value, in all processes."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all processes, in all of them."""
+        """Return the values of all processes, in all processes."""
         return [value]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
@@ -106,16 +106,16 @@ class Team:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """A one-dimensional mesh of all processes, for sharding."""
+        """Return a one-dimensional mesh of all processes, for sharding."""
         raise NotImplementedError("a process that trains alone cannot shard")
 
     def shard_of(self, count: int) -> range:
-        """The shard of so many neighbouring items for this process."""
+        """Return this process's range of `count` consecutive items."""
         return split_evenly(range(count), self.size)[self.rank]
 
 
 class ProcessTeam(Team):
-    """Processes connected by torch.distributed; nothing is unpickled.
+    """Processes connected by torch.distributed, without pickle.
 
     `tensors` is the group for tensors on a GPU; tensors on the CPU and plain values use gloo.
     """
@@ -149,7 +149,7 @@ class ProcessTeam(Team):
         return result
 
     def _serve(self, handlers: Mapping[str, Handler]) -> None:
-        """Answer the leader's requests until its work is done."""
+        """Handle the leader's requests until its work is done."""
         while True:
             message = self._send(None)
             if "done" in message:
@@ -231,7 +231,7 @@ class ProcessTeam(Team):
 
 @contextmanager
 def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
-    """Connect to the other processes of a launcher within the block.
+    """Connect to the launcher's other processes within the block.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
 def team_on_this_machine(
     store: str, rank: int, size: int, watch: Callable[[], None] = lambda: None
 ) -> Iterator[ProcessTeam]:
-    """Connect forked processes, this one among them, within the block, by a new file `store`.
+    """Connect forked processes within the block, through a new file `store`.
 
     `watch` is called until all are connected; it raises if one has ended.
     """
@@ -272,7 +272,7 @@ def team_on_this_machine(
     os.environ[_INTERFACE] = "lo"
     try:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
-        # The library would wait for an ended process as long as for a busy one.
+        # The library would wait equally long for ended and busy processes.
         file.set(f"here/{rank}", "")
         while not all(file.check([f"here/{one}"]) for one in range(size)):
             watch()
@@ -303,7 +303,7 @@ def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
 
 @contextmanager
 def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
-    """Raise failed communication within the block as LostProcessError.
+    """Convert failed communication within the block to LostProcessError.
 
     `only_if` is a regular expression of the messages of such failures.
     """
@@ -312,7 +312,7 @@ def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if not re.search(only_if, str(error)):
             raise
-        # "[place in gloo's source] What happened. Some advice."
+        # Format: "[location in gloo's source] What happened. Some advice."
         reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         raise LostProcessError(
             f"one of the {team.size} processes has ended or cannot be reached ({reason})."
@@ -332,7 +332,7 @@ def _padded(packed: Tensor, size: int) -> Tensor:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors by dtype and device, which can be concatenated."""
+    """Group tensors by dtype and device, for concatenation."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,7 +1,7 @@
-"""Answers in a given form: grammars, and masks over the vocabulary that enforce them.
+"""Grammars for structured answers, and vocabulary masks that enforce them.
 
-A grammar is a text in llguidance's variant of Lark, whose rules may hold JSON schemas. A mask
-leaves the tokens after which the answer can still become a whole text of the grammar.
+A grammar is a text in llguidance's variant of Lark, whose rules may contain JSON schemas. A mask
+allows the tokens after which the answer can still become a complete text of the grammar.
 
 Shape suffixes: `R` row, `V` vocabulary, `W` group of 32 tokens.
 """
@@ -21,24 +21,42 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelAbilityError
 
 WHITESPACE = r"[ \n\t]{0,12}"
-"""Between the parts of JSON. Without a limit, a weak model may generate nothing else."""
+"""Whitespace between the parts of JSON. Without a limit, a weak model may generate nothing else."""
 MAX_COMPILED = 64
-"""Grammars kept for later requests."""
+"""Maximum number of cached grammars."""
 _PROBE = '{"key": [-1.5, true, null, "\u00e9\\n"]}'
 
 
+def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the JSON schema of an OpenAI `response_format`; None if it allows any text.
+
+    Raises `ConfigurationError` for any other type.
+    """
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            return schema
+    raise ConfigurationError(
+        f"the response_format {str(dict(response_format))[:80]} is neither text, json_object nor "
+        "json_schema with a schema"
+    )
+
+
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON texts of a schema."""
+    """Return the grammar of JSON texts of a schema."""
     return f"start: {json_rule(schema)}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema as part of a rule; its references begin at this schema."""
+    """Return a rule for JSON of a schema; its references are relative to this schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary; for any thread.
+    """Compiles grammars for one vocabulary; thread-safe.
 
     Raises `MissingDependencyError` without llguidance, and `ModelAbilityError` if the vocabulary
     cannot express JSON.
@@ -51,6 +69,7 @@ class Grammars:
             raise MissingDependencyError.of(
                 "an answer in a given form", "llguidance", "structured"
             ) from error
+        self._arguments = tokenizer, end_ids, vocab_size
         self._library = llguidance
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
@@ -70,8 +89,12 @@ class Grammars:
                 "with a byte-level or SentencePiece tokenizer."
             )
 
+    def __reduce__(self) -> tuple[type[Grammars], tuple[Any, Collection[int], int]]:
+        # Another process compiles its own.
+        return Grammars, self._arguments
+
     def matcher(self, grammar: str) -> Any:
-        """A matcher at the beginning of a text; `ConfigurationError` for an invalid grammar."""
+        """Return a matcher at the start of a text; `ConfigurationError` for an invalid grammar."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
@@ -108,7 +131,7 @@ class Grammars:
 
 
 def advance(matcher: Any, token: int) -> str | None:
-    """Take a token of the answer; the reason if no text of the grammar goes on with it."""
+    """Advance by a token of the answer; return the reason if the grammar rejects it."""
     return None if matcher.consume_token(token) else _reason(matcher)
 
 

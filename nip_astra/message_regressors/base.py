@@ -1,4 +1,4 @@
-"""Message regressors: classifiers of labels, refitted on every batch of messages.
+"""Base class of message regressors, classifiers of labels refitted on every batch of messages.
 
 Shape suffixes: `N` training message, `M` test message, `D` feature.
 """
@@ -29,7 +29,7 @@ class MessageRegressor(ABC):
         self.parameters = parameters
 
     def state(self) -> dict[str, Any]:
-        """State between fits for checkpoints, of plain values and tensors."""
+        """Return the state between fits for checkpoints, of plain values and tensors."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # there may be nothing
@@ -66,11 +66,11 @@ class MessageRegressor(ABC):
 def register_message_regressor(
     name: str,
 ) -> Callable[[type[MessageRegressor]], type[MessageRegressor]]:
-    """Register a `MessageRegressor` under the `_type` by which parameter files name it."""
+    """Register a `MessageRegressor` under its `_type` in parameter files; a decorator."""
     return MESSAGE_REGRESSORS.register(name)
 
 
 def build_message_regressor(parameters: Any) -> MessageRegressor:
-    """The message regressor that the parameters describe."""
+    """Build the message regressor that the parameters describe."""
     regressor: MessageRegressor = MESSAGE_REGRESSORS.get(parameters.type_name)(parameters)
     return regressor

@@ -54,7 +54,7 @@ class LinearMessageRegressor(MessageRegressor):
 
 
 def _with_ones(features: Tensor) -> Tensor:
-    """The features in double precision, with a column for the intercept."""
+    """Return the features in double precision, with a column for the intercept."""
     return torch.cat([features, torch.ones(len(features), 1)], dim=1).double()
 
 
@@ -125,7 +125,7 @@ class MlpMessageRegressor(MessageRegressor):
 
 
 def _linear(d_in: int, d_out: int, generator: torch.Generator) -> nn.Linear:
-    """A layer with torch's initialisation, drawn from the generator."""
+    """Create a layer with torch's initialisation, drawn from the generator."""
     # The meta device draws nothing from the global generator.
     layer = nn.Linear(d_in, d_out, device="meta").to_empty(device="cpu")
     bound = 1 / math.sqrt(d_in)

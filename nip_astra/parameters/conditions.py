@@ -39,14 +39,14 @@ class ReadWhere:
 
 
 def where(path: str, *values: str | bool | None) -> ReadWhere:
-    """Read if another parameter has one of these values."""
+    """Return a condition: another parameter has one of these values."""
     names = [value if isinstance(value, str) else show_value(value) for value in values]
     words = f"is {names[0]}" if len(names) == 1 else f"is one of {', '.join(names)}"
     return ReadWhere(path, lambda value: value in values, words)
 
 
 def where_not(path: str, *values: str) -> ReadWhere:
-    """Read where another parameter has none of these values."""
+    """Return a condition: another parameter has none of these values."""
     return ReadWhere(
         path,
         lambda value: value not in values,
@@ -55,12 +55,12 @@ def where_not(path: str, *values: str) -> ReadWhere:
 
 
 def where_given(path: str) -> ReadWhere:
-    """Read if another parameter is not null."""
+    """Return a condition: another parameter is not null."""
     return ReadWhere(path, lambda value: value is not None, "is not null")
 
 
 def where_above(path: str, bound: float) -> ReadWhere:
-    """Read if another parameter is greater than a number, or null."""
+    """Return a condition: another parameter is greater than a number, or null."""
     return ReadWhere(
         path, lambda value: value is None or bool(value > bound), f"is above {bound:g}"
     )

@@ -1,4 +1,4 @@
-"""Find presets, scenarios, and the files that references point to."""
+"""Paths of presets, scenarios and referenced files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 
 DEFAULT_SCENARIO = "pocket_chat"
-"""The scenario of a run that names none."""
+"""Scenario of a run that sets none."""
 SCENARIO_FILE = "scenario.yaml"
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def content_root() -> Path:
-    """The folder with `parameters/` and `scenarios/`, in a wheel or in a checkout."""
+    """Return the folder with `parameters/` and `scenarios/`, in a wheel or in a checkout."""
     for folder in (_PACKAGE_DIR / "_content", _PACKAGE_DIR.parent):
         if (folder / "parameters").is_dir() and (folder / "scenarios").is_dir():
             return folder
@@ -28,7 +28,7 @@ def content_root() -> Path:
 
 
 def scenario_names() -> list[str]:
-    """The names of the shipped scenarios."""
+    """Return the names of the shipped scenarios."""
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
@@ -36,7 +36,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def find_scenario(name_or_path: str) -> Path:
-    """A scenario's folder.
+    """Return the folder of a scenario.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def find_scenario(name_or_path: str) -> Path:
 
 
 def preset_path(trainer: str, scenario: str | None) -> Path | None:
-    """The default parameter file of a trainer.
+    """Return the default parameter file of a trainer.
 
     That is `parameters/<trainer>/default.yaml`, or `parameters/<trainer>/<scenario>.yaml` for a
     shipped scenario. None if there is no such file, and for a custom scenario, on which no preset
@@ -86,7 +86,7 @@ def preset_path(trainer: str, scenario: str | None) -> Path | None:
 
 
 def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path | str:
-    """The file or folder of a reference, or a hub id unchanged.
+    """Return the file or folder of a reference, or a hub id unchanged.
 
     `scenario://x` is in the run's scenario folder; without one, or if there is no such file,
     `scenario://name/x` is in the shipped scenario of that name. `package://name/x` is in an
@@ -122,10 +122,10 @@ def is_inside_content(reference: str) -> bool:
 
 
 def with_absolute_paths(value: Any) -> Any:
-    """A value with absolute paths in place of relative ones to existing files.
+    """Replace relative paths to existing files by absolute ones.
 
     A bare name counts as a path only if it has a suffix, or is a folder with a model: a folder may
-    have the name of a protocol.
+    share its name with a protocol.
     """
     if isinstance(value, Mapping):
         return {name: with_absolute_paths(one) for name, one in value.items()}
@@ -146,10 +146,10 @@ def _exists(path: Path) -> bool:
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:
-    """A path in a package; in the first of its folders that has it."""
+    """Return a path in a package, from the first of its folders that contains it."""
     top, *below = package.split(".")
     try:
-        # That of a package in a package would import the outer one, which runs it.
+        # Finding a subpackage would import, and so execute, the outer package.
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         spec = None

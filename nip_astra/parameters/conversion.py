@@ -17,7 +17,7 @@ from nip_astra.version import __version__
 logger = logging.getLogger(__name__)
 
 Move = str | Mapping[str, Callable[[Any], Any]]
-"""Where a value moves: a dotted path, or several, each with how its value follows from the old."""
+"""Target of a value: a dotted path, or several, each with a function of the old value."""
 
 
 def _unchanged(value: Any) -> Any:
@@ -71,12 +71,12 @@ RENAMED: dict[str, Move] = {
     "*.service_loss.clip_low_threshold": {"*.policy_loss.clip_low": _distance_below},
     "*.service_loss.clip_high_threshold": {"*.policy_loss.clip_high": _distance_above},
 }
-"""Old dotted paths and the current paths of the same parameters; `*` stands for any section."""
+"""Old dotted paths and the current paths of the same parameters; `*` matches any section."""
 ASTRA_NAMES: dict[str, Move] = {
     "training_steps": "num_iterations",
     "batch_size": "minibatch_size",
 }
-"""ASTRA-RL's names of fields of `TrainingConfiguration`, and ours; both are accepted there."""
+"""ASTRA-RL's field names of `TrainingConfiguration`, and ours; both are accepted there."""
 
 
 # ---- renamed parameters
@@ -85,10 +85,10 @@ ASTRA_NAMES: dict[str, Move] = {
 def rename(
     values: Mapping[str, Any], names: Mapping[str, Move]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values moved from old dotted paths to new ones, and the paths of those that moved.
+    """Move values from old dotted paths to new ones; return the result and the moved paths.
 
-    A value stays where it is if a new path is set already, or is not inside a group;
-    validation reports it then.
+    A value stays in place if a new path is already set, or is not inside a group; validation
+    reports it then.
     """
     moved: dict[str, str] = {}
     result = dict(values)
@@ -108,7 +108,7 @@ def rename(
 
 
 def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Nested values with the current names; the log notes which were renamed."""
+    """Return nested values with current names; log which were renamed."""
     result, moved = rename(values, RENAMED)
     if moved:
         logger.warning(
@@ -120,7 +120,7 @@ def with_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def current_name(path: str) -> str | None:
-    """The current name of a parameter given by an old dotted path, or by its last part."""
+    """Return the current name of a parameter, given an old dotted path or its last part."""
     section, _, inside = path.partition(".")
     move = RENAMED.get(path) or RENAMED.get(f"*.{inside}")
     if move is not None:
@@ -129,7 +129,7 @@ def current_name(path: str) -> str | None:
 
 
 def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] | None, str]:
-    """The group around a path, empty if missing, None if it is not a group; and the last name."""
+    """Return the group around a path (empty if missing, None if not a group), and the last name."""
     *groups, name = path.split(".")
     found: Any = values
     for group in groups:
@@ -147,7 +147,7 @@ def _can_be_set(values: Mapping[str, Any], path: str) -> bool:
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set a value within copies of the groups around it, which are made if missing."""
+    """Set a value in copies of its groups; create missing groups."""
     *groups, name = path.split(".")
     for group in groups:
         values[group] = dict(values.get(group) or {})
@@ -156,7 +156,7 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _pop(values: dict[str, Any], path: str) -> Any:
-    """Remove a value from copies of the groups around it; one that becomes empty goes as well."""
+    """Remove a value from copies of its groups; remove groups that become empty."""
     group, name = _group_at(values, path)
     assert group is not None
     value = group[name]
@@ -176,13 +176,13 @@ def _pop(values: dict[str, Any], path: str) -> Any:
 # ---- files of older versions
 
 Conversion = Callable[[dict[str, Any]], dict[str, Any]]
-"""Returns the values of a newer file for those of an older one; may change its argument."""
+"""Converts the values of an older file to those of a newer one; may change its argument."""
 
 _CONVERSIONS: dict[tuple[int, int], Conversion] = {}
 
 
 def register_conversion(from_version: str, function: Conversion) -> Conversion:
-    """Convert files of a version, and of older ones, to what the next version reads.
+    """Register a conversion of files of this and older versions to the next version.
 
     Parameters
     ----------
@@ -209,14 +209,14 @@ def register_conversion(from_version: str, function: Conversion) -> Conversion:
 
 
 def forget_conversion(from_version: str) -> None:
-    """Drop a registered conversion, if there is one."""
+    """Remove a registered conversion, if there is one."""
     _CONVERSIONS.pop(release_of(from_version) or (-1, -1), None)
 
 
 def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Values in the form that the installed version reads.
+    """Convert values to the format of the installed version.
 
-    Values without a `package_version` count as current. Those of a newer version stay as they are,
+    Values without a `package_version` count as current. Those of a newer version are not changed,
     and validation refuses them together with all other faults.
     """
     converted = dict(values)
@@ -246,7 +246,7 @@ def is_newer(version: str) -> bool:
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """Major and minor of a version such as "0.1.0" or "1.2"; None if it is malformed."""
+    """Return major and minor of a version such as "0.1.0" or "1.2"; None if it is malformed."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
@@ -255,7 +255,7 @@ def release_of(version: str) -> tuple[int, int] | None:
 # ---- NexRL's layout
 
 NEXRL_SCENARIO = "arithmetic"
-"""Scenario of a NexRL file, which names none."""
+"""Scenario of NexRL files, which have none."""
 
 _NEXRL_NAMES: dict[str, str] = {
     "trainer.total_train_steps": "training.num_iterations",
@@ -274,15 +274,15 @@ _NEXRL_ALGORITHM = {
     "trainer.algorithm.kl_penalty_coef": "{trainer}.distillation.weight",
     "trainer.algorithm.kl_discount_factor": "{trainer}.distillation.discount",
 }
-"""Of the built-in trainers; a trainer class of the user's reads its whole `algorithm` itself."""
+"""For built-in trainers; a custom trainer class reads its whole `algorithm` itself."""
 _NEXRL_LOCAL_BACKENDS = ("self-hosted", "direct-zmq", "mock", "local")
 _NEXRL_CLUSTER = ("world_size", "resource", "identifier", "role")
-"""Placement of a service in NexRL's cluster, which has no counterpart."""
+"""Placement of a service in NexRL's cluster, which has no counterpart here."""
 _TINKER_POLICY: dict[str, Any] = {
     "task.policy.language_model.lora": {"rank": 32, "alpha": 32.0},
     "task.policy.min_new_tokens": 0,
 }
-"""What training through Tinker implies for a policy; NexRL's files leave it to the service."""
+"""Policy settings implied by training through Tinker; NexRL's files leave them to the service."""
 
 
 def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
@@ -291,7 +291,7 @@ def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
 
 
 def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -> dict[str, Any]:
-    """The values of a file in NexRL's layout, in ours.
+    """Convert the values of a file in NexRL's layout to ours.
 
     A custom trainer is named after its class; its file is looked up from the folder of the
     parameter file, then from the working directory. Placement in a cluster is left out with a
@@ -328,7 +328,7 @@ def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -
 
 
 def _without_placement(given: dict[str, Any], source: str) -> tuple[Any, dict[str, Any]]:
-    """The backend, and the trainer's group without what says where NexRL runs the service."""
+    """Return the backend, and the trainer's group without the placement of NexRL's service."""
     service = given.get("train_service")
     if not isinstance(service, Mapping):
         return None, given
@@ -370,7 +370,7 @@ def _without_counterpart(
 
 
 def _with_adapter(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Train an adapter, with Tinker's settings where the file gives none."""
+    """Train an adapter, with Tinker's settings if the file has none."""
     added = {path: value for path, value in _TINKER_POLICY.items() if _can_be_set(values, path)}
     for path, value in added.items():
         _set(values, path, value)

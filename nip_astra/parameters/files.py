@@ -1,4 +1,4 @@
-"""Read parameter files and assignments as layers; merge layers, with the origin of each value."""
+"""Parameter files and assignments as layers, and their merging with the origin of each value."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ OVERRIDE_SOURCE = "--set"
 SETTINGS_SECTION = "settings"
 """Section of a parameter file with the experiment settings."""
 VERSION_KEY = "package_version"
-"""Marks a file that a run wrote, which holds every parameter."""
+"""Marks a file written by a run, which holds every parameter."""
 _MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameter values from one place; a later layer wins.
+    """Parameter values from one source; later layers win.
 
     `${a.b}` in a text refers to another parameter.
     """
@@ -55,21 +55,21 @@ class Layer:
 
     @classmethod
     def literal(cls, source: str, values: Mapping[str, Any]) -> Layer:
-        """A layer of values in which `${` is plain text."""
+        """Return a layer of values in which `${` is plain text."""
         return cls(source, {name: _literal(value) for name, value in values.items()})
 
     @property
     def is_complete(self) -> bool:
-        """Whether a run wrote it, so that it holds every parameter."""
+        """Whether a run wrote the layer, so that it holds every parameter."""
         return VERSION_KEY in self.values
 
     def only(self, names: Iterable[str]) -> Layer:
-        """The layer without groups and sections of other names."""
+        """Return the layer with groups and sections of these names only."""
         known = set(names)
         return replace(self, values={k: v for k, v in self.values.items() if k in known})
 
     def without(self, names: Iterable[str]) -> Layer:
-        """The layer without groups and sections of these names."""
+        """Return the layer without groups and sections of these names."""
         return self.only(set(self.values).difference(names))
 
 
@@ -122,7 +122,7 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
 
 
 def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
-    """The plain values of a YAML file."""
+    """Read the plain values of a YAML file."""
     file = f"the parameter file {path}{extended_by}"
     try:
         if path.exists() and not path.is_file():
@@ -162,7 +162,7 @@ def parse_overrides(
         overrides = [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
     for item in [overrides] if isinstance(overrides, str) else overrides:
         name, sign, value = item.partition("=")
-        # OmegaConf would take a[b] for a.b, also where it is a slip.
+        # OmegaConf would read a[b] as a.b, even if it is a typo.
         is_path = all(part.strip() and not set(part) & set("[]") for part in name.split("."))
         if not sign or not is_path:
             problem, hint = "is not an assignment", f"Write {option} path.to.parameter=value."
@@ -183,11 +183,11 @@ def parse_overrides(
 
 
 def _check_depth(text: str) -> None:
-    """Raise `RecursionError` for YAML that a recursive reader in C would crash on."""
+    """Raise `RecursionError` for YAML too deep for the recursive C reader."""
     try:
         _count_depth(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        # The slower reader explains better what is wrong.
+        # The slower reader has better error messages.
         _count_depth(text, yaml.SafeLoader)
 
 
@@ -217,12 +217,12 @@ def _first_line(error: Exception) -> str:
 def merge_layers(
     layers: Sequence[Layer], *, resolve: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The merged values, and the source of each leaf by dotted path.
+    """Return the merged values, and the source of each leaf by dotted path.
 
-    A group whose `_type` a later layer changes is replaced as a whole, since the parameters of the
-    old type mean nothing to the new one. A group whose names are numbers changes elements of a
-    list, whose source then names all places. Without `resolve`, `${other.parameter}` stays, since
-    a layer that follows may hold it.
+    A group whose `_type` a later layer changes is replaced as a whole, since the old type's
+    parameters do not apply to the new type. A group whose names are numbers changes elements of a
+    list, whose source then names all sources. Without `resolve`, `${other.parameter}` stays, since
+    a later layer may set it.
     """
     merger = _Merger()
     for layer in layers:
@@ -249,7 +249,7 @@ def merge_layers(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether values are plain and refer to nothing; OmegaConf takes long to give them back."""
+    """Whether values are plain and without references; converting them by OmegaConf is slow."""
     if type(value) in (dict, list):
         return all(map(_is_plain, value.values() if type(value) is dict else value))
     return "${" not in value if type(value) is str else type(value) in (bool, int, float, NoneType)
@@ -323,7 +323,7 @@ def _has_same_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def default_lists(values: Mapping[str, Any], model: type[BaseModel]) -> Layer:
-    """The defaults of lists of which the values change single elements."""
+    """Return a layer with the defaults of lists whose elements are changed singly."""
     merger = _Merger()
     for path in _paths_to_elements(values, ()):
         found: Any = _default_list(model, path)
@@ -346,7 +346,7 @@ def _paths_to_elements(
 
 
 def _default_list(model: type[BaseModel], path: Sequence[str]) -> list[Any] | None:
-    """A field's default as a file has it; None if it is not a list, or its model is not known."""
+    """Return a field's default as in a file; None if it is not a list, or its model is unknown."""
     place: Any = model
     for name in path:
         if isinstance(place, type) and issubclass(place, BaseModel) and name in place.model_fields:
@@ -365,7 +365,7 @@ def _default_list(model: type[BaseModel], path: Sequence[str]) -> list[Any] | No
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf with its dotted path; lists and empty groups are leaves."""
+    """Yield each leaf with its dotted path; lists and empty groups are leaves."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -375,7 +375,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that differ from earlier ones, in their groups."""
+    """Return the values that differ from earlier ones, in their groups."""
     changed: dict[str, Any] = {}
     for name, value in now.items():
         old = before.get(name)

@@ -1,4 +1,4 @@
-"""Everything that changes the result of an experiment, and the JSON Schema of its files."""
+"""All parameters of an experiment, and the JSON Schema of parameter files."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class HyperParameters(SubParameters):
     scenario: str
     """Name of a folder in scenarios/, or the path of a folder with a scenario.yaml."""
     seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
-    """Root of all randomness; 0 is a seed like any other."""
+    """Root seed of all random numbers."""
     training: TrainingConfiguration = TrainingConfiguration()
     """Optimisation of language models."""
     interaction_protocol: CheckedName | None = None
     """Registered name of the protocol, for scenarios whose agents play one."""
     protocol_common: CommonProtocolParameters = CommonProtocolParameters()
-    """What interaction protocols share."""
+    """Parameters shared by all interaction protocols."""
     zk_protocol: Annotated[ZkProtocolParameters, where("protocol_common.zero_knowledge", True)] = (
         ZkProtocolParameters()
     )
@@ -83,13 +83,13 @@ class HyperParameters(SubParameters):
     text_rl: TextRlParameters = TextRlParameters()
     """Training of chat models that play a protocol."""
     message_regression: MessageRegressionParameters = MessageRegressionParameters()
-    """A probe for provers that give the label away."""
+    """A probe that tests whether provers' messages reveal the label."""
     base_run: BaseRunParameters = BaseRunParameters()
     """A finished run to build on."""
     plugins: list[CheckedName] = []
-    """Python files or modules that are imported first and may register names."""
+    """Python files or modules to import first; they may register names."""
     custom_trainer_module_path: CheckedName | None = None
-    """Python file, relative to the parameter file, that holds a trainer class of your own."""
+    """Python file, relative to the parameter file, with a custom trainer class."""
     custom_trainer_class_name: CheckedName | None = None
     """Name of that class; it is registered under the name in `trainer`."""
     package_version: PlainText = __version__
@@ -107,7 +107,7 @@ class HyperParameters(SubParameters):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on SubParameters'
 
     def given(self) -> dict[str, Any]:
-        """The plain values that were set explicitly, not by files or defaults."""
+        """Return the plain values that were set explicitly, not by files or defaults."""
         if _GIVEN not in vars(self):
             values: dict[str, Any] = explicit_values(self)
             return values
@@ -138,7 +138,7 @@ class HyperParameters(SubParameters):
 
     @classmethod
     def with_sections(cls, sections: Mapping[str, type[SubParameters]]) -> type[HyperParameters]:
-        """A subclass with a field for each section; equal sections give the same class.
+        """Return a subclass with a field for each section; equal sections give the same class.
 
         A section whose fields all have defaults may be left out of a file.
         """
@@ -156,7 +156,7 @@ class HyperParameters(SubParameters):
         return _sectioned(cls._plain_class or cls, tuple(sorted(every_section.items())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A class with sections is made while the program runs, so it cannot be found by its name.
+        # A class with sections is created at run time, so pickle cannot find it by name.
         cls = type(self)
         sections = None if cls._plain_class is None else cls._sections
         return _blank, (cls._plain_class or cls, sections), self.__getstate__()
@@ -168,11 +168,11 @@ _GIVEN, _WHOLE = "_given", "_whole"
 
 
 def _completed(values: Mapping[str, Any]) -> HyperParameters:
-    """Hyper-parameters with these values, completed as for a run."""
+    """Return hyper-parameters with these values, completed as for a run."""
     given = convert(explicit_values(values), source="the parameters")
     # Resolution is a higher layer than this one.
     hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
-    # Beside the fields, where pydantic keeps them through copies and pickles, and compares none.
+    # Not a field: pydantic copies and pickles it, but does not compare it.
     vars(hyper_params).update({_GIVEN: given, _WHOLE: hyper_params.to_dict()})
     return hyper_params
 
@@ -198,13 +198,13 @@ def _sectioned(base: type[HyperParameters], sections: Sections) -> type[HyperPar
 
 
 def _blank(base: type[HyperParameters], sections: Sections | None) -> HyperParameters:
-    """An object of the class with these sections, to be filled by unpickling."""
+    """Create an instance of the class with these sections, to be filled by unpickling."""
     cls = base if sections is None else base.with_sections(dict(sections))
     return cls.__new__(cls)
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest dialect that all editors read."""
+"""Newest JSON Schema dialect that all editors read."""
 DEFINITIONS = "definitions"
 REFERENCE = {
     "type": "string",
@@ -220,10 +220,10 @@ _KEPT_BESIDE = ("description", "default")
 def schema_of_files(
     model: type[HyperParameters], known: Mapping[str, Sequence[str]], *, is_open: bool
 ) -> dict[str, Any]:
-    """The JSON Schema of files that `model` validates once they are complete.
+    """Return the JSON Schema of files that `model` validates once they are complete.
 
-    `known` has names that an editor proposes, by top-level parameter. With `is_open`, unknown
-    groups pass, as sections of plug-ins.
+    `known` has the names that an editor proposes, by top-level parameter. With `is_open`, unknown
+    groups are allowed, as sections of plug-ins.
     """
     schema, settings = (
         one.model_json_schema(schema_generator=_Generator) for one in (model, ExperimentSettings)
@@ -236,7 +236,7 @@ def schema_of_files(
         properties[name]["anyOf"] = [{"enum": list(values)}, *others]
     for group in (schema, *definitions.values()):
         _describe(group, definitions)
-    # The version that is installed says nothing about a file.
+    # The installed version is not the version of a file.
     del properties["package_version"]["default"]
     properties["settings"] = {"$ref": "#/$defs/ExperimentSettings", "description": SETTINGS}
     files = _loosened(schema)
@@ -248,7 +248,7 @@ def schema_of_files(
 
 
 class _Generator(GenerateJsonSchema):
-    """Leaves out fields that are not stored, and requires none: another file may set them."""
+    """Omits fields that are not stored, and requires none: another file may set them."""
 
     def field_is_present(self, field: Any) -> bool:
         return not field.get("serialization_exclude", False)
@@ -258,7 +258,7 @@ class _Generator(GenerateJsonSchema):
 
 
 def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
-    """Restore the descriptions that pydantic leaves out if a class has the same."""
+    """Restore the descriptions that pydantic drops if a class has the same."""
     for one in group.get("properties", {}).values():
         reference = one.get("$ref", "").rpartition("/")[2]
         if "description" not in one and "description" in definitions.get(reference, {}):
@@ -266,7 +266,7 @@ def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a file, which need not be complete."""
+    """Return the schema of a file, which need not be complete."""
     loose = {key: value for key, value in schema.items() if key not in ("title", "required")}
     if "description" in loose:
         loose["description"] = " ".join(loose["description"].split())
@@ -286,10 +286,10 @@ def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a value at a name or in a list, which may be a reference to another."""
+    """Return the schema of a value, which may be a reference to another parameter."""
     loose = _loosened(schema)
     if isinstance(loose.get("default"), Mapping):
-        del loose["default"]  # Its parts have it.
+        del loose["default"]  # Its parts have descriptions.
     beside = {key: loose.pop(key) for key in _KEPT_BESIDE if key in loose}
     kinds = loose.pop("anyOf", None) or [loose]
     if {"type": "string"} in kinds or not any(kinds):

@@ -1,4 +1,4 @@
-"""The base of all parameter groups: strict, frozen, reporting all faults at once."""
+"""Base class of all parameter groups: strict, frozen, with all faults reported at once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from nip_astra.registry import Registry
 TYPE_KEY = "_type"
 """Key that names the kind of a polymorphic part in a file."""
 NESTED = "nested"
-"""Type of an error that wraps the `error` and the `model` of a polymorphic part."""
+"""Type of an error with the `error` and the `model` of a polymorphic part."""
 UNKNOWN_TYPE = "unknown_type"
 """Type of an error about an unknown `_type` of a polymorphic part."""
 
@@ -113,9 +113,9 @@ def faults_of(
     *,
     prefix: str = "",
 ) -> list[ParameterFault]:
-    """Every fault of a validation of a model, whose path in another is `prefix`.
+    """Return every fault of a model's validation, with its path below `prefix`.
 
-    A fault takes the source of its parts, or of its nearest parent.
+    A fault has the source of its parts, or of its nearest parent.
     """
     found = [_located(detail, model, prefix) for detail in error.errors(include_url=False)]
     faults: list[ParameterFault] = []
@@ -150,7 +150,7 @@ def faults_of(
 
 
 def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
-    """A sentence with the known name nearest to a wrong one, or with all known names."""
+    """Return a sentence with the known name nearest to a wrong one, or with all known names."""
     # nip_protocol is nearer to zk_protocol than to nip, and means the latter.
     prefixes = [sibling for sibling in siblings if name.startswith(f"{sibling}_")]
     near = prefixes[:1] or nearest_names(name, siblings, 1)
@@ -160,12 +160,12 @@ def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
 
 
 def is_about_elements(values: Mapping[str, Any]) -> bool:
-    """Whether all names are numbers, which index elements of a list from 0."""
+    """Whether all names are numbers, which index the elements of a list from 0."""
     return bool(values) and all(str(name).isdecimal() for name in values)
 
 
 class _Found(NamedTuple):
-    """An error of pydantic, located in the parameters."""
+    """A pydantic error, located in the parameters."""
 
     detail: Mapping[str, Any]
     path: str  # dotted, without pydantic's names for the members of a union
@@ -191,10 +191,10 @@ def _located(detail: Any, model: type[BaseModel], prefix: str) -> _Found:
 
 
 def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
-    """The errors one by one, but those of a union together.
+    """Yield the errors one by one, but those of a union together.
 
-    The member of a union that accepted most of the value reports the error: for a list, its
-    element, and not that the value should have been text.
+    The union member that accepted most of the value reports the error: for a list, its element, and
+    not that the value should have been text.
     """
     unions: dict[str, list[_Found]] = {}
     for one in found:
@@ -215,7 +215,7 @@ def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
-    """The annotation at one part of a location, and whether the part is a name in a file."""
+    """Return the annotation at one part of a location, and whether the part is a name in a file."""
     members = _members(annotation)
     if len(members) > 1:
         for member in members:
@@ -237,7 +237,7 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types of an annotation, without null."""
+    """Return the types of an annotation, without None."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -246,7 +246,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, str]:
-    """The problem and the suggestion."""
+    """Return the problem and the suggestion."""
     detail = found.detail
     kind, given, context = detail["type"], detail.get("input"), detail.get("ctx") or {}
     if kind == "extra_forbidden":
@@ -322,7 +322,7 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
 def _paths(
     model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()
 ) -> Iterator[str]:
-    """The dotted path of every parameter of a model."""
+    """Yield the dotted path of every parameter of a model."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for inner in _members(field.annotation):
@@ -332,7 +332,7 @@ def _paths(
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str:
-    """Where a value came from; for a group, where its parts did."""
+    """Return the source of a value; for a group, the sources of its parts."""
     parts = [source for part, source in sources.items() if path and part.startswith(f"{path}.")]
     if parts:
         return ", ".join(dict.fromkeys(parts))
@@ -347,11 +347,12 @@ T = TypeVar("T")
 
 
 class _Inside:
-    """Marks text that cannot reach anything outside of a run."""
+    """Marks text that cannot refer to anything outside of a run."""
 
 
 PlainText = Annotated[str, _Inside()]
 """Text that is shown, compared or sent to a model, and names no file, address, variable or code.
+Other text, except of the types below, needs approval in another user's run; see `nip_astra.trust`.
 
 Other text, unless it has one of the types below, needs the user's approval if a run of somebody
 else sets it; see `nip_astra.trust`.
@@ -359,11 +360,11 @@ else sets it; see `nip_astra.trust`.
 CheckedName = Annotated[str, _Inside()]
 """A registered name or code, checked when it is looked up or loaded."""
 MAX_COUNT = 2**31 - 1
-"""Default bound of whole numbers; larger ones are mistakes, and overflow in C or in memory."""
+"""Default bound of whole numbers, beyond which C code overflows or memory is exhausted."""
 MAX_WHOLE = 2**63 - 1
 """Bound for fields with larger whole numbers, such as seeds."""
 MAX_LR = 100.0
-"""Bound of learning rates; every optimizer here diverges above it."""
+"""Bound of learning rates; every optimizer diverges above it."""
 
 
 def _checked_url(url: str) -> str:
@@ -379,7 +380,7 @@ def _checked_url(url: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(_checked_url)]
-"""The address of a service."""
+"""Address of a service."""
 
 
 class SubParameters(BaseModel):
@@ -391,7 +392,7 @@ class SubParameters(BaseModel):
     """
 
     read_where: ClassVar[ReadWhere | None] = None
-    """Condition of the whole group; the parameter that it depends on is always read."""
+    """Condition of the whole group; the parameter it depends on is always read."""
 
     model_config = ConfigDict(
         strict=True,
@@ -429,7 +430,7 @@ class SubParameters(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and YAML, which `from_dict` reads back."""
+        """Return plain values for JSON and YAML, the input of `from_dict`."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -452,7 +453,7 @@ class SubParameters(BaseModel):
             raise ParameterError(faults_of(error, cls, sources)) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields changed.
+        """Copy with some fields changed.
 
         Raises
         ------
@@ -479,9 +480,9 @@ class SubParameters(BaseModel):
             super().__setattr__(name, value)
 
     def get(self, path: str) -> Any:
-        """The value at a dotted path, for instance `get("training.lr")`.
+        """Return the value at a dotted path, for instance `get("training.lr")`.
 
-        An element of a list has its number, from 0, as name.
+        Elements of a list are named by their index, from 0.
 
         Raises
         ------
@@ -507,7 +508,7 @@ class SubParameters(BaseModel):
 
 
 class PolymorphicParameters(SubParameters):
-    """Parameters of one of several kinds; `_type` names it in a file."""
+    """Parameters of one of several types, selected by `_type` in a file."""
 
     type_name: ClassVar[str] = ""
     """The registered name; set when the component is registered."""
@@ -531,7 +532,7 @@ class PolymorphicParameters(SubParameters):
 
 
 def explicit_values(value: Any) -> Any:
-    """A value as a file would hold it; groups keep only the fields that were set explicitly."""
+    """Return a value as in a file; groups keep only the fields that were set explicitly."""
     if isinstance(value, SubParameters):
         names = [name for name in type(value).model_fields if name in value.model_fields_set]
         fields = {name: explicit_values(getattr(value, name)) for name in names}
@@ -546,13 +547,13 @@ def explicit_values(value: Any) -> Any:
 
 
 class ComponentRegistry(Registry[T]):
-    """A registry of components whose nested class `Parameters` is named after them, by `_type`."""
+    """A registry of components that names their nested `Parameters` classes, for `_type`."""
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that registers a component under `name` and names its `Parameters`.
+        """Register a component under `name` and name its `Parameters`; a decorator.
 
-        A component that inherits its `Parameters`, or shares them with another, gets a class of its
-        own, so that the other's name stays.
+        A component that inherits its `Parameters`, or shares them with another, gets a subclass of
+        them, so that the other's name stays.
         """
         register = super().register(name)
 
@@ -575,7 +576,7 @@ class ComponentRegistry(Registry[T]):
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:
-    """A field type whose `_type` selects the parameters.
+    """Return a field type whose `_type` selects the parameters.
 
     Parameters
     ----------
@@ -657,7 +658,7 @@ class ByType:
 class RegisteredName(_Inside):
     """Marks text as a registered name: `Annotated[str, RegisteredName(REGISTRY)]`.
 
-    A name is checked without importing anything.
+    Names are checked without importing anything.
     """
 
     def __init__(self, registry: Registry[Any]) -> None:
@@ -686,9 +687,9 @@ class RegisteredName(_Inside):
 
 
 def texts_outside(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each text of a group, by its dotted path, that may name something outside of a run.
+    """Yield each text of a group that may refer to something outside of a run, by dotted path.
 
-    Left out are `Literal`s, enumerations, text with a harmless type, and defaults.
+    Excluded are `Literal`s, enumerations, text of a harmless type, and defaults.
     """
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
@@ -707,7 +708,7 @@ def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def is_inside(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
-    """Whether values of a type cannot name anything outside of a run."""
+    """Whether values of a type cannot refer to anything outside of a run."""
     if any(isinstance(one, _Inside) for one in metadata):
         return True
     if get_origin(annotation) is Annotated:

@@ -1,4 +1,4 @@
-"""Parameters of optimisation that all trainers of local models share."""
+"""Optimisation parameters shared by all trainers of local models."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ SCHEDULES: Registry[Callable[[float], float]] = Registry(
 
 
 class TrainingConfiguration(SubParameters):
-    """How long to train, on how much, and with which optimizer."""
+    """Length of training, batch sizes and optimizer."""
 
     lr: float = Field(default=1e-5, gt=0, le=MAX_LR)
     """Learning rate. Larger learns faster and may diverge."""
     minibatch_size: int = Field(default=8, ge=1)
-    """Samples in one forward and backward pass. Larger is smoother and takes more memory."""
+    """Samples per forward and backward pass. Larger has less noise and uses more memory."""
     batch_order: Literal["shuffled", "by_episode"] = "shuffled"
-    """How minibatches are made of an iteration's samples. by_episode keeps those of an episode
-    together, so that a minibatch shares more of its tokens and is faster, and less mixed; episodes
-    and minibatches come in random order either way."""
+    """How an iteration's samples are split into minibatches. by_episode keeps the samples of an
+    episode together, so that a minibatch shares more of its tokens and is faster but less mixed;
+    episodes and minibatches are in random order either way."""
     optimizer: Annotated[str, RegisteredName(OPTIMIZERS)] = "adamw"
     """Optimizer: one of `torch.optim` in lower case, or a registered one; other options than lr and
     weight_decay have torch's defaults."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay per step (decoupled for adamw). Larger pulls weights towards 0."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Minibatches whose gradients are averaged before a step, also a last, smaller group."""
+    """Minibatches whose gradients are averaged before a step; the last group may be smaller."""
     num_iterations: int = Field(default=1000, ge=1)
     """Iterations: collect experience, then learn from it."""
     num_episodes_per_experience: int = Field(default=8, ge=1)
-    """Episodes (trees) played an iteration. Larger sees more failures an iteration."""
+    """Episodes (trees) per iteration. Larger observes more failures per iteration."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over an iteration's samples. Larger reuses experience more, further off policy."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm; null leaves them as they are."""
+    """Maximum gradient norm, by clipping; null does not clip."""
     lr_schedule: Annotated[str, RegisteredName(SCHEDULES)] = "constant"
-    """Course of the learning rate over the iterations, one of a plug-in or constant, linear or
-    cosine, which end at 0."""
+    """Learning rate schedule over the iterations: constant, linear or cosine (which end at 0), or
+    one of a plug-in."""
     num_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)
-    """Iterations between dev evaluations, by which the best checkpoint is chosen; 0 for none."""
+    """Iterations between dev evaluations, which select the best checkpoint; 0 for none."""
     dev_metric: Annotated[
         Literal["mean_reward", "failure_rate", "mean_score"], where_above("eval_period", 0)
     ] = "mean_reward"
     """Figure of dev evaluations whose maximum selects the best checkpoint."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Training ends after this many consecutive dev evaluations without improvement; null
+    """Number of consecutive dev evaluations without improvement after which training stops; null
     trains to the end."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The built-in names, by kind. Registered names need no entry here."""
+"""Built-in names by type. Registered names need no entry here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class TrainerType(StrEnum):
     """Trainers."""
 
     AST_DPO = "ast_dpo"
-    """Online DPO of an attacker over trees of conversation."""
+    """Online DPO of an attacker over conversation trees."""
     AST_IPO = "ast_ipo"
     """Online IPO of an attacker: preference by a fixed margin."""
     AST_SIMPO = "ast_simpo"
@@ -25,11 +25,11 @@ class TrainerType(StrEnum):
     VANILLA_PPO = "vanilla_ppo"
     """Independent PPO of provers and verifiers."""
     MAPPO = "mappo"
-    """PPO of provers and verifiers with a critic that sees what all of them see."""
+    """PPO of provers and verifiers with a critic that observes all agents' observations."""
     REINFORCE = "reinforce"
     """REINFORCE of provers and verifiers, with reward to go or with advantages."""
     SPG = "spg"
-    """Stackelberg policy gradient of provers and verifiers, and its relatives."""
+    """Stackelberg policy gradient of provers and verifiers, with variants such as LOLA."""
     SOLO_AGENT = "solo_agent"
     """Supervised training of each agent alone, to predict the label without interaction."""
     SELF_HOSTED_GRPO = "self_hosted_grpo"
@@ -37,19 +37,19 @@ class TrainerType(StrEnum):
     SELF_HOSTED_OPD = "self_hosted_opd"
     """On-policy distillation: a language model learns from a teacher on its own samples."""
     REMOTE_API_GRPO = "remote_api_grpo"
-    """GRPO by trajectories with advantages and a loss of the training service."""
+    """GRPO on trajectories, with a loss of the training service."""
     REMOTE_API_OPD = "remote_api_opd"
-    """On-policy distillation by trajectories and a loss of the training service."""
+    """On-policy distillation on trajectories, with a loss of the training service."""
     REMOTE_API_CROSS_ENTROPY = "remote_api_cross_entropy"
     """Supervised training on a task's solutions by the training service."""
     PURE_TEXT_EI = "pure_text_ei"
-    """Expert iteration of chat models that play provers and verifiers."""
+    """Expert iteration of chat models that act as provers and verifiers."""
     PURE_TEXT_MALT = "pure_text_malt"
-    """Preference training of such chat models on trees of their answers."""
+    """Preference training of chat-model provers and verifiers on trees of their answers."""
 
 
 class ScenarioType(StrEnum):
-    """Kinds of scenario."""
+    """Scenario types."""
 
     AST_CHAT = "ast_chat"
     """An attacker and a frozen target converse; a scorer rates the target's responses."""
@@ -58,24 +58,24 @@ class ScenarioType(StrEnum):
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image; the verifier predicts its class."""
     CODE_VALIDATION = "code_validation"
-    """Provers and a verifier, chat models, talk about whether a program is right."""
+    """Chat models, provers and a verifier, discuss whether a program is correct."""
     SECRET_WORD = "secret_word"
-    """Provers who know a word and a verifier who needs it, chat models, talk about a claim."""
+    """Chat models, provers who know a word and a verifier who needs it, discuss a claim."""
     TASK = "task"
-    """A policy answers the problems of a task in messages and is rewarded for it."""
+    """A policy answers the problems of a task in messages and is rewarded."""
 
 
 class TaskType(StrEnum):
-    """Tasks that a policy answers in messages."""
+    """Tasks of a policy that answers in messages."""
 
     ARITHMETIC = "arithmetic"
     """Sums, differences and products of whole numbers."""
     COUNTDOWN = "countdown"
-    """Make a number out of given ones."""
+    """Make a target number from given numbers."""
     GUESS_NUMBER = "guess_number"
     """Find a hidden number in several turns, with the feedback "higher" or "lower"."""
     PIG_LATIN = "pig_latin"
-    """Say words in Pig Latin."""
+    """Translate words into Pig Latin."""
     VERIFIERS = "verifiers"
     """Tasks of a taskset of the library verifiers."""
     GYMNASIUM = "gymnasium"
@@ -90,23 +90,23 @@ class InteractionProtocolType(StrEnum):
     """Interaction protocols."""
 
     NIP = "nip"
-    """A verifier asks and a prover answers, in turn."""
+    """A verifier asks and a prover answers, alternately."""
     ADP = "adp"
-    """A prover speaks once and the verifier decides."""
+    """A prover sends one message and the verifier decides."""
     DEBATE = "debate"
-    """Two provers argue for opposite answers, each before the other's eyes."""
+    """Two provers argue for opposite answers and read each other's messages."""
     MERLIN_ARTHUR = "merlin_arthur"
-    """One of two provers, drawn at random, speaks once and the verifier decides."""
+    """One of two provers, chosen at random, sends one message and the verifier decides."""
     MNIP = "mnip"
     """Two provers who do not see each other's channel answer a verifier."""
     SOLO_VERIFIER = "solo_verifier"
     """The verifier decides alone."""
     MULTI_CHANNEL_TEST = "multi_channel_test"
-    """Three provers and a verifier on three channels, to test what protocols may be like."""
+    """Three provers and a verifier on three channels, to test general protocols."""
 
 
 class MessageRegressorType(StrEnum):
-    """What reads labels off messages."""
+    """Regressors that predict labels from messages."""
 
     MLP = "mlp"
     """A small network."""
@@ -122,18 +122,18 @@ class LanguageModelType(StrEnum):
     VLLM = "vllm"
     """The same, but vLLM samples from it; needs a GPU."""
     REMOTE = "remote"
-    """A tokenizer alone; the weights are those of a training service."""
+    """A tokenizer only; a training service has the weights."""
 
 
 class ChatModelType(StrEnum):
     """Backends of chat models."""
 
     OPENAI = "openai"
-    """A model behind any service that speaks OpenAI's protocol."""
+    """A model behind an OpenAI-compatible service."""
     LOCAL = "local"
     """A language model in this process."""
     SCRIPTED = "scripted"
-    """Answers that are written down beforehand."""
+    """Prepared answers."""
 
 
 class TrainingServiceType(StrEnum):
@@ -142,9 +142,9 @@ class TrainingServiceType(StrEnum):
     LOCAL = "local"
     """In this process, on the settings' device."""
     HTTP = "http"
-    """A service that `nip-astra serve --train` runs."""
+    """A service started by `nip-astra serve --train`."""
     TINKER = "tinker"
-    """Tinker, or a service that `nip-astra serve --tinker` runs."""
+    """Tinker, or a service started by `nip-astra serve --tinker`."""
 
 
 class ScorerType(StrEnum):
@@ -155,7 +155,7 @@ class ScorerType(StrEnum):
     DETOXIFY = "detoxify"
     """A category of one of the Detoxify models."""
     DISCLOSURE = "disclosure"
-    """The share of a secret's words that a response gives away."""
+    """The share of a secret's words that a response discloses."""
     JUDGE = "judge"
     """A chat model behind an OpenAI-compatible service, with a rubric."""
     LLAMA_GUARD = "llama_guard"
@@ -163,7 +163,7 @@ class ScorerType(StrEnum):
     PROFANITY = "profanity"
     """The linear offensiveness classifier of alt-profanity-check."""
     PYTHON = "python"
-    """A function of your own."""
+    """A custom function."""
     TOXBLOCK = "toxblock"
     """The small toxicity classifier that tox-block ships."""
     WEIGHTED = "weighted"
@@ -171,33 +171,33 @@ class ScorerType(StrEnum):
 
 
 class RewardTermType(StrEnum):
-    """Terms that training adds to the reward of a probe."""
+    """Terms that training adds to a probe's reward."""
 
     COSINE_NOVELTY = "cosine_novelty"
-    """How unlike everything found so far a probe is, by embeddings."""
+    """Distance of a probe to all previous findings, by embeddings."""
     ENTROPY_BONUS = "entropy_bonus"
-    """How little the attacker was set on the probe that it sampled."""
+    """Uncertainty of the attacker about the probe that it sampled."""
     FAILURE_RARITY = "failure_rarity"
-    """How rare failures of a probe's kind are among those found so far."""
+    """Rarity of failures like a probe's among those found so far."""
     FAILURE_SHARING = "failure_sharing"
-    """How few of the rollout's other failures are of a probe's kind."""
+    """Rarity of a probe's kind among the rollout's other failures."""
     GIBBERISH_PENALTY = "gibberish_penalty"
-    """A charge for probes that the reference finds too unlikely."""
+    """Penalty on probes that are too unlikely under the reference."""
     SCORER_TERM = "scorer_term"
     """A scorer's value for the probe itself."""
     SELF_BLEU_NOVELTY = "self_bleu_novelty"
-    """How unlike everything found so far a probe is, by n-grams."""
+    """Distance of a probe to all previous findings, by n-grams."""
     WORD_RARITY = "word_rarity"
     """Rarity of the rarest word of a probe among the probes so far."""
 
 
 class PretrainedModelType(StrEnum):
-    """Trained models whose view of an image agents read beside its pixels."""
+    """Pretrained models that give agents features of an image beside its pixels."""
 
     HUGGINGFACE = "huggingface"
     """An image model of transformers."""
     PCA = "pca"
-    """Principal components of parts of the images to train on."""
+    """Principal components of patches of the training images."""
 
 
 class RolloutAnalyserType(StrEnum):
@@ -210,4 +210,4 @@ class RolloutAnalyserType(StrEnum):
     ACCURATE_QUOTATION = "accurate_quotation"
     """Whether a prover's quotations occur in the datapoint."""
     FOLLOW_UP = "follow_up"
-    """Whether a verifier takes up what it was answered."""
+    """Whether a verifier follows up on the answers it got."""

@@ -1,4 +1,4 @@
-"""When an agent learns: which iterations update its weights."""
+"""Update schedules: the iterations in which an agent learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nip_astra.parameters.parameters_base import ByType, PolymorphicParameters
 
 
 class UpdateSchedule(PolymorphicParameters):
-    """Base of the schedules; parameters may be given in their order, without names."""
+    """Base class of the schedules; parameters may be positional."""
 
     def __init__(self, /, *in_order: Any, **values: Any) -> None:
         names = list(type(self).model_fields)
@@ -33,7 +33,7 @@ class UpdateSchedule(PolymorphicParameters):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def is_active(self, iteration: int) -> bool:
-        """Say whether the agent learns in an iteration, counted from 0."""
+        """Whether the agent learns in an iteration, counted from 0."""
         raise NotImplementedError
 
 
@@ -50,16 +50,16 @@ class ConstantUpdateSchedule(UpdateSchedule):
 
 
 class ContiguousPeriodicUpdateSchedule(UpdateSchedule):
-    """The agent learns in one stretch of every period."""
+    """The agent learns in one contiguous part of every period."""
 
     type_name: ClassVar[str] = "contiguous"
 
     period: int = Field(ge=1)
     """Iterations in a period."""
     start: int = Field(ge=0)
-    """First iteration of the stretch, counted from 0 within the period."""
+    """First active iteration, counted from 0 within the period."""
     stop: int = Field(ge=1)
-    """First iteration after the stretch."""
+    """First inactive iteration after it."""
 
     @model_validator(mode="after")
     def _is_a_stretch(self) -> Self:
@@ -74,7 +74,7 @@ class ContiguousPeriodicUpdateSchedule(UpdateSchedule):
 
 
 class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
-    """Two agents, or groups of agents, learn in turn."""
+    """Two agents, or groups of agents, learn alternately."""
 
     type_name: ClassVar[str] = "alternating"
 
@@ -86,7 +86,7 @@ class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
     """Which of the two this agent is."""
 
     def __init__(self, /, *in_order: Any, **values: Any) -> None:
-        """Take, in place of `position`, whether this is the first of the two, as `first_agent`."""
+        """Also accept `first_agent`, true for the first of the two, instead of `position`."""
         said = [*in_order[2:], *([values["first_agent"]] if "first_agent" in values else [])]
         if len(said) == 1 and isinstance(said[0], bool) and "position" not in values:
             in_order = in_order[:2]

@@ -112,7 +112,7 @@ class TwoProverParameters(MessageRounds):
 def _two_prover_activity(
     handler: ProtocolHandler, agent_name: str, round_index: int, channel_name: str
 ) -> bool:
-    """The verifier alternates with both provers, each of which sends in its own channel."""
+    """Whether an agent is active: verifier and provers alternate, each prover in its channel."""
     turns: list[tuple[str, ...]] = [("prover0", "prover1")]
     if handler.parameters.sequential:
         turns = [("prover0",), ("prover1",)]
@@ -166,7 +166,7 @@ MULTI_CHANNEL_TURNS = (
     {("prover0", "prover0_verifier"), ("prover1", "prover_chat")},
     {("prover1", "main"), ("prover2", "prover_chat")},
 )
-"""Pairs of agent and channel that are active in a round, by its index modulo 3."""
+"""Active pairs of agent and channel, by round index modulo 3."""
 
 
 @register_protocol_handler(InteractionProtocolType.MULTI_CHANNEL_TEST)

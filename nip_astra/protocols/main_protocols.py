@@ -1,4 +1,4 @@
-"""The protocols that ship, under the path that they have in NIP."""
+"""The shipped protocols under NIP's module path."""
 
 from nip_astra.protocols.library import AdpProtocol as AdpProtocol
 from nip_astra.protocols.library import DebateProtocol as DebateProtocol

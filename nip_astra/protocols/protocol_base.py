@@ -76,12 +76,12 @@ class ProtocolStep:
 
     @property
     def is_done(self) -> Tensor:
-        """Bool `[E]`; True if the episode terminates with this round (never a truncation)."""
+        """Whether the episode terminates with this round (never a truncation), bool `[E]`."""
         return self.has_decided_E | self.is_out_of_rounds_E
 
 
 class ProtocolTables(NamedTuple):
-    """Lookup tables of a protocol, with one row after the last round, in which nobody acts."""
+    """Lookup tables of a protocol, with an extra row after the last round, in which nobody acts."""
 
     active_ORAC: Tensor
     """bool; whether an agent may send in a channel."""
@@ -95,7 +95,7 @@ class ProtocolTables(NamedTuple):
     """long; the round of the message to answer, 0 if there is none."""
 
     def to(self, device: torch.device) -> ProtocolTables:
-        """The tables on a device."""
+        """Move the tables to a device."""
         return ProtocolTables(*(table.to(device) for table in self))
 
 
@@ -154,7 +154,7 @@ def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> str:
 
 
 def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
-    """Agents that send in channels that they do not see, and verifiers that cannot decide."""
+    """Yield agents that send in channels they cannot see, and verifiers that cannot decide."""
     shape = (handler.max_message_rounds, handler.num_agents, handler.num_channels)
     if active_ORAC.dim() != 4 or not len(active_ORAC) or tuple(active_ORAC.shape[1:]) != shape:
         yield (
@@ -199,7 +199,7 @@ def _build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTabl
 
 
 def _last_before(happens_ORC: Tensor) -> Tensor:
-    """The last True round before each round, -1 if there is none."""
+    """Return the last True round before each round, -1 if there is none."""
     rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
     latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
     return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
@@ -344,7 +344,7 @@ class ProtocolHandler(ABC):
         return (self.verifier_names, others) if others else (self.verifier_names,)
 
     def visible_channels(self, agent_name: str) -> list[int]:
-        """Indices of the channels that an agent sees, in order."""
+        """Return the indices of the channels that an agent sees, in order."""
         return self.visibility_AC[self.agent_names.index(agent_name)].nonzero().flatten().tolist()
 
     def has_decision_logits(self, agent_name: str) -> bool:
@@ -353,7 +353,7 @@ class ProtocolHandler(ABC):
 
     @abstractmethod
     def active_table(self) -> Tensor:
-        """Whether an agent may send in a channel, bool `[O, R, A, C]`.
+        """Return whether an agent may send in a channel, bool `[O, R, A, C]`.
 
         An episode uses the order `seed % O`.
         """
@@ -361,7 +361,7 @@ class ProtocolHandler(ABC):
     def active_mask(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Whether an agent may send in a channel, bool `[E, A, C]`; False after the last round.
+        """Return whether an agent may send in a channel, bool `[E, A, C]`; False after the end.
 
         Parameters
         ----------
@@ -379,7 +379,7 @@ class ProtocolHandler(ABC):
     def can_decide(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Whether an agent's decision counts, bool `[E, A]`.
+        """Return whether an agent's decision counts, bool `[E, A]`.
 
         True for a verifier that is active in any channel, from round `min_message_rounds` on.
         Parameters as in `active_mask`.
@@ -389,7 +389,7 @@ class ProtocolHandler(ABC):
         return can_decide_EA if agent_decided_EA is None else can_decide_EA & ~agent_decided_EA
 
     def question_round(self, round_E: Tensor, seed_E: Tensor) -> Tensor:
-        """Round of the message to answer in each channel, long `[E, C]`.
+        """Return the round of the message to answer in each channel, long `[E, C]`.
 
         The last round in which a verifier sent a message there; before that, the last in which any
         agent did, or 0. Parameters as in `active_mask`.
@@ -405,7 +405,7 @@ class ProtocolHandler(ABC):
     def chooses(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Whether an agent's policy makes a counting decision, bool `[E, A]`; see `can_decide`."""
+        """Return whether an agent's policy makes a counting decision, bool `[E, A]`."""
         can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
         if not self.forced_names:
             return can_decide_EA
@@ -416,7 +416,7 @@ class ProtocolHandler(ABC):
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        """Result of the moves of a round.
+        """Return the result of the moves of a round.
 
         Parameters
         ----------
@@ -431,7 +431,7 @@ class ProtocolHandler(ABC):
     def logit_reward(
         self, agent_name: str, round_E: Tensor, seed_E: Tensor, decided_EA: Tensor, moves: Moves
     ) -> Tensor | None:
-        """Differentiable part of an agent's reward that depends on its logits, `[E]`, or None.
+        """Return the differentiable reward on an agent's logits, `[E]`, or None.
 
         It does not depend on the sampled action, so it has no policy gradient; an objective
         maximises it directly. Parameters as in `step`.
@@ -439,13 +439,13 @@ class ProtocolHandler(ABC):
         return None
 
     def reward_mid_point_estimate(self, agent_name: str) -> float:
-        """Midpoint between an agent's rewards for a good and a bad outcome."""
+        """Return the midpoint between an agent's rewards for a good and a bad outcome."""
         if agent_name in self.verifier_names or self.common.shared_reward:
             return (self.common.verifier_reward + self.common.verifier_incorrect_penalty) / 2
         return self.common.prover_reward / 2
 
     def describe(self) -> str:
-        """Visible channels, and by round the active channels and deciding agents, as text."""
+        """Describe the visible channels, and by round the active channels and deciding agents."""
         return _describe_tables(self, next(iter(self._tables.values())))
 
     def _tables_on(self, device: torch.device) -> ProtocolTables:
@@ -463,15 +463,15 @@ class RoundResult(IntEnum):
     NOTHING = 0
     """It is not the verifier's turn, or the verifier has already decided."""
     PASSED = 1
-    """The verifier has a turn but makes no decision that counts."""
+    """The verifier has a turn but makes no counting decision."""
     OUT_OF_ROUNDS = 2
     """The last round ends without a decision."""
     WRONG_REJECT = 3
-    """The verifier rejects, and the label is 1."""
+    """The verifier rejects although the label is 1."""
     RIGHT_REJECT = 4
     """The verifier rejects, and the label is 0."""
     WRONG_ACCEPT = 5
-    """The verifier accepts, and the label is 0."""
+    """The verifier accepts although the label is 0."""
     RIGHT_ACCEPT = 6
     """The verifier accepts, and the label is 1."""
 
@@ -501,7 +501,7 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
         """Whether an agent may send in a channel in a round, from 0."""
 
     def reward(self, agent_name: str, result: RoundResult) -> float:
-        """Reward of an agent for a round's result; evaluated once, on construction."""
+        """Return an agent's reward for a round's result; evaluated once, on construction."""
         common = self.common
         right, wrong = common.verifier_reward, common.verifier_incorrect_penalty
         is_prover = agent_name in self.prover_names

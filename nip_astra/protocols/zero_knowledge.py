@@ -1,4 +1,4 @@
-"""Zero knowledge: provers are also rewarded for disclosing nothing.
+"""The zero-knowledge extension, which also rewards provers for disclosing nothing.
 
 Shape suffixes: as in `protocol_base`; `F` the entries of a flattened message.
 """
@@ -109,7 +109,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
 
     @property
     def forced_names(self) -> tuple[str, ...]:
-        """The verifier, if its decisions are forced; never the adversarial verifier."""
+        """The verifier if its decisions are forced; never the adversarial verifier."""
         return self.base.forced_names
 
     def logit_reward(
@@ -191,7 +191,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
     def likeness(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> Tensor:
-        """Similarity of simulator and adversarial verifier in a round, float32 `[E]`, -2 to 2.
+        """Compute the similarity of simulator and adversarial verifier, float32 `[E]`, -2 to 2.
 
         Gradients flow into the logits of both. Parameters are those of `step`.
         """
@@ -220,7 +220,7 @@ def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
-    """Cosine of two batches of centred logits, float32 `[E]`; 0 if nothing is open.
+    """Compute the cosine of two batches of centred logits, float32 `[E]`; 0 if nothing is open.
 
     The last dimension holds the alternatives. Centring makes logits independent of their
     normalisation; impossible alternatives are left out, because they would dominate.

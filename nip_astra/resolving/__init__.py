@@ -1,1 +1,1 @@
-"""What an experiment will be: its resolved parameters, base runs, parameters that nothing reads."""
+"""Resolution of parameters from names, files and options, and analysis of stored rollouts."""

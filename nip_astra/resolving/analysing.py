@@ -1,4 +1,4 @@
-"""Let a judge answer questions about the rollouts that a run has stored."""
+"""Analysis of a run's stored rollouts by a judge."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def analyse_run(
     is_overwritten: bool = False,
     **request: Any,
 ) -> list[Analysis]:
-    """Have a judge analyse the stored rollouts of a run; results go to its folder `analyses`.
+    """Analyse the stored rollouts of a run with a judge; results go to its folder `analyses`.
 
-    Answers are stored in the run directory, so that none is paid for twice.
+    Answers are stored in the run directory, so that a repeated analysis does not pay for them.
 
     Parameters
     ----------
@@ -117,19 +117,19 @@ def count_analysis(
     is_overwritten: bool = False,
     **request: Any,
 ) -> dict[str, dict[str, int]]:
-    """The number of requests of each analyser, by sampling; sends and writes nothing."""
+    """Return the number of requests of each analyser, by sampling, without sending any."""
     return _open_run(Path(run), analysers, model, settings, **request).num_requests()
 
 
 class JudgeFile(SubParameters):
-    """A judge, as a file describes it."""
+    """A YAML file with a judge."""
 
     model: ChatModelParameters  # type: ignore[valid-type]
     """The chat model."""
 
 
 def read_judge(path: str) -> Any:
-    """The parameters of the chat model in a YAML file."""
+    """Read the parameters of a chat model from a YAML file."""
     values = read_mapping(path, "a chat model, for instance _type: openai and model: gpt-4o-mini")
     return JudgeFile.from_dict({"model": values}).model
 
@@ -143,7 +143,7 @@ class _OpenedRun:
     samplings: list[Sampling]
 
     def num_requests(self) -> dict[str, dict[str, int]]:
-        """Requests of each analyser, by sampling."""
+        """Return the number of requests of each analyser, by sampling."""
         return {
             one.name: self.analyses.count_requests(NestedArrayDict.load(one.path))
             for one in self.samplings

@@ -66,12 +66,12 @@ from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import StoredSource, active_source, is_own, on_behalf_of
 
 VERIFIERS = "verifiers"
-"""Scenario of the tasksets of the library verifiers; `verifiers:NAME` selects one."""
+"""Scenario with the tasksets of the verifiers library; `verifiers:NAME` selects one."""
 PARAMETERS, RERUN_TESTS = "parameters", "rerun_tests"
 _OF_THE_NEW_RUN = ("base_run", VERSION_KEY, "plugins")
 """Values that a run never takes from its base run."""
 SET_FOR_A_RERUN = (*_OF_THE_NEW_RUN, "rl.num_test_iterations")
-"""Values that may differ when a run tests the agents of another run again."""
+"""Values that may differ in a run that repeats the tests of another run."""
 _CUSTOM_TRAINER = ("custom_trainer_module_path", "custom_trainer_class_name")
 _OPEN = "???"
 OF_EVERY_RUN = ("base_run",)
@@ -88,7 +88,7 @@ SHARED_GROUPS = tuple(
 
 @dataclass(frozen=True)
 class ResolvedExperiment:
-    """An experiment that has been validated and not yet built.
+    """A validated experiment that is not built yet.
 
     Attributes
     ----------
@@ -200,7 +200,7 @@ def _explicit_layer(hyper_params: HyperParameters | Mapping[str, Any]) -> Layer:
 
 
 def _with_taskset(layer: Layer) -> Layer:
-    """A layer whose scenario `verifiers:TASKSET` is split into scenario and taskset."""
+    """Split a layer's scenario `verifiers:TASKSET` into scenario and taskset."""
     scenario, sign, taskset = str(layer.values.get("scenario") or "").partition(":")
     if scenario != VERIFIERS or not sign:
         return layer
@@ -210,19 +210,19 @@ def _with_taskset(layer: Layer) -> Layer:
 
 
 def _load(specs: Sequence[str], folder: Path | None) -> list[str]:
-    """Import plug-ins; returns the paths or modules that identify them."""
+    """Import plug-ins; return the paths or modules that identify them."""
     return [load_plugin(spec, relative_to=folder).spec for spec in specs]
 
 
 def _plugins_in(values: Mapping[str, Any]) -> list[str]:
-    """The plug-ins of a file; a malformed list is reported with the other faults later."""
+    """Return the plug-ins of a file; a malformed list is reported later with other faults."""
     specs = values.get("plugins")
     is_valid = isinstance(specs, list) and all(isinstance(spec, str) for spec in specs)
     return list(specs) if is_valid and specs else []
 
 
 def _load_named_code(values: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """Import the plug-ins that values name, and that of their scenario."""
+    """Import the plug-ins named by values, and that of their scenario."""
     loaded = _load(_plugins_in(values), folder)
     if values.get("scenario") is not None:
         # It may register the trainer.
@@ -259,11 +259,11 @@ class _Resolution:
         self.preset: list[Layer] = []
 
     def merged(self) -> dict[str, Any]:
-        """The values of all layers."""
+        """Return the merged values of all layers."""
         return _merged(*self.scenario, *self.preset, self.base, *self.file, *self.top)
 
     def stored_source(self, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
-        """The stored run from which parameters come; of several, all must be the user's own."""
+        """Return the stored run that parameters come from; several must all be the user's own."""
         runs: dict[Path | None, str] = {
             one.stored_in: str(one.stored_in) for one in self.file if one.stored_in is not None
         }
@@ -282,14 +282,14 @@ class _Resolution:
         return StoredSource(place, is_trusted or not foreign, copies)
 
     def load_code_of_the_user(self) -> None:
-        """Load it first, so that only code that a stored run names needs approval."""
+        """Load the user's own code first: only code named by a stored run needs approval."""
         values = _merged(*(one for one in (*self.file, *self.top) if one.stored_in is None))
         _load_named_code(values, self.folder)
         if values.get("custom_trainer_module_path") is not None:
             _load([str(values["custom_trainer_module_path"])], self.folder)
 
     def find_components(self, plugins: Sequence[str]) -> None:
-        """Load plug-ins, find the named classes, and add the layers of preset and scenario."""
+        """Load plug-ins, find the named classes, and add the preset's and scenario's layers."""
         self.plugins = _load([*plugins, *self.base_run.plugins], None)
         values = self.merged()
         self.plugins += _load_named_code(values, self.folder)
@@ -339,7 +339,7 @@ class _Resolution:
         )
 
     def validate(self, *, is_plugin_given: bool) -> ResolvedParameters:
-        """The validated parameters; values that nothing reads are refused."""
+        """Return the validated parameters; values that nothing reads are refused."""
         model = HyperParameters.with_sections(
             {self.trainer: self.trainer_class.Parameters, self.kind: self.scenario_class.Parameters}
             | {
@@ -377,7 +377,7 @@ class _Resolution:
         return resolved
 
     def _protocol_section(self) -> dict[str, type[SubParameters]]:
-        """The section of the interaction protocol, if the scenario's agents play one."""
+        """Return the section of the interaction protocol, if the scenario's agents use one."""
         if not self.scenario_class.uses_protocol:
             if self.protocol is not None:
                 raise ConfigurationError(
@@ -393,7 +393,7 @@ class _Resolution:
         return {self.protocol: PROTOCOL_HANDLERS.get(self.protocol).Parameters}
 
     def _about_protocol(self, layer: Layer) -> Layer:
-        """A scenario's or preset's layer without sections and agents of other protocols."""
+        """Remove sections and agents of other protocols from a scenario's or preset's layer."""
         layer = layer.without(set(PROTOCOL_HANDLERS.names()) - {self.protocol})
         section = layer.values.get(self.kind)
         if not isinstance(section, Mapping) or not isinstance(section.get("agents"), Mapping):
@@ -407,7 +407,7 @@ class _Resolution:
         return replace(layer, values=values)
 
     def with_absolute_paths(self, hyper_params: HyperParameters) -> HyperParameters:
-        """The parameters with absolute paths, so that they mean the same in any folder."""
+        """Return the parameters with absolute paths, valid in any working directory."""
         changes: dict[str, Any] = {}
         if self.plugins:
             changes["plugins"] = list(dict.fromkeys(self.plugins))
@@ -434,9 +434,9 @@ class _Resolution:
         return hyper_params.model_copy(update=changes)
 
     def outside(self, resolved: ResolvedParameters) -> dict[str, str]:
-        """Values of the stored runs that point outside of their folders, by dotted path.
+        """Return values of stored runs that point outside of their folders, by dotted path.
 
-        Left out are values that a shipped scenario has as well, and files inside it.
+        Excluded are values that a shipped scenario also has, and files inside it.
         """
         # A file of another name is the user's, for instance the output of `show --yaml`.
         stored = [
@@ -461,7 +461,7 @@ class _Resolution:
 
 
 def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, type[Trainer]]:
-    """The trainer's name and its class, from the registry or from a file."""
+    """Return the trainer's name and its class, from the registry or from a file."""
     if values.get("trainer") is None:
         raise ConfigurationError(
             f"no trainer is given. Choose one with --trainer: {', '.join(TRAINERS.names())}."
@@ -493,7 +493,7 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
 
 
 def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
-    """The scenario's layers and its kind; its plugin.py is loaded first."""
+    """Return the scenario's layers and its kind; load its plugin.py first."""
     _load_plugin_of(scenario_dir)
     path = scenario_dir / "scenario.yaml"
     layers = read_yaml_layers(path, source="scenario.yaml")
@@ -510,7 +510,7 @@ def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
 
 
 def _agents_of(protocol: str) -> set[str]:
-    """The agents of a protocol's class; none if they depend on its parameters."""
+    """Return the agents of a protocol's class; none if they depend on its parameters."""
     try:
         names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
     except NipAstraError:
@@ -530,7 +530,7 @@ class ResolvedParameters(NamedTuple):
 
 
 def validate_layers(layers: Sequence[Layer], model: type[HyperParameters]) -> ResolvedParameters:
-    """Merge the layers and validate the result; all faults are raised at once."""
+    """Merge the layers and validate the result; raise all faults at once."""
     values, sources = merge_layers([default_lists(_merged(*layers), model), *layers])
     faults = [
         ParameterFault(
@@ -586,9 +586,9 @@ def never_read(
     scenario_class: type[Scenario],
     kind: str,
 ) -> list[str]:
-    """The given parameters that nothing reads, or whose whole group is read elsewhere only.
+    """Return the given parameters that nothing reads, or whose whole group is unused.
 
-    A single parameter whose condition does not hold is not among them: it is shown as unused.
+    A single parameter whose condition does not hold is not included: it is shown as unused.
     """
     if trainer_class.parameter_groups is None:
         return []
@@ -611,7 +611,7 @@ class _Condition(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """A given value, and its first condition that does not hold."""
+    """A given value, and its first unmet condition."""
 
     path: str
     value: Any
@@ -620,12 +620,12 @@ class _Leaf(NamedTuple):
 
 
 _Scope = tuple[str, SubParameters]
-"""A group of parameters after its path with a trailing dot, empty for all parameters."""
+"""A group of parameters, preceded by its path with a trailing dot, empty for the root."""
 
 
 @dataclass(frozen=True)
 class _Readers:
-    """The components that read parameters, and the number of the last layer that set each path."""
+    """The components that read parameters, and the index of the last layer that set each path."""
 
     hyper_params: HyperParameters
     trainer_class: type[Trainer]
@@ -637,8 +637,8 @@ class _Readers:
         """Refuse values of these layers that neither trainer nor scenario nor protocol reads.
 
         These are values in shared groups that none of them uses, and parameters whose condition
-        (`nip_astra.parameters.conditions`) does not hold. Defaults pass, and so does a value whose
-        condition a later layer made fail, for instance an option on the command line.
+        (`nip_astra.parameters.conditions`) does not hold. Defaults are accepted, and so is a value
+        whose condition fails because of a later layer, for instance a command-line option.
         """
         if self.trainer_class.parameter_groups is None:
             return
@@ -658,7 +658,7 @@ class _Readers:
             raise UnreadParameterError(faults)
 
     def reason_against(self, leaf: _Leaf) -> tuple[str, str] | None:
-        """The problem with an unread value and the advice; "" if that names other trainers."""
+        """Return the problem with an unread value and the advice, "" to list other trainers."""
         trainer, protocol = self.hyper_params.trainer, self.hyper_params.interaction_protocol
         groups = self.trainer_class.parameter_groups or ()
         of_scenario = self.scenario_class.parameter_groups
@@ -690,7 +690,7 @@ class _Readers:
 
 
 def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The values whose paths are not in others."""
+    """Return the values whose paths are not in others."""
     left = {}
     for name, value in values.items():
         other = others.get(name)
@@ -710,7 +710,7 @@ def _walk(
     prefix: str = "",
     unmet: _Condition | None = None,
 ) -> Iterator[_Leaf]:
-    """Every given value of a group and of the groups within it.
+    """Yield every given value of a group and of the groups within it.
 
     Parameters
     ----------
@@ -757,7 +757,7 @@ def _first_unmet(conditions: Sequence[ReadWhere], scopes: Sequence[_Scope]) -> _
 def _groups_in(
     value: Any, given: Any, path: str
 ) -> Iterator[tuple[str, SubParameters, Mapping[str, Any]]]:
-    """The groups in a value, each with its path and its given values."""
+    """Yield the groups in a value, each with its path and its given values."""
     if isinstance(value, SubParameters) and isinstance(given, Mapping):
         yield path, value, given
     elif isinstance(value, Mapping) and isinstance(given, Mapping):
@@ -777,7 +777,7 @@ def _is_in(path: str, groups: Sequence[str]) -> bool:
 
 
 def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
-    """The entry of a parameter, or of the nearest group or list around it."""
+    """Return the entry of a parameter, or of the nearest group or list around it."""
     while path:
         if path in by_path:
             return by_path[path]
@@ -806,7 +806,7 @@ def _trainers_that_read(path: str) -> str:
 
 @dataclass(frozen=True)
 class _BaseRun:
-    """A run on which another one builds; without values there is none.
+    """A run on which another one is based; without values there is none.
 
     Attributes
     ----------
@@ -822,16 +822,16 @@ class _BaseRun:
 
     @property
     def source(self) -> str:
-        """The source of parameters that the new run takes from it."""
+        """Source of the parameters taken from it."""
         return f"base run {self.run_id}"
 
     @property
     def plugins(self) -> list[str]:
-        """Plug-ins that it loaded."""
+        """Plug-ins loaded by it."""
         return [str(spec) for spec in self.values.get("plugins") or []]
 
     def layer(self, given: Mapping[str, Any]) -> Layer:
-        """Its parameters, without its custom trainer if the new run's values name another."""
+        """Return its parameters, without its custom trainer if the new run names another."""
         trainer = self.values.get("trainer")
         is_other = given.get("trainer", trainer) != trainer
         left_out = (*_OF_THE_NEW_RUN, *(_CUSTOM_TRAINER if is_other else ()))
@@ -840,14 +840,14 @@ class _BaseRun:
     def about_another(
         self, scenario_dir: Path, scenario_class: type[Scenario], kind: str
     ) -> set[str]:
-        """Its values that do not concern the new run's scenario."""
+        """Return its values that do not apply to the new run's scenario."""
         is_same = _is_scenario(self.values.get("scenario"), scenario_dir)
         protocol = set() if scenario_class.uses_protocol else {"interaction_protocol"}
         return protocol if is_same else {kind, *protocol}
 
 
 def _read_base_run(layers: Sequence[Layer]) -> _BaseRun:
-    """The base run that the layers name; a complete file's own base run is not read again."""
+    """Read the base run named by the layers; a complete file's own base run is not read again."""
     values, sources = merge_layers([one for one in layers if not one.is_complete], resolve=False)
     given = values.get("base_run")
     if not isinstance(given, Mapping):
@@ -875,7 +875,7 @@ def _read_base_run(layers: Sequence[Layer]) -> _BaseRun:
 
 
 def _check_rerun(base: _BaseRun, layers: Sequence[Layer], trainer_class: type[Trainer]) -> None:
-    """Refuse values of a run that only tests again which differ from the base run's.
+    """Refuse values of a rerun of tests that differ from the base run's.
 
     The base run has no values if a complete layer holds them.
     """
@@ -903,7 +903,7 @@ def _check_rerun(base: _BaseRun, layers: Sequence[Layer], trainer_class: type[Tr
 
 
 def fetch_base_run(parameters: BaseRunParameters, folder: Path) -> Path:
-    """The base run's directory; for a run on W&B, one with its trained agents is made."""
+    """Return the base run's directory; for a run on W&B, download its trained agents."""
     run = str(parameters.run)
     if not run.startswith(wandb_runs.SCHEME):
         return Path(run)

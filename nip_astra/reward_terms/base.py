@@ -27,7 +27,7 @@ from nip_astra.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class RatedProbes:
-    """A rollout as seen by a term: all nodes, siblings adjacent."""
+    """A rollout as passed to a term: all nodes, siblings adjacent."""
 
     prompts: list[str]
     """Opening prompt of each node's episode."""
@@ -48,17 +48,17 @@ class RatedProbes:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self.probes)
 
     @property
     def is_empty(self) -> Tensor:
-        """True for a probe without text, bool `[N]`."""
+        """Return whether each probe is without text, bool `[N]`."""
         return torch.tensor([not probe.strip() for probe in self.probes], dtype=torch.bool)
 
 
 class RewardTerm(ABC):
-    """A number for each probe. A subclass implements `_values`; checks are done here.
+    """A number for each probe. Subclasses implement `_values`; checks are done here.
 
     A stateful term also implements `observe`, `state` and `load_state`. A term must not reward a
     probe without text above others, because the empty probe is the easiest to learn.
@@ -88,20 +88,20 @@ class RewardTerm(ABC):
 
     @abstractmethod
     def _values(self, nodes: RatedProbes) -> Tensor:
-        """Hook: a finite number for each node, `[N]`; there is at least one node."""
+        """Hook: return a finite number for each node, `[N]`; there is at least one node."""
 
     def observe(self, nodes: RatedProbes) -> None:  # noqa: B027 - most terms have no memory
         """Hook: update the state with a rollout, after all terms' values are computed."""
 
     def state(self) -> dict[str, Any]:
-        """Hook: the term's state, of text, numbers, tensors, lists and dicts."""
+        """Hook: return the term's state, of text, numbers, tensors, lists and dicts."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - as above
         """Hook: restore the result of `state`."""
 
     def values(self, nodes: RatedProbes) -> Tensor:
-        """Values of the nodes, float32 `[N]` on the CPU, finite, no grad; larger is better.
+        """Return values of the nodes, float32 `[N]` on the CPU, finite, no grad; larger is better.
 
         Raises `RewardTermError` if the hook returns another shape, or a value that is not finite.
         """
@@ -124,7 +124,7 @@ class RewardTerm(ABC):
         return values_N
 
     def added(self, nodes: RatedProbes) -> Tensor:
-        """The term's part of each node's reward, weight times value, float32 `[N]`."""
+        """Return the term's part of each node's reward, weight times value, float32 `[N]`."""
         weight: float = self.parameters.weight
         added_N = weight * self.values(nodes)
         if self.parameters.scaled_by_score:
@@ -141,25 +141,23 @@ REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry(
     package="nip_astra.reward_terms",
     members=RewardTermType,
     modules={
-        RewardTermType.COSINE_NOVELTY: "novelty",
-        RewardTermType.SELF_BLEU_NOVELTY: "novelty",
-        RewardTermType.FAILURE_RARITY: "failure_kinds",
-        RewardTermType.FAILURE_SHARING: "failure_kinds",
-        RewardTermType.ENTROPY_BONUS: "likelihood_terms",
-        RewardTermType.GIBBERISH_PENALTY: "likelihood_terms",
+        **dict.fromkeys(RewardTermType, "novelty"),
+        RewardTermType.ENTROPY_BONUS: "probe_terms",
+        RewardTermType.GIBBERISH_PENALTY: "probe_terms",
+        RewardTermType.SCORER_TERM: "probe_terms",
     },
 )
 
 
 def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardTerm]]:
-    """Register a `RewardTerm` subclass under the `_type` by which parameter files name it."""
+    """Register a `RewardTerm` subclass under its `_type` in parameter files; a decorator."""
     return REWARD_TERMS.register(name)
 
 
 def build_reward_term(
     parameters: Any, *, device: torch.device, scenario_dir: Path | None
 ) -> RewardTerm:
-    """The reward term that the parameters describe."""
+    """Build the reward term that the parameters describe."""
     cls = REWARD_TERMS.get(parameters.type_name)
     return cls(parameters, device=device, scenario_dir=scenario_dir)
 
@@ -167,7 +165,7 @@ def build_reward_term(
 def build_reward_terms(
     parameters: Sequence[Any], *, device: torch.device, scenario_dir: Path | None
 ) -> dict[str, RewardTerm]:
-    """The reward terms of a list by name, in order.
+    """Build the reward terms of a list, by name, in order.
 
     A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
     """

@@ -1,4 +1,4 @@
-"""Losses and rewards as pure functions of tensors, and the loss modules of agents with networks."""
+"""Losses, advantages and rewards as pure functions, and loss modules of agents with networks."""
 
 from nip_astra.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Advantages and returns: of samples compared within a group, along sequences, and in trees.
+"""Advantages and returns: within groups of samples, along sequences, and in trees.
 
 No gradient flows through any of these. In a tree, `parent_N` int64 is the index of the parent, -1
 at the root; `depth_N` int64 counts from 0, a child is one deeper than its parent; nodes may be
@@ -34,17 +34,17 @@ Baseline = Literal["mean", "leave_one_out", "none"]
 """The baseline of a reward, see `group_advantages`."""
 
 Scale = Literal["group", "batch", "none"]
-"""The divisor of differences of rewards, see `group_advantages`."""
+"""Divisor of reward differences, see `group_advantages`."""
 
 ZeroVarianceRule = Literal["keep", "drop"]
-"""Whether samples whose group has one reward stay in the batch, see `group_advantages`."""
+"""Whether samples of a group with equal rewards stay in the batch, see `group_advantages`."""
 
 
 # ---- samples compared within a group
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages of samples, and statistics of their groups.
+    """Advantages of samples, with statistics of their groups.
 
     Attributes
     ----------
@@ -65,8 +65,8 @@ class GroupAdvantages(NamedTuple):
     std_P: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """`grpo/advantage_{mean,std,min,max}` and `grpo/used_share` of samples, and of groups
-        `grpo/num_groups`, `grpo/zero_variance_share` and `grpo/group_std_mean`.
+        """Return `grpo/advantage_{mean,std,min,max}` and `grpo/used_share` over samples, and
+        `grpo/num_groups`, `grpo/zero_variance_share` and `grpo/group_std_mean` over groups.
         """
         used = self.advantages_N[self.is_used_N].double()
         figures = {"grpo/num_groups": float(len(self.std_P))}
@@ -87,7 +87,7 @@ class GroupAdvantages(NamedTuple):
 
 
 def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
-    """Numbers of ids in the order in which they first appear, int64 `[N]`."""
+    """Number ids in order of first appearance, int64 `[N]`."""
     numbers: dict[Hashable, int] = {}
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
     return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain], dtype=torch.int64)
@@ -140,12 +140,9 @@ def group_advantages(
         For an unknown scale or baseline, or a scale without a baseline.
     """
     _check_choices(baseline, scale)
-    rewards_N = rewards_N.detach()
-    is_known_N = ~rewards_N.isnan()
-    known_N = masked_fill_zero(rewards_N, is_known_N)
-    group_N = torch.unique(group_N, return_inverse=True)[1]
-    run_N, mean_R, is_run_R, group_R = _runs(known_N, is_known_N, group_N, run_N)
-    # A row per group: runs beside each other.
+    known_N, is_known_N, group_N, runs = _runs(rewards_N.detach(), group_N, run_N)
+    run_N, mean_R, is_run_R, group_R = runs
+    # One row per group, with its runs as columns.
     lengths_P = group_R.bincount()
     order_R = group_R.argsort(stable=True)
     column_R = torch.empty_like(group_R)
@@ -159,11 +156,7 @@ def group_advantages(
     mean_P1 = masked_mean(mean_PW, is_run_PW, dim=1).unsqueeze(1)
     difference_PW = masked_fill_zero(mean_PW - mean_P1, is_run_PW)
     others_P1 = (counts_P1 - 1).clamp(min=1)
-    least_P = torch.where(is_run_PW, mean_PW, torch.inf).amin(dim=1)
-    most_P = torch.where(is_run_PW, mean_PW, -torch.inf).amax(dim=1)
-    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
-    # Rounding is not spread.
-    is_flat_P = most_P - least_P <= scale_P * torch.finfo(mean_PW.dtype).eps * 4
+    is_flat_P = _are_flat(runs)
     std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
     std_P = masked_fill_zero(std_P, ~is_flat_P)
     if baseline == "none":
@@ -189,20 +182,55 @@ def group_advantages(
     )
 
 
+def zero_variance_groups(rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None = None) -> Tensor:
+    """Return only `is_zero_variance_P` of `group_advantages`."""
+    *_, runs = _runs(rewards_N.detach(), group_N, run_N)
+    num_known_P = runs.group_R[runs.is_known_R].bincount(minlength=_num_codes(runs.group_R))
+    return _are_flat(runs) & (num_known_P > 0)
+
+
+class _Runs(NamedTuple):
+    """The run of each sample; the mean reward, if any, and the group of each run."""
+
+    run_N: Tensor
+    mean_R: Tensor
+    is_known_R: Tensor
+    group_R: Tensor
+
+
 def _runs(
-    known_N: Tensor, is_known_N: Tensor, group_N: Tensor, run_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The run of each sample, and each run's mean reward, whether it has one, and its group."""
+    rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, _Runs]:
+    """Return rewards (0 where unknown), which are known, groups numbered from 0, and the runs."""
+    is_known_N = ~rewards_N.isnan()
+    known_N = masked_fill_zero(rewards_N, is_known_N)
+    group_N = torch.unique(group_N, return_inverse=True)[1]
     if run_N is None:
-        return torch.arange(len(group_N)), known_N, is_known_N, group_N
-    pairs_N2 = torch.stack([group_N, run_N.to(group_N)], dim=1)
-    run_N = torch.unique(pairs_N2, dim=0, return_inverse=True)[1]
-    num_runs = int(run_N.max()) + 1 if len(run_N) else 0
-    zeros_R = known_N.new_zeros(num_runs)
+        runs = _Runs(torch.arange(len(group_N)), known_N, is_known_N, group_N)
+        return known_N, is_known_N, group_N, runs
+    run_N = torch.unique(run_N, return_inverse=True)[1].to(group_N)
+    run_N = torch.unique(group_N * _num_codes(run_N) + run_N, return_inverse=True)[1]
+    zeros_R = known_N.new_zeros(_num_codes(run_N))
     count_R = zeros_R.index_add(0, run_N, is_known_N.to(known_N.dtype))
     mean_R = zeros_R.index_add(0, run_N, known_N) / count_R.clamp(min=1)
-    group_R = group_N.new_zeros(num_runs).scatter_(0, run_N, group_N)
-    return run_N, mean_R, count_R > 0, group_R
+    group_R = group_N.new_zeros(len(zeros_R)).scatter_(0, run_N, group_N)
+    return known_N, is_known_N, group_N, _Runs(run_N, mean_R, count_R > 0, group_R)
+
+
+def _num_codes(codes_N: Tensor) -> int:
+    return int(codes_N.max()) + 1 if len(codes_N) else 0
+
+
+def _are_flat(runs: _Runs) -> Tensor:
+    """Return which groups have equal mean rewards in all runs, up to rounding, or no rewards."""
+    _, mean_R, is_known_R, group_R = runs
+    nothing_P = mean_R.new_full((_num_codes(group_R),), torch.inf)
+    least_R = torch.where(is_known_R, mean_R, torch.inf)
+    most_R = torch.where(is_known_R, mean_R, -torch.inf)
+    least_P = nothing_P.scatter_reduce(0, group_R, least_R, "amin")
+    most_P = (-nothing_P).scatter_reduce(0, group_R, most_R, "amax")
+    scale_P = torch.maximum(least_P.abs(), most_P.abs()).nan_to_num(posinf=0.0)
+    return most_P - least_P <= scale_P * torch.finfo(mean_R.dtype).eps * 4
 
 
 def _check_choices(baseline: str, scale: str) -> None:
@@ -228,7 +256,7 @@ def compute_advantages(
     options: Mapping[str, Any] | None = None,
     **common: Any,
 ) -> GroupAdvantages:
-    """Advantages by a registered function; see `group_advantages` for the arguments.
+    """Compute advantages with a registered function; see `group_advantages` for the arguments.
 
     `options` are those of that function; `common` options are for `group_advantages` alone.
 
@@ -264,16 +292,14 @@ class AdvantageParameters(SubParameters):
     """How rewards become advantages."""
 
     advantage: AdvantageName = "group"
-    """Advantage of each sample: group, or one registered by a plug-in; see
-    `rl_objectives.advantages`."""
+    """Advantage function: group, or one registered by a plug-in; see `rl_objectives.advantages`."""
     advantage_options: dict[str, JsonValue] = {}
-    """Options of a registered advantage by name."""
+    """Options of a registered advantage function, by name."""
     baseline: Baseline | None = "mean"
-    """What a reward is compared with: the mean of its group, that of the others (RLOO), or
-    nothing."""
+    """Baseline of a reward: mean of its group, mean of the others in it (RLOO), or none."""
     scale: Scale | None = "group"
-    """What the difference is divided by: the standard deviation of the group, that of the whole
-    batch, or nothing (Dr. GRPO)."""
+    """Divisor of the difference: standard deviation of the group or of the whole batch, or none
+    (Dr. GRPO)."""
     std_epsilon: Annotated[float, where("scale", "group", "batch", None)] = Field(
         default=1e-6, ge=0
     )
@@ -290,7 +316,7 @@ class AdvantageParameters(SubParameters):
     def advantages(
         self, rewards_N: Tensor, group_N: Tensor, run_N: Tensor | None = None, **common: Any
     ) -> GroupAdvantages:
-        """The advantages of samples; see `compute_advantages`."""
+        """Compute the advantages of samples; see `compute_advantages`."""
         own = {"baseline": self.baseline, "scale": self.scale, "std_epsilon": self.std_epsilon}
         return compute_advantages(
             self.advantage,
@@ -306,14 +332,14 @@ class AdvantageParameters(SubParameters):
 
 
 class AdvantageEstimate(NamedTuple):
-    """Advantages, and targets for the values: advantages plus values; both without gradient."""
+    """Advantages and value targets (advantages plus values), both without gradient."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def discounted_sums(terms_EH: Tensor, factor: float | Tensor) -> Tensor:
-    """`s_t = x_t + f_t * s_(t+1)` along dimension 1, `[E, H, ...]`.
+    """Compute `s_t = x_t + f_t * s_(t+1)` along dimension 1, `[E, H, ...]`.
 
     Parameters
     ----------
@@ -344,7 +370,7 @@ def gae(
     bootstrap_E: Tensor | None = None,
     is_end_EH: Tensor | None = None,
 ) -> AdvantageEstimate:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), `[E, H, ...]`.
+    """Compute generalised advantage estimates (arXiv:1506.02438, eq. 16), `[E, H, ...]`.
 
     `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`, and
     `return_t = A_t + V_t`. After an end, `V_(t+1)` and `A_(t+1)` are 0.
@@ -390,7 +416,7 @@ def gae(
 
 
 def reward_to_go(rewards_EH: Tensor, is_end_EH: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each step to the end of its episode, `[E, H, ...]`.
+    """Sum the discounted rewards from each step to the end of its episode, `[E, H, ...]`.
 
     Where the batch ends before the episode does, it is the sum up to there.
     """
@@ -405,7 +431,7 @@ def nstep_returns(
     gamma: float,
     values_EH: Tensor | None = None,
 ) -> Tensor:
-    """Discounted sum of the next n rewards, and with values the discounted value after them.
+    """Sum the next n discounted rewards, plus the discounted value after them if values are given.
 
     `G_t = sum_(j<n) gamma**j r_(t+j) + gamma**n V_(t+n)`, without the last term where no values are
     given or the episode ends before. See `gae` for the mask.
@@ -456,7 +482,7 @@ def nstep_returns(
 def whiten(
     values: Tensor, mask: Tensor | None = None, *, epsilon: float = 1e-8, min_std: float = 0.0
 ) -> Tensor:
-    """Shift and scale values to mean 0 and unbiased standard deviation 1 over the mask, or all.
+    """Normalise values to mean 0 and unbiased standard deviation 1, over the mask or over all.
 
     `(x - mean) / (max(std, min_std) + epsilon)`; 0 where the mask is False, and everywhere if all
     values are equal or only one counts. Any shape. It reads the whole batch: whiten before a batch
@@ -487,7 +513,7 @@ def reverse_kl_advantages(
     weight: float = 1.0,
     discount: float = 0.0,
 ) -> Tensor:
-    """Advantages whose policy gradient is that of KL(student || teacher), `[B, T]`, no gradient.
+    """Compute advantages whose policy gradient is that of KL(student || teacher), `[B, T]`.
 
     `A_t = -weight * sum_(s >= t) discount**(s - t) (log S_s - log T_s)` over the tokens that count,
     on tokens sampled from the student (`log S - log T` itself, as a loss, has the gradient 0 on
@@ -508,7 +534,7 @@ def reverse_kl_advantages(
     gap_BT = masked_fill_zero(student_logprobs_BT.detach() - teacher_logprobs_BT.detach(), mask_BT)
     if discount == 0:
         return -weight * gap_BT
-    # Tokens between two of the student's count no step.
+    # Tokens between two of the student's are no steps.
     factor_BT = torch.where(mask_BT, discount, 1.0)
     return masked_fill_zero(-weight * discounted_sums(gap_BT, factor_BT), mask_BT)
 
@@ -526,7 +552,7 @@ def tree_gae(
     gamma: float,
     lam: float,
 ) -> AdvantageEstimate:
-    """Generalised advantage estimation over the tokens of a tree of turns (arXiv:1506.02438).
+    """Compute generalised advantage estimates on the tokens of a tree of turns (arXiv:1506.02438).
 
     A path of the tree is one sequence of tokens, the turns one after the other. With
     `delta_t = r_t + g_t * V_(t+1) - V_t`, the advantage is `A_t = delta_t + g_t * lam * A_(t+1)`.
@@ -583,7 +609,7 @@ def tree_gae(
 def best_child_backup(
     reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, decay: float
 ) -> Tensor:
-    """Each node's reward and a part of what its best child got, `[N]`.
+    """Add to each node's reward the decayed return of its best child, `[N]`.
 
     `b(n) = r(n) + decay * max over children c of b(c)`, and `b(n) = r(n)` without children: an
     optimistic return, since the attacker may choose the branch (the backup of MALIBU).
@@ -599,7 +625,7 @@ def best_child_backup(
 def mean_child_return(
     reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, discount: float
 ) -> Tensor:
-    """The discounted return of the turns that follow, averaged over branches, `[N]`.
+    """Compute discounted returns in a tree, averaged over branches, `[N]`.
 
     `R(n) = r(n) + discount * mean over children c of R(c)`, and `R(n) = r(n)` without children.
     In a chain this is the return; in a tree an estimate of its mean under the policy that sampled
@@ -620,7 +646,7 @@ def _carry_up(
     factor: float,
     gather: Callable[[Tensor, Tensor, int], Tensor],
 ) -> Tensor:
-    """Add to each node `factor` times what `gather` makes of its children, deepest level first."""
+    """Add `factor` times the aggregate of its children to each node, deepest level first."""
     total_N = reward_N.detach().clone()
     for level in torch.unique(depth_N).flip(0):
         is_child_N = (depth_N == level) & (parent_N >= 0) & total_N.isnan().logical_not()
@@ -630,20 +656,20 @@ def _carry_up(
 
 
 def _mean_of_children(values_N: Tensor, parent_N: Tensor, counts_N: Tensor) -> Tensor:
-    """Mean over the children that count; 0 without any."""
+    """Return the mean over the children that count; 0 without any."""
     is_child_N = (parent_N >= 0) & counts_N
     return _mean_of(values_N[is_child_N], parent_N[is_child_N], len(values_N))
 
 
 def _mean_of(values: Tensor, parents: Tensor, num_nodes: int) -> Tensor:
-    """Mean by parent, `[N]`; 0 without children."""
+    """Return the mean by parent, `[N]`; 0 without children."""
     sums = values.new_zeros(num_nodes).index_add(0, parents, values)
     counts = values.new_zeros(num_nodes).index_add(0, parents, torch.ones_like(values))
     return sums / counts.clamp(min=1)
 
 
 def _best_of(values: Tensor, parents: Tensor, num_nodes: int) -> Tensor:
-    """Maximum by parent, `[N]`; 0 without children."""
+    """Return the maximum by parent, `[N]`; 0 without children."""
     best = values.new_full((num_nodes,), -torch.inf)
     best = best.scatter_reduce(0, parents, values, "amax")
     return masked_fill_zero(best, best > -torch.inf)

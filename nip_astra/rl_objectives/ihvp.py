@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 VectorMap = Callable[[Tensor], Tensor]
-"""From a vector to a vector, linear."""
+"""Linear map from vectors to vectors."""
 
 
 class LinearOperator(NamedTuple):
-    """A square matrix, known by its products with vectors; these have no gradient.
+    """A square matrix given by its products with vectors, which have no gradient.
 
     `zeros_P` is a vector of the matrix's length, dtype and device.
     """
@@ -40,25 +40,25 @@ class LinearOperator(NamedTuple):
 
 
 class Inverse(NamedTuple):
-    """`(A + rho I)^-1 v`, approximately, and the same for the transpose of `A`; no gradient."""
+    """Approximate products `(A + rho I)^-1 v`, and those of the transpose of `A`; no gradient."""
 
     solve: VectorMap
     solve_transposed: VectorMap
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Lay tensors end to end in one vector, through which gradients flow."""
+    """Concatenate tensors into one vector; gradients flow through."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
 
 
 def unflatten(vector_P: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Cut a vector into tensors of the shapes of `like`; the inverse of `flatten`."""
+    """Split a vector into tensors shaped as `like`; the inverse of `flatten`."""
     parts = torch.split(vector_P, [tensor.numel() for tensor in like]) if like else ()
     return tuple(part.reshape(tensor.shape) for part, tensor in zip(parts, like, strict=True))
 
 
 def gradient(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = True) -> Tensor:
-    """The gradient of a scalar as a vector, with the graph to differentiate it again."""
+    """Return the gradient of a scalar as a vector; with `create_graph` it is differentiable."""
     return vector_jacobian(loss, parameters, torch.ones_like(loss), create_graph=create_graph)
 
 
@@ -69,7 +69,7 @@ def vector_jacobian(
     *,
     create_graph: bool = False,
 ) -> Tensor:
-    """`J' vector`, `[P]`, with `J[q, p] = d field[q] / d parameters[p]`, by one backward pass.
+    """Compute `J' vector`, `[P]`, where `J[q, p] = d field[q] / d parameters[p]`, in one pass.
 
     With `create_graph` the product can be differentiated again, also through `vector_Q`.
     """
@@ -91,7 +91,7 @@ def vector_jacobian(
 def jacobian_operator(
     field_P: Tensor, parameters: Sequence[Tensor], *, is_symmetric: bool = False
 ) -> LinearOperator:
-    """The Jacobian of a field as long as the parameters.
+    """Return the Jacobian of a field that is as long as the parameters.
 
     A product with the transpose is one backward pass. A product with `J` itself is the derivative
     of that pass by its vector, which costs about twice as much.
@@ -121,7 +121,7 @@ def jacobian_operator(
 def nystrom(
     operator: LinearOperator, *, rank: int, rho: float, generator: torch.Generator | None = None
 ) -> Inverse:
-    """Inverse by Nystrom's approximation of low rank (arXiv:2302.09726), for `rho > 0`.
+    """Approximate an inverse by Nystrom's low-rank method (arXiv:2302.09726), for `rho > 0`.
 
     With `K` columns `C = A[:, k]` and rows `R = A[k, :]` drawn uniformly, and `W = A[k, k]`, the
     matrix is approximated by `C W^-1 R`, so that by Woodbury's identity
@@ -142,7 +142,7 @@ def nystrom(
             rows.append(operator.apply_transposed(unit_P))
     columns_PK = torch.stack(columns, dim=1)
     rows_KP = columns_PK.T if operator.is_symmetric else torch.stack(rows)
-    # The small matrix holds squares of A: in doubles, and without what its dtype cannot tell from 0
+    # The small matrix holds squares of A: in double precision, ignoring values below rounding error
     # (a parameter that the loss ignores has a column of zeros).
     small_KK = columns_PK[drawn].double() + rows_KP.double() @ columns_PK.double() / rho
     tolerance = len(drawn) * torch.finfo(columns_PK.dtype).eps
@@ -162,7 +162,7 @@ def nystrom(
 def conjugate_gradient(
     operator: LinearOperator, *, num_iterations: int, rho: float = 0.0
 ) -> Inverse:
-    """Inverse by the method of conjugate gradients (arXiv:1909.04630).
+    """Compute an inverse by the method of conjugate gradients (arXiv:1909.04630).
 
     Exact, but for rounding, after as many iterations as the matrix has distinct eigenvalues. A
     symmetric matrix must be positive definite in the directions searched: the search ends before a
@@ -193,7 +193,7 @@ def conjugate_gradient(
 def neumann(
     operator: LinearOperator, *, num_iterations: int, step_size: float, rho: float = 0.0
 ) -> Inverse:
-    """Inverse by Neumann's series (arXiv:1911.02590).
+    """Approximate an inverse by Neumann's series (arXiv:1911.02590).
 
         x = step_size * sum over j = 0 .. num_iterations of (I - step_size * (A + rho I))**j v
 
@@ -215,7 +215,7 @@ def neumann(
 
 
 def _minimise_quadratic(apply: VectorMap, vector_P: Tensor, num_iterations: int) -> Tensor:
-    """Minimise `x' B x / 2 - v' x` without waiting for the device."""
+    """Minimise `x' B x / 2 - v' x` without synchronising with the device."""
     x_P = torch.zeros_like(vector_P)
     residual_P = direction_P = vector_P
     square = initial = residual_P @ residual_P

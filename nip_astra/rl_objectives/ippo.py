@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (IPPO) and REINFORCE of each agent on its own.
+"""Objectives of independent PPO (IPPO) and REINFORCE.
 
 Shapes: B frames, A agents.
 """
@@ -25,7 +25,7 @@ from nip_astra.rl_objectives.reductions import bounded
 
 
 class _PolicyGradientObjective(Objective):
-    """Losses of each agent by its own policy, value function and entropy."""
+    """Per-agent losses of policy, value function and entropy."""
 
     def __init__(
         self, agents: AgentModules, rl: RlTrainerParameters, *, critic_coef: float, has_values: bool
@@ -36,7 +36,7 @@ class _PolicyGradientObjective(Objective):
         self.has_values = has_values
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """`loss_policy`, `loss_entropy`, where values are learned `loss_value`, and metrics."""
+        """Return `loss_policy`, `loss_entropy`, `loss_value` if values are learned, and metrics."""
         if not self.has_values:
             return self._policy_entries(name, self.policy_view(name, batch))
         view, values_B = self.policy_view_and_values(name, batch)
@@ -58,7 +58,7 @@ class _PolicyGradientObjective(Objective):
 
 
 class IppoObjective(_PolicyGradientObjective):
-    """Clipped or KL-penalised policy loss, value loss and entropy bonus of every agent.
+    """Clipped or KL-penalised policy loss, value loss and entropy bonus for each agent.
 
     With the ratio `r = pi(a) / pi_old(a)` of the agent's joint move and its advantage `A`, means
     over the frames in which the agent acts:
@@ -146,7 +146,7 @@ class IppoObjective(_PolicyGradientObjective):
         }
 
     def finish_minibatch(self, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add up divergences, without minibatches in which an agent never acts."""
+        """Accumulate divergences; skip minibatches in which an agent never acts."""
         if self.ppo.loss_type != "kl_penalty":
             return
         for name, of_agent in entries.items():
@@ -155,7 +155,7 @@ class IppoObjective(_PolicyGradientObjective):
             self._kl_count[number] += ~kl.isnan()
 
     def finish_iteration(self) -> None:
-        """Adapt the weights of the penalty to the divergences of the iteration."""
+        """Adapt the penalty weights to the divergences of the iteration."""
         if self.ppo.loss_type == "kl_penalty":
             step_kl_weights(
                 self.beta,
@@ -169,7 +169,7 @@ class IppoObjective(_PolicyGradientObjective):
 
 
 class ReinforceObjective(_PolicyGradientObjective):
-    """Log-likelihood of each agent's moves, weighted by their results.
+    """Log-likelihood of each agent's moves, weighted by their returns or advantages.
 
     With the log-probability `log pi(a)` of the agent's joint move, and as weight `G` its reward to
     go or its advantage, means over the frames in which the agent acts (Williams 1992):

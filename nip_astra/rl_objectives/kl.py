@@ -1,4 +1,4 @@
-"""The divergence of a policy from its reference, its price, and controllers of that price.
+"""KL divergence of a policy from its reference: estimators, penalty and controllers of its weight.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -23,7 +23,7 @@ KlKind = Literal["k1", "k2", "k3"]
 
 KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
 KL_TOLERANCE = 1.5
-"""`step_kl_weights` changes a weight where the divergence is off its target by this factor."""
+"""`step_kl_weights` changes a weight if the divergence is off its target by this factor."""
 
 
 def kl_estimate(
@@ -33,7 +33,7 @@ def kl_estimate(
     *,
     mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference) at every token sampled by the policy, estimated, `[B, T]` nats.
+    """Estimate KL(policy || reference) at each token sampled by the policy, `[B, T]` nats.
 
     With `d = log policy - log reference` (J. Schulman, "Approximating KL divergence", 2020):
 
@@ -84,7 +84,7 @@ def straight_through_kl(
     value: KlKind,
     gradient: KlKind,
 ) -> Tensor:
-    """One estimate's value with another one's gradient, `value + (gradient - sg[gradient])`.
+    """Return one estimator with the gradient of another, `value + (gradient - sg[gradient])`.
 
     `[B, T]` nats per token; 0 where the mask is False. With the gradient of `k2` the penalty acts
     as KL(policy || reference), with that of `k3` as KL(reference || policy), whichever is reported;
@@ -107,7 +107,7 @@ def sequence_kl_estimate(
     *,
     weights_BT: Tensor | None = None,
 ) -> Tensor:
-    """k2 of whole sequences, `1/2 (sum over tokens of log policy - log reference)**2`, `[B]`.
+    """Compute k2 of sequences, `1/2 (sum over tokens of log policy - log reference)**2`, `[B]`.
 
     Its gradient is on average, over sequences sampled from the policy itself, that of KL(policy ||
     reference) between the distributions of sequences. Its value is larger than `kl_estimate`
@@ -123,7 +123,7 @@ def sequence_kl_estimate(
 
 
 class KlParameters(SubParameters):
-    """Price of the divergence from the reference, in the loss."""
+    """KL penalty of the loss."""
 
     weight: float = Field(default=0.0, ge=0)
     """Loss per nat of divergence and token. Larger stays closer to the reference."""
@@ -132,12 +132,12 @@ class KlParameters(SubParameters):
     gradient: Annotated[Literal["k2", "k3"], where_above("weight", 0)] = "k2"
     """Estimator whose gradient is taken: k2 acts as KL(policy || reference), k3 as the reverse."""
     target: float | None = Field(default=None, gt=0)
-    """Divergence per token, in nats, that the weight is adapted to hold; null keeps the weight."""
+    """Target divergence per token (nats) to which the weight is adapted; null fixes the weight."""
     horizon: Annotated[float, where_given("target")] = Field(default=2000.0, gt=0)
-    """Samples over which an adapted weight changes by at most a fifth."""
+    """Number of samples over which an adapted weight changes by at most 20 %."""
 
     def controller(self) -> AdaptiveKl:
-        """The weight, fixed or adapted."""
+        """Return the controller of the weight."""
         return AdaptiveKl(weight=self.weight, target=self.target, horizon=self.horizon)
 
 
@@ -145,7 +145,7 @@ class KlParameters(SubParameters):
 def step_kl_weights(
     weights_A: Tensor, kl_A: Tensor, *, target: float, increment: float, decrement: float
 ) -> None:
-    """Multiply, in place, by `increment` where the divergence is far, by `decrement` where near.
+    """Multiply weights in place: by `increment` at high divergence, `decrement` at low.
 
     That is where it exceeds the target 1.5 times, or falls short of it by as much (PPO,
     arXiv:1707.06347, section 4). A divergence that is NaN, not measured, leaves the weight.
@@ -187,7 +187,7 @@ class AdaptiveKl:
         self.horizon = horizon
 
     def update(self, kl: float, *, num_samples: int) -> float:
-        """Adapt the weight to the divergence measured on `num_samples`, and return it.
+        """Adapt the weight to the divergence measured on `num_samples` samples, and return it.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class AdaptiveKl:
     def adapt(
         self, logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor
     ) -> dict[str, float]:
-        """With a target, adapt to the divergence on samples; it and the weight before, to log."""
+        """Adapt the weight to samples, if there is a target; return metrics."""
         if self.target is None:
             return {}
         kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, "k3", mask_BT=mask_BT)
@@ -217,7 +217,7 @@ class AdaptiveKl:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """The weight, for a checkpoint."""
+        """Return the weight, for a checkpoint."""
         return {"weight": self.weight}
 
     def load_state(self, state: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The base of the losses of agents with networks, as TorchRL loss modules.
+"""Base class of the objectives of agents that are networks, as a TorchRL loss module.
 
 Shapes: B frames, E environments, T consecutive rounds, A agents.
 """
@@ -23,26 +23,26 @@ from nip_astra.rl_objectives.advantages import gae, reward_to_go, whiten
 from nip_astra.rl_objectives.values import value_losses
 
 LOSS_PREFIX = "loss_"
-"""Entries of a loss module's output whose names begin with this are summed and minimised."""
+"""Entries of a loss module's output with this prefix are summed and minimised."""
 
 EPISODE_KEY = "episode"
-"""Entry of a batch, long: the episode of a frame."""
+"""Entry of a batch, long: the episode number of each frame."""
 
 Frames = Mapping[Any, Tensor]
-"""Tensors of frames, [B, ...], by their names in a TensorDict, `frames["agents", "advantage"]`; a
-lookup costs a fraction of the lookup there."""
+"""Tensors of frames, [B, ...], by TensorDict key, `frames["agents", "advantage"]`; lookups are
+faster than in a TensorDict."""
 
 MIN_ADVANTAGE_STD = 1e-6
-"""Smallest deviation by which the advantages of a minibatch are divided."""
+"""Lower bound of the standard deviation that a minibatch's advantages are divided by."""
 
 
 def frames_of(batch: TensorDictBase) -> Frames:
-    """The tensors of a TensorDict [B] as a plain mapping."""
+    """Return the tensors of a TensorDict [B] as a plain mapping."""
     return dict(batch.items(include_nested=True, leaves_only=True))
 
 
 class FrameRows(Mapping[Any, Tensor]):
-    """Some rows of frames, by number or a slice; each tensor is taken on first use."""
+    """A selection of frames by index or slice; each tensor is sliced on first use."""
 
     def __init__(self, frames: Frames, rows: Tensor | slice) -> None:
         self._frames = frames
@@ -82,7 +82,7 @@ class AgentModules(Protocol):
 
 
 class PolicyView(NamedTuple):
-    """An agent's policy on those frames of a minibatch in which it acts.
+    """An agent's policy evaluated on the frames of a minibatch in which the agent acts.
 
     Attributes
     ----------
@@ -106,19 +106,19 @@ class PolicyView(NamedTuple):
     output: Any
 
     def of_agent(self, key: str) -> Tensor:
-        """The agent's part of `("agents", key)` of shape [B, A] or [B, A, 1], as [B]."""
+        """Return the agent's column of `("agents", key)`, which is [B, A] or [B, A, 1], as [B]."""
         values_B: Tensor = self.frames["agents", key][:, self.number]
         return values_B.squeeze(-1) if values_B.ndim == 2 else values_B
 
     def mean(self, values_B: Tensor) -> Tensor:
-        """The mean over the frames that count, 0 where there is none."""
+        """Return the mean over the frames that count; 0 without any."""
         if self.is_acting_B is None:
             return values_B.mean()
         kept_B = self.is_acting_B.to(values_B.dtype)
         return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
 
     def figures(self, *values_B: Tensor) -> tuple[Tensor, ...]:
-        """Means to be logged, without grad; NaN where the agent acts in no frame."""
+        """Return means to log, without grad; NaN if the agent acts in no frame."""
         values_XB = torch.stack([values.detach() for values in values_B])
         if self.is_acting_B is None:
             return values_XB.mean(1).unbind()
@@ -127,16 +127,16 @@ class PolicyView(NamedTuple):
 
 
 def whiten_advantages(values_B: Tensor, mask_B: Tensor | None = None) -> Tensor:
-    """Advantages of a minibatch with mean 0 and deviation 1; see `MIN_ADVANTAGE_STD`."""
+    """Normalise a minibatch's advantages to mean 0 and deviation 1; see `MIN_ADVANTAGE_STD`."""
     return whiten(values_B, mask_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
-"""Losses and figures of an agent in a minibatch; see `Objective.agent_losses`."""
+"""Losses and metrics of an agent in a minibatch; see `Objective.agent_losses`."""
 
 
 class Objective(LossModule):
-    """Losses of the agents of a protocol. A subclass gives `agent_losses`, or `forward`.
+    """Losses of the agents of a protocol; subclasses define `agent_losses`, or `forward`.
 
     With `agent_losses`, each agent learns from its own losses, and only while its schedule lets it.
     A subclass with its own `forward` is trained like any loss module of TorchRL: the sum of its
@@ -167,7 +167,7 @@ class Objective(LossModule):
 
     default_value_estimator = ValueEstimators.GAE
     reads_episodes: ClassVar[bool] = False
-    """Whether minibatches must be of whole episodes, which `EPISODE_KEY` identifies."""
+    """Whether minibatches must consist of whole episodes, identified by `EPISODE_KEY`."""
     unread_keys: tuple[Any, ...] = (
         "next",
         ("agents", "message_logits"),
@@ -199,7 +199,7 @@ class Objective(LossModule):
         return False
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """An agent's losses in a minibatch of frames [B], after `value_estimator`, all scalars.
+        """Return an agent's scalar losses on a minibatch of frames [B], after `value_estimator`.
 
         Those named `loss_*` have grad, are summed and minimised; the others have none and are
         logged, except where they are NaN.
@@ -207,7 +207,7 @@ class Objective(LossModule):
         raise NotImplementedError
 
     def forward(self, batch: TensorDict) -> TensorDict:
-        """The scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
+        """Return the scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
         frames = frames_of(batch)
         by_agent = {name: self.agent_losses(name, frames) for name in self.agents.names}
         self.finish_minibatch(by_agent)
@@ -232,7 +232,7 @@ class Objective(LossModule):
         return by_agent
 
     def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
-        """Functions that share no weights, and whose losses together are `agent_losses`.
+        """Return functions that share no weights, and whose losses together are `agent_losses`.
 
         Several processes may compute them at once, so they must change nothing but gradients and
         draw no random numbers. With none, one process computes all losses.
@@ -241,14 +241,14 @@ class Objective(LossModule):
 
     @classmethod
     def has_own_forward(cls) -> bool:
-        """Whether a subclass's own `forward` is minimised, which no later class overrides."""
+        """Whether a subclass's `forward` is minimised, not overridden by `compute_gradients`."""
         of_forward, of_gradients = (
             _definer(cls, name) for name in ("forward", "compute_gradients")
         )
         return of_forward is not Objective and issubclass(of_forward, of_gradients)
 
     def has_parts(self) -> bool:
-        """Whether `loss_parts` belong to the losses of all agents, and not to a base class's."""
+        """Whether `loss_parts` were defined for the current `agent_losses` of all agents."""
         cls = type(self)
         if cls.has_own_forward():
             return False
@@ -283,7 +283,7 @@ class Objective(LossModule):
         if is_acting_B.device.type == "cpu":
             rows = is_acting_B.nonzero().flatten()
             if len(rows) == 0:
-                # Networks are spared an empty batch: one frame stays, which does not count.
+                # Networks get no empty batch: one frame stays, which does not count.
                 frames = FrameRows(batch, torch.zeros(1, dtype=torch.long))
                 is_acting_B = is_acting_B[:1]
             else:
@@ -294,7 +294,7 @@ class Objective(LossModule):
         return PolicyView(frames, evaluation, is_acting_B, number, output)
 
     def policy_view_and_values(self, name: str, batch: Frames) -> tuple[PolicyView, Tensor]:
-        """The view of the policy, and the agent's values of all frames, [B], with grad.
+        """Return the policy view, and the agent's values on all frames, [B], with grad.
 
         A body that policy and value function share runs once.
         """
@@ -308,7 +308,7 @@ class Objective(LossModule):
         return view, values_B
 
     def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
-        """`loss_logits`, minus the reward of the agent's logits themselves, where there is one.
+        """Return `loss_logits`, minus the reward on the agent's logits, if there is one.
 
         A policy gradient learns nothing from a reward that does not depend on the drawn moves.
         """
@@ -320,7 +320,7 @@ class Objective(LossModule):
     def value_loss(
         self, name: str, values_B: Tensor, batch: Frames, rl: RlTrainerParameters
     ) -> Tensor:
-        """The mean value loss of an agent over all frames; see `values.value_losses`."""
+        """Return an agent's mean value loss over all frames; see `values.value_losses`."""
         number = self.agents.number(name)
         return value_losses(
             values_B,
@@ -366,7 +366,7 @@ class Objective(LossModule):
         return self
 
     def own_state(self) -> dict[str, Tensor]:
-        """The state beside the agents' weights and buffers, for a checkpoint."""
+        """Return the state beyond the agents' weights and buffers, for a checkpoint."""
         return {
             key: value
             for key, value in self.state_dict().items()
@@ -391,14 +391,14 @@ class Objective(LossModule):
 
 
 def _definer(cls: type, name: str) -> type:
-    """The class that defines a method; TorchRL wraps inherited `forward`s into subclasses."""
+    """Return the class that defines a method; TorchRL wraps inherited `forward`s in subclasses."""
     method = inspect.unwrap(getattr(cls, name))
     holders = [base for base in cls.__mro__ if name in vars(base)]
     return [base for base in holders if inspect.unwrap(vars(base)[name]) is method][-1]
 
 
 def sum_of_losses(entries: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """The sum of the entries whose names begin with `loss_`."""
+    """Sum the entries whose names begin with `loss_`."""
     losses = [value for key, value in entries if key.startswith(LOSS_PREFIX)]
     return functools.reduce(operator.add, losses) if losses else torch.zeros(())
 
@@ -407,13 +407,13 @@ def sum_of_losses(entries: Iterable[tuple[str, Tensor]]) -> Tensor:
 
 
 def ends_of(batch: TensorDict) -> Tensor:
-    """Where the episode ended for each agent, by its end or the agent's decision, [E, T, A]."""
+    """Return where the episode or the agent's part of it ended, [E, T, A]."""
     ends_ETA: Tensor = batch["next", "terminated"] | batch["next", "has_decided"]
     return ends_ETA
 
 
 def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
-    """`reward_to_go` of a batch, [E, T, A, 1].
+    """Compute `reward_to_go` of a batch, [E, T, A, 1].
 
     `parts` are the batch [E, T] and, if there are any, the rounds played after it; `gamma` is the
     discount per round.
@@ -425,7 +425,7 @@ def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
 
 
 class EpisodeGae(nn.Module):
-    """Writes values, advantages and value targets into a batch.
+    """Module that writes values, advantages and value targets into a batch.
 
     Each value function runs once on all frames of the batch [E, T], and once on those after the
     last round where any episode continues there. An episode ends for an agent at

@@ -1,4 +1,4 @@
-"""Policy losses by token, their reduction to the loss of a batch, and importance weights.
+"""Per-token policy losses, their reduction to a batch loss, and importance weights.
 
 A policy loss takes log-probabilities of the sampled tokens under the policy (nats, with gradient)
 and under the policy that sampled them, advantages `[B, T]` or `[B, 1]` and a bool mask, and returns
@@ -46,16 +46,16 @@ from nip_astra.rl_objectives.registry import (
 OWN_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {"gspo": "sequence", "sapo": "sequence", "rloo": "sequence_sum"}
 )
-"""The reduction of a loss's paper; that of all other losses is "token"."""
+"""Reductions that the losses' papers use; for all other losses "token"."""
 
 ROW_LOSSES = ("gspo", "rloo")
 """Losses with one ratio per row."""
 
 ImportanceLevel = Literal["token", "sequence"]
-"""Whether the ratio of probabilities is that of a token or of its row, see `importance_weights`."""
+"""Whether probability ratios are per token or per row, see `importance_weights`."""
 
 CorrectionMode = Literal["truncate", "mask"]
-"""How ratios out of bounds are treated, see `importance_weights`."""
+"""Treatment of ratios out of bounds, see `importance_weights`."""
 
 
 # ---- losses
@@ -243,7 +243,7 @@ def _ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
 
 
 class LossParameters(SubParameters):
-    """Which policy loss a trainer minimises."""
+    """Policy loss that a trainer minimises."""
 
     loss: PolicyLossName = "ppo"
     """Loss of each token: ppo, importance_sampling, cispo, gspo, rloo, sapo, dro, reinforce,
@@ -266,13 +266,13 @@ class LossParameters(SubParameters):
         return self
 
     def chosen_loss(self) -> PolicyLoss:
-        """The loss with its options."""
+        """Return the loss with its options."""
         return PolicyLoss.of(self.loss, self.loss_options, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered policy loss and all of its options."""
+    """A registered policy loss with its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -285,7 +285,7 @@ class PolicyLoss:
         clip_low: float | None = None,
         clip_high: float | None = None,
     ) -> PolicyLoss:
-        """A loss with some of its options; others have their defaults.
+        """Return a loss with the given options; the others have their defaults.
 
         Raises
         ------
@@ -311,7 +311,7 @@ class PolicyLoss:
         advantages: Tensor,
         mask_BT: Tensor,
     ) -> Tensor:
-        """The loss of each token, `[B, T]`, 0 where the mask is False.
+        """Compute the loss of each token, `[B, T]`, 0 where the mask is False.
 
         `old_logprobs_BT` are by default those of the policy itself, so that ratios are 1;
         `advantages` are `[B, T]`, or `[B]` for all tokens of a row.
@@ -339,7 +339,7 @@ class PolicyLoss:
         advantages: Tensor,
         mask_BT: Tensor,
     ) -> dict[str, Tensor]:
-        """How far the policy has moved: means over a row's tokens, then over rows.
+        """Return means over a row's tokens, then over rows, of how far the policy has moved.
 
         `logprob` (nats per token); with old log-probabilities `ratio_mean` and `approx_kl` (k3 of
         KL(pi_old || pi), nats per token) and those of `clip_columns`.
@@ -358,7 +358,7 @@ class PolicyLoss:
     def clip_columns(
         self, log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     ) -> dict[str, Tensor]:
-        """`ratio_outside_clip`, and `clip_fraction` where the clip removes the gradient."""
+        """Return `ratio_outside_clip` and `clip_fraction`, the share whose gradient is clipped."""
         low, high = self.options.get("clip_low"), self.options.get("clip_high")
         if low is None or high is None:
             return {}
@@ -392,7 +392,7 @@ def policy_loss(
     kl_gradient: Literal["k2", "k3"] = "k2",
     entropy_BT: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of a batch, `reduce(weights * (loss + kl_weight * KL(pi || ref)))`, and metrics.
+    """Compute a batch's loss, `reduce(weights * (loss + kl_weight * KL(pi || ref)))`, and metrics.
 
     Parameters
     ----------
@@ -471,7 +471,7 @@ def nll_loss(
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """Negative log-likelihood of given tokens, `-log pi`: supervised fine-tuning.
+    """Compute the negative log-likelihood of given tokens, `-log pi` (supervised fine-tuning).
 
     For the options see `reduce_loss`. Metrics: `nll`, nats per token.
     """
@@ -493,7 +493,7 @@ def importance_weights(
     max_ratio: float,
     mode: CorrectionMode = "truncate",
 ) -> Tensor:
-    """Importance weights `w = pi / mu`, `[B, T]`, without gradient; 0 on padding.
+    """Compute importance weights `w = pi / mu`, `[B, T]`, without gradient; 0 on padding.
 
     With `pi` the policy whose gradient is wanted and `mu` the behaviour that sampled:
 
@@ -524,7 +524,7 @@ def importance_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """`(sum w)**2 / sum w**2` over the number of weights: 1 where all are alike, scalar."""
+    """Return `(sum w)**2 / sum w**2` over the number of weights, 1 if all are equal; scalar."""
     weights = masked_fill_zero(weights.detach(), mask)
     count = mask.sum().clamp(min=1)
     return weights.sum().square() / (weights.square().sum().clamp(min=1e-30) * count)
@@ -535,7 +535,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupVariant:
-    """A published algorithm over groups of siblings; `source` is its paper.
+    """A published algorithm on groups of siblings; `source` is its paper.
 
     See `LossParameters`, `advantages.group_advantages` and `reduce_loss` for the values.
     """

@@ -1,4 +1,4 @@
-"""Losses over preferences: of pairs, of single answers, and without a reference.
+"""Preference losses: on pairs, on single answers, and without a reference.
 
 Log-ratios are `log policy - log reference` of whole answers, nats, with gradient;
 log-probabilities are those of `sequence_logprobs`.
@@ -31,7 +31,7 @@ PREFERENCE_KINDS: tuple[PreferenceKind, ...] = ("sigmoid", "hinge", "robust", "i
 
 
 def sequence_logprobs(logprobs_BT: Tensor, mask_BT: Tensor, *, length_normalised: bool) -> Tensor:
-    """The log-probability of each row, `[B]` nats: the sum over its tokens, or their mean.
+    """Return each row's log-probability, `[B]` nats: the sum over its tokens, or their mean.
 
     The mean keeps preference losses from growing with length, and from preferring short probes; the
     sum is the sequence's own log-probability. A row without tokens gives 0.
@@ -49,7 +49,7 @@ def preference_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> LossOutput:
-    """Loss of pairs of which one is preferred, mean over pairs.
+    """Compute the loss on pairs of a chosen and a rejected answer, mean over pairs.
 
     With `h = policy - reference` and `s` the label smoothing:
 
@@ -116,7 +116,7 @@ def preference_loss(
 def pair_loss(
     chosen_logratios_B: Tensor, rejected_logratios_B: Tensor, *, kind: PairKind, beta: float
 ) -> LossOutput:
-    """Loss of pairs by the log-ratio of each answer, mean over pairs; 0 without pairs.
+    """Compute the loss of pairs from the log-ratio of each answer, mean over pairs; 0 if none.
 
     With `c`, `r` the log-ratios of chosen and rejected and `s` the sigmoid:
 
@@ -148,7 +148,7 @@ def pair_loss(
 
 
 def divergence_scores(logratios_B: Tensor, kind: Divergence, *, alpha: float = 0.5) -> Tensor:
-    """`f'(policy / reference)` of f-DPO (arXiv:2309.16240), in place of DPO's log-ratio.
+    """Compute `f'(policy / reference)`, f-DPO's (arXiv:2309.16240) substitute for the log-ratio.
 
     The difference of the scores of chosen and rejected enters `preference_loss`, with reference
     log-ratios 0. With `t = policy / reference`:
@@ -209,7 +209,7 @@ def orpo_loss(
 
 
 def _log_odds(logprobs_B: Tensor) -> Tensor:
-    # log(1 - p) of a probability near 1 needs expm1; p = 1 is held a rounding below.
+    # log(1 - p) of a probability near 1 needs expm1; p = 1 is clamped below.
     logprobs_B = logprobs_B.clamp(max=-torch.finfo(logprobs_B.dtype).eps)
     return logprobs_B - torch.log(-torch.expm1(logprobs_B))
 
@@ -223,7 +223,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> LossOutput:
-    """Loss of single answers that are desirable or not (KTO, arXiv:2402.01306, eq. 7), mean.
+    """Compute the mean loss on single answers, desirable or not (KTO, arXiv:2402.01306, eq. 7).
 
     `w_d (1 - sigmoid(beta (h - z)))` for desirable ones, `w_u (1 - sigmoid(beta (z - h)))` for
     others, with `h` the log-ratio and `z` the baseline: the divergence of the policy from the

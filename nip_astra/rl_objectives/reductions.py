@@ -1,4 +1,4 @@
-"""Sums and means over the tokens that count, the output of a loss, and bounds on ratios.
+"""Masked sums and means, the output of a loss, and the bound on log-ratios.
 
 Shape suffixes: `B` row (sample), `T` token. A mask is bool, True on tokens that count. Values where
 a mask is False never matter, not even NaN, and no gradient reaches them.
@@ -16,39 +16,39 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 
 Reduction = Literal["token", "sequence", "sequence_sum", "sum_over_length"]
-"""How per-token losses become one number, see `reduce_loss`."""
+"""How per-token losses are reduced to a number, see `reduce_loss`."""
 
 REDUCTIONS: tuple[Reduction, ...] = ("token", "sequence", "sequence_sum", "sum_over_length")
 
 MAX_LOG_RATIO = 20.0
-"""Nats. Log-ratios are held within this distance of 0 before `exp`, as in verl: an infinite ratio
-makes the gradient NaN where its clipped loss is finite. A held ratio has no gradient."""
+"""Nats. Log-ratios are clamped to this distance from 0 before `exp`, as in verl: an infinite ratio
+makes the gradient NaN where its clipped loss is finite. A clamped ratio has no gradient."""
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Log-ratios, nats, held within `MAX_LOG_RATIO`; unchanged within it."""
+    """Clamp log-ratios (nats) to `MAX_LOG_RATIO`."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
-    """The values with 0 where the mask is False; gradients flow through the rest alone."""
+    """Set values to 0 where the mask is False; gradients flow through the rest alone."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum over the positions that count, along `dim` or all; 0 where none does."""
+    """Sum over the positions that count, along `dim` or all; 0 without any."""
     filled = masked_fill_zero(values, mask)
     return filled.sum() if dim is None else filled.sum(dim=dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean over the positions that count, along `dim` or all; 0 where none does."""
+    """Average over the positions that count, along `dim` or all; 0 without any."""
     counts = mask.sum() if dim is None else mask.sum(dim=dim)
     return masked_sum(values, mask, dim) / counts.clamp(min=1)
 
 
 def mean_over_rows(values_B: Tensor) -> Tensor:
-    """Mean over rows; 0, still with a gradient, where there is no row."""
+    """Average over rows; 0, still with a gradient, without rows."""
     return values_B.sum() / max(values_B.shape[0], 1)
 
 
@@ -60,7 +60,7 @@ def reduce_loss(
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """One number of the losses of tokens.
+    """Reduce the losses of tokens to one number.
 
     With `n_b` the tokens of row b that count and sums over those:
 
@@ -115,14 +115,14 @@ def reduce_loss(
 
 
 class LossOutput(NamedTuple):
-    """A scalar loss, with gradient, and scalar metrics, without."""
+    """A scalar loss with gradient, and scalar metrics without."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 def as_loss_output(output: Any, *, owner: str) -> LossOutput:
-    """The output of a trainer's `loss`: a `LossOutput`, such a pair, or the loss alone.
+    """Convert the output of a trainer's `loss`: a `LossOutput`, such a pair, or the loss alone.
 
     Raises
     ------

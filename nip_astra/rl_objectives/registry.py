@@ -1,4 +1,4 @@
-"""The registries of policy losses and of advantages, and the check of their options."""
+"""Registries of policy losses and advantages, and the check of their options."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ADVANTAGES: Registry[Callable[..., Any]] = Registry(
 )
 
 OLD_LOSS_NAMES = {"clipped": "ppo"}
-"""Names of policy losses in files of older versions."""
+"""Names of policy losses in earlier versions."""
 
 
 def register_policy_loss(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a policy loss for the trainers of every family; a decorator.
+    """Register a policy loss for trainers of all families; a decorator.
 
     The function takes `(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)` and gives the loss
     of each token, `[B, T]`, to be minimised. Its keyword arguments are its options
@@ -53,7 +53,7 @@ def register_policy_loss(name: str) -> Callable[[Callable[..., Tensor]], Callabl
 
 
 def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an advantage for the trainers that compare samples of a group; a decorator.
+    """Register an advantage for trainers that compare samples of a group; a decorator.
 
     The function takes `(rewards_N, group_N, run_N)` and gives advantages `[N]`, or a
     `GroupAdvantages`. A reward is NaN where there is no verdict; `group_N` and `run_N` are int64,
@@ -63,7 +63,7 @@ def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a function with their defaults: its keyword-only arguments."""
+    """Return the options of a function with their defaults: its keyword-only arguments."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
@@ -76,7 +76,7 @@ def _adapter_of(function: Callable[..., Any], option: str) -> TypeAdapter[Any]:
 def with_options(
     registry: Registry[Callable[..., Any]], name: str, given: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A registered function and its options: those given, and defaults for the others.
+    """Return a registered function and all of its options, defaults included.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def with_options(
 
 
 def has_option(option: str) -> ReadWhere:
-    """Read where the policy loss that `loss` names takes an option."""
+    """Condition of a parameter: the policy loss named by `loss` has this option."""
 
     def is_met(loss: Any) -> bool:
         return loss is None or option in options_of(POLICY_LOSSES.get(loss))

@@ -1,4 +1,4 @@
-"""The reward of adaptive stress testing, and the penalty on long answers.
+"""The reward of adaptive stress testing, and the penalty on overlong answers.
 
 Shape suffixes: `N` node, `B` answer, `T` token.
 """
@@ -12,7 +12,7 @@ from nip_astra.errors import ConfigurationError
 
 
 def mean_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Mean negative log-likelihood per token, `[N]` nats >= 0; 0 where no token is scored.
+    """Return the mean negative log-likelihood per token, `[N]` nats >= 0; 0 without scored tokens.
 
     Padding of `logprobs_NT`, where the mask is False, may hold anything finite.
     """
@@ -31,7 +31,7 @@ def ast_reward(
     w_likelihood: float,
     empty_nll: float,
 ) -> Tensor:
-    """Reward of a node (ASTPrompter, arXiv:2407.09447, section 3.2), `[N]`.
+    """Compute the reward of each node (ASTPrompter, arXiv:2407.09447, section 3.2), `[N]`.
 
     `w_response * score(response) + w_combined * score(probe + response) - w_likelihood * NLL`,
     where NLL is the mean per token of the probe. An empty probe is charged `empty_nll` nats per
@@ -43,7 +43,7 @@ def ast_reward(
 
 
 def overlong_penalty(lengths_B: Tensor, *, max_length: int, margin: int) -> Tensor:
-    """Penalty on answers near the token limit, added to rewards (DAPO, arXiv:2503.14476, eq. 13).
+    """Penalise answers near the token limit; added to rewards (DAPO, arXiv:2503.14476, eq. 13).
 
     0 up to `max_length - margin` tokens, then falling linearly to -1 at `max_length`.
 

@@ -1,4 +1,4 @@
-"""Losses of agents in a protocol that anticipate how others learn from them.
+"""Losses of agents in a protocol that anticipate how other agents learn from them.
 
 A plain policy loss, `-mean(A log pi)`, has the first derivative of an expected return and no other.
 The mixed derivative of agent i's return by the parameters of agents l and f holds both their scores
@@ -52,7 +52,7 @@ _OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
 
 
 class _Evaluations(NamedTuple):
-    """Policies and values of the agents that learn, by name, in a minibatch."""
+    """Policies and values of the learning agents in a minibatch, by name."""
 
     views: dict[str, PolicyView]
     values_B: dict[str, Tensor]
@@ -114,7 +114,7 @@ class SpgObjective(Objective):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """An agent's losses by its own policy alone, without opponent shaping."""
+        """Return an agent's losses from its own policy alone, without opponent shaping."""
         evaluations = self._evaluate([name], batch)
         policy = self._policy_losses(evaluations, batch)[self.agents.number(name)]
         return {"loss_policy": policy, **self._further_losses(name, evaluations, batch)}
@@ -122,7 +122,7 @@ class SpgObjective(Objective):
     def compute_gradients(
         self, batch: TensorDict, names: Sequence[str]
     ) -> dict[str, dict[str, Tensor]]:
-        """Add to the agents' gradients their directions; return the figures to log by agent.
+        """Add each agent's direction to its gradients; return the metrics by agent.
 
         `names` are the agents that learn; nobody foresees the others.
         """
@@ -176,7 +176,7 @@ class SpgObjective(Objective):
         return _Evaluations(views, values_B, torch.stack(acting, dim=1))
 
     def _policy_losses(self, evaluations: _Evaluations, frames: Frames) -> Tensor:
-        """The policy loss of every agent, [A], by the policies of those evaluated."""
+        """Return every agent's policy loss, [A], from the evaluated policies."""
         is_acting_BA = evaluations.is_acting_BA
         advantages_BA = frames["agents", "advantage"].squeeze(-1)
         if self.ppo.normalize_advantage:
@@ -218,7 +218,7 @@ class SpgObjective(Objective):
 
 
 def _on_all_frames(view: PolicyView, is_acting_B: Tensor) -> Tensor:
-    """Log-probabilities of all frames, 0 where the agent does not act."""
+    """Return log-probabilities on all frames, 0 where the agent does not act."""
     logprobs_B: Tensor = view.evaluation.logprobs_B
     if view.is_acting_B is None:
         zeros_B = logprobs_B.new_zeros(len(is_acting_B))
@@ -237,7 +237,7 @@ def shaping_losses(
     episode_B: Tensor | None = None,
     round_B: Tensor | None = None,
 ) -> Tensor:
-    """The loss of every agent as a function of all agents' parameters (spg, lola, sos), `[A]`.
+    """Compute each agent's loss as a function of all agents' parameters (spg, lola, sos), `[A]`.
 
     Every derivative is unbiased on frames of whole episodes that the present policies played, with
     advantages that are right in expectation and no discount of later rounds beside the one in the
@@ -275,7 +275,7 @@ def clipped_shaping_losses(
     episode_B: Tensor | None = None,
     round_B: Tensor | None = None,
 ) -> Tensor:
-    """Losses whose gradients are those of PPO's clipped ones (pspg, pola, psos), `[A]`.
+    """Compute losses with the gradients of PPO's clipped losses (pspg, pola, psos), `[A]`.
 
     With agent k's ratio `r_k = pi_k / pi_k old` and `c_ik = min(r_k, 1 + clip_high)` where the
     advantage of agent i is >= 0, `max(r_k, 1 - clip_low)` elsewhere, the magic box of the joint
@@ -310,7 +310,7 @@ def clipped_shaping_losses(
 
 
 def magic_box(values: Tensor) -> Tensor:
-    """1 with the derivative `box(x) dx`."""
+    """Return 1 with the derivative `box(x) dx`."""
     return (values - values.detach()).exp()
 
 
@@ -324,7 +324,7 @@ def _losses(joint_BI: Tensor, earlier_B: Tensor, advantages_BI: Tensor, mask_BA:
 def _sum_over_earlier_rounds(
     values_B: Tensor, episode_B: Tensor | None, round_B: Tensor | None
 ) -> Tensor:
-    """Sum over those frames of the same episode whose round is earlier."""
+    """Sum over the frames of the same episode with an earlier round."""
     if (episode_B is None) != (round_B is None):
         raise ConfigurationError(
             "a loss over episodes needs both episode_B and round_B, or neither for episodes of "
@@ -334,7 +334,7 @@ def _sum_over_earlier_rounds(
         return torch.zeros_like(values_B)
     by_round_B = round_B.argsort(stable=True)
     order_B = by_round_B[episode_B[by_round_B].argsort(stable=True)]
-    # One row an episode, so that no rounding error passes from one to another.
+    # One row per episode, so that rounding errors do not spread between episodes.
     sorted_B = episode_B[order_B]
     row_B = (sorted_B.diff(prepend=sorted_B[:1]) != 0).cumsum(0)
     lengths = row_B.bincount()

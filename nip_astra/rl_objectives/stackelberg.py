@@ -91,7 +91,7 @@ FORESEES_ANSWERS = where("variant", "spg", "pspg")
 
 
 class SpgParameters(SubParameters):
-    """Who foresees whom, and how."""
+    """Anticipation of how other agents learn."""
 
     variant: StackelbergVariantName = "spg"
     """What leaders anticipate: that followers will have responded in full (spg), or taken one step
@@ -113,7 +113,7 @@ class SpgParameters(SubParameters):
     )
     """Columns of the Hessian that nystrom draws. Larger is more exact and slower."""
     ihvp_rho: Annotated[float, FORESEES_ANSWERS] = Field(default=0.1, ge=0)
-    """Addition to the Hessian's diagonal, for nystrom > 0. Larger foresees smaller answers and is
+    """Added to the Hessian's diagonal, for nystrom > 0. Larger anticipates smaller responses and is
     safer where the Hessian is nearly singular."""
     ihvp_step_size: Annotated[float, FORESEES_ANSWERS, where("ihvp_variant", "neumann")] = Field(
         default=0.1, gt=0
@@ -159,7 +159,7 @@ class SpgParameters(SubParameters):
     def inverse_of(
         self, operator: LinearOperator, generator: torch.Generator | None = None
     ) -> Inverse:
-        """The inverse of a matrix; the generator draws the columns of Nystrom's method."""
+        """Return the inverse of a matrix; the generator draws the columns of Nystrom's method."""
         rho, num_iterations = self.ihvp_rho, self.ihvp_num_iterations
         if self.ihvp_variant == "nystrom":
             return nystrom(operator, rank=self.ihvp_rank, rho=rho, generator=generator)
@@ -170,7 +170,7 @@ class SpgParameters(SubParameters):
 
 
 class AgentUpdate(NamedTuple):
-    """How one agent learns, without gradient.
+    """The update of one agent, without gradient.
 
     Attributes
     ----------
@@ -190,7 +190,7 @@ class AgentUpdate(NamedTuple):
 
 
 class _Response(NamedTuple):
-    """How followers learn, as their leaders anticipate it: `D_F`, with its graph, and `eta_F`."""
+    """The followers' learning as their leaders anticipate it: `D_F` with its graph, and `eta_F`."""
 
     parameters: list[Tensor]
     direction_Q: Tensor
@@ -207,7 +207,7 @@ def agent_updates(
     groups: Sequence[Sequence[int]],
     generator: torch.Generator | None = None,
 ) -> tuple[AgentUpdate, ...]:
-    """Each agent's direction, see the head of this file for the formulas.
+    """Compute each agent's direction; the module docstring has the formulas.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def _terms(
     rule: SpgParameters,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`xi`, `chi` and `h` of an agent, with graphs if `depth` levels of leaders need them."""
+    """Return an agent's `xi`, `chi` and `h`, with graphs if `depth` levels of leaders need them."""
     is_again = depth > 0
     if response is None or not own:
         gradient_P = gradient(loss, own, create_graph=is_again)
@@ -309,7 +309,7 @@ def _terms(
 def _rest_multiplier(
     by_followers_Q: Tensor, response: _Response, inverse: Inverse, rho: float, depth: int
 ) -> Tensor:
-    """`m` with `((d_F D_F)' + rho I) m = d_F L_l`, which may be differentiated `depth` times.
+    """Return `m` with `((d_F D_F)' + rho I) m = d_F L_l`, differentiable `depth` times.
 
     The inverse itself has no graph. Adding to `m` the inverse of the residual of the equation,
     whose value is taken for 0, changes no value and makes one more derivative of `m` right each
@@ -326,7 +326,7 @@ def _rest_multiplier(
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear map known by its products and those of its transpose; itself a constant."""
+    """A constant linear map given by its products and those of its transpose."""
 
     @staticmethod
     def forward(ctx: Any, vector_Q: Tensor, apply: VectorMap, transposed: VectorMap) -> Tensor:
@@ -363,7 +363,7 @@ def compute_sos_update(
     scaling_factor: float,
     threshold_factor: float,
 ) -> SosUpdate:
-    """`xi_0 - p chi` with the share `p` of stable opponent shaping (arXiv:1811.08469, alg. 1).
+    """Compute `xi_0 - p chi`, `p` by stable opponent shaping (arXiv:1811.08469, alg. 1).
 
     With `xi` the gradient, `xi_0` that of LookAhead, and `chi` the shaping term, which holds the
     opponents' learning rate already:

@@ -1,4 +1,4 @@
-"""Losses of value functions, and how good they are.
+"""Losses of value functions, and the variance that values explain.
 
 Shape suffixes: `B` row, `T` token or turn.
 """
@@ -30,7 +30,7 @@ def value_losses(
     old_values_B: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    """The distance of each value to its target, [B] or of any shape, with gradient.
+    """Compute the distance of each value to its target, [B] or any shape, with gradient.
 
     l1 is `|d|`, l2 is `d^2`, smooth_l1 is `d^2 / 2` up to `|d| = 1` and `|d| - 1/2` beyond.
 
@@ -58,7 +58,7 @@ def value_loss(
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
 ) -> LossOutput:
-    """Half the squared error of values, optionally clipped about the old ones.
+    """Compute half the squared error of values, optionally clipped about the old ones.
 
     `1/2 (V - R)**2`; with a `clip_range` `c` the larger of it and
     `1/2 (clip(V, V_old - c, V_old + c) - R)**2`, so that no gradient takes a value further than
@@ -93,7 +93,7 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Share of the variance of returns that values explain, `1 - Var(R - V) / Var(R)`, scalar.
+    """Return the explained share of the variance of returns, `1 - Var(R - V) / Var(R)`, scalar.
 
     1 is perfect, 0 as good as a constant, below 0 worse; NaN where the returns do not vary. It is
     no mean over rows: give it a whole iteration.

@@ -1,1 +1,1 @@
-"""Scenario kinds: each builds the components of an experiment from its parameters."""
+"""Scenario kinds, which build the components of an experiment from its parameters."""

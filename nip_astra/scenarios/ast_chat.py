@@ -79,7 +79,7 @@ class EvaluationParameters(SubParameters):
     measure the scorers' accuracy: a path, or a file of the scenario; null for none."""
 
     def num_turns_at_most(self, tree_depth: int) -> int:
-        """Maximum number of turns of the two evaluations."""
+        """Return the maximum number of turns of the two evaluations."""
         return max(self.num_episodes, self.num_dev_episodes) * tree_depth
 
 
@@ -218,7 +218,7 @@ class AstChatScenario(Scenario):
 
 
 def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
-    """The parameters without facts in `scenario.yaml` about a different target.
+    """Remove the facts of `scenario.yaml` about a different target from the parameters.
 
     Planted failures and labelled responses of `scenario.yaml` belong to the target in that file.
     For another model they would be wrong; those given together with that model are kept.
@@ -247,7 +247,7 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
 
 
 def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
-    """Whether two references are one model; assumed for a reference with a `${...}`."""
+    """Whether two references denote one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
     paths = [resolve_reference(reference, scenario_dir) for reference in (first, second)]

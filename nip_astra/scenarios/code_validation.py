@@ -40,7 +40,7 @@ class CodeValidationScenario(PureTextScenario):
         """File of problems, an absolute path or relative to the scenario's folder: JSON lines with
         `name`, `level`, `question` and `solutions`, each with `code`, `is_correct`, `mutation`."""
         levels: list[int] = []
-        """Levels of the problems; none for all."""
+        """Levels of the problems; empty for all."""
         num_wrong_solutions: int = Field(default=1, ge=1)
         """Maximum number of wrong solutions per problem; the correct one is as frequent, so that
         guessing is correct half of the time."""
@@ -72,7 +72,7 @@ class CodeValidationScenario(PureTextScenario):
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:
-    """Problems with their solutions."""
+    """Read problems with their solutions."""
     problems: list[dict[str, Any]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,7 +99,7 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
 
 
 def _datapoints(problems: list[dict[str, Any]], num_wrong: int, seed: int) -> NestedArrayDict:
-    """Equally many correct and wrong solutions of each problem."""
+    """Return equal numbers of correct and wrong solutions of each problem."""
     rows = []
     for problem in problems:
         generator = random.Random(derive_seed(seed, "code_validation", problem["name"]))

@@ -109,7 +109,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Parameters, row: TensorDictBase) -> dict[str, Any]:
-        """Edges of both graphs, and the round of refinement that distinguishes them."""
+        """Return the edges of both graphs, and the refinement round that distinguishes them."""
         graphs = [
             {"num_nodes": int(mask_n.sum()), "edges": adjacency_nn.triu(1).nonzero().tolist()}
             for adjacency_nn, mask_n in zip(row["adjacency"], row["node_mask"], strict=True)

@@ -30,7 +30,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
 def _summary(
     representation: Representation, key: str, observation: Observation, shape: AgentShape | None
 ) -> Tensor:
-    """The summary, [B, X], followed by the one-hot round if a shape is given."""
+    """Return the summary, [B, X], followed by the one-hot round if a shape is given."""
     summary_BX = representation[key].flatten(1)
     if shape is None:
         return summary_BX
@@ -91,7 +91,7 @@ class SummaryPolicyHead(AgentPolicyHead):
 
     @abstractmethod
     def symbol_logits(self, representation: Representation, observation: Observation) -> Tensor:
-        """Logits of symbols, [B, V, P, S]."""
+        """Return logits of symbols, [B, V, P, S]."""
 
     def decide_as(self, solo_head: SoloAgentHead) -> None:
         decider = getattr(self, self.names[1])
@@ -112,7 +112,7 @@ class SummaryPolicyHead(AgentPolicyHead):
         return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
 
     def by_place(self, logits_BSF: Tensor) -> Tensor:
-        """Logits by symbol, with all message places last, as [B, V, P, S]."""
+        """Reshape logits by symbol, with all message places last, to [B, V, P, S]."""
         places = (self.shape.num_visible, self.shape.message_space.message_size)
         return logits_BSF.transpose(1, 2).reshape(len(logits_BSF), *places, -1)
 
@@ -140,7 +140,7 @@ class SummaryValueHead(AgentValueHead):
 
 
 class SummarySoloHead(SoloAgentHead):
-    """The label from the summary."""
+    """Predicts the label from the summary."""
 
     def __init__(self, agent: Any, key: str, d_summary: int) -> None:
         super().__init__()

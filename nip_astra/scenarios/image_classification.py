@@ -56,7 +56,7 @@ class ImageClassificationScenario(TensorDictScenario):
         dataset: ImageDatasetParameters = ImageDatasetParameters()
         """The images and their labels."""
         num_block_groups: int = Field(default=1, ge=1, le=1000)
-        """Times that the image is halved. Larger gives fewer symbols, of larger parts."""
+        """Number of halvings of the image. Larger gives fewer symbols, of larger parts."""
         initial_num_channels: int = Field(default=16, ge=1, le=1_000_000)
         """Width of the first group of blocks; each further one has twice as many. Larger learns
         more and is slower."""
@@ -109,7 +109,7 @@ class ImageClassificationScenario(TensorDictScenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """The image's pixels from 0 to 255, and its height and width in latent pixels."""
+        """Return the image's pixels from 0 to 255, and its height and width in latent pixels."""
         grid = ImageGrid.of(row["image"].shape, parameters.num_block_groups)
         pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
         pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK

@@ -57,7 +57,7 @@ class PureTextScenarioInstance(ScenarioInstance):
     train_data: NestedArrayDict
     test_data: NestedArrayDict
     shared_model_groups: Mapping[str, PureTextSharedModelGroup]
-    """By name; each agent belongs to one."""
+    """Groups of agents by name; each agent belongs to one."""
     loop: BackgroundLoop
     """Runs requests to services."""
     groupings: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class TextView(DatapointView):
     """Texts with a true or false label."""
 
     def label(self, label: int) -> str:
-        """The correct decision."""
+        """Return the correct decision."""
         return {0: "false", 1: "true"}.get(label, super().label(label))
 
 
@@ -198,7 +198,7 @@ class PureTextScenario(Scenario):
         protocol: ProtocolHandler,
         scenario_dir: Path | None,
     ) -> TextGame:
-        """The rules and prompts."""
+        """Build the rules and prompts."""
         names = protocol.agent_names
         cast = cast_of(parameters, protocol)
         roles: dict[str, str] = {name: cast.role(name) for name in names}
@@ -216,14 +216,14 @@ class PureTextScenario(Scenario):
 def cast_of(
     parameters: Any, protocol: ProtocolHandler, hidden_columns: tuple[str, ...] = ()
 ) -> Cast:
-    """Agents and their names, from a scenario's parameters."""
+    """Return agents and their names, from a scenario's parameters."""
     own = parameters_of_agents(parameters, protocol)
     names = {name: one.human_name or name for name, one in own.items()}
     return Cast(protocol, names, hidden_columns)
 
 
 def _check_data(data: NestedArrayDict, split: str) -> None:
-    """Refuse data without datapoints, or with labels other than 0 and 1."""
+    """Raise for data without datapoints, or with labels other than 0 and 1."""
     labels = data.get("y")
     if labels is None or labels.shape != data.batch_size or len(data.batch_size) != 1:
         raise DataError(
@@ -238,7 +238,7 @@ def _check_data(data: NestedArrayDict, split: str) -> None:
 
 
 def row_of(data: NestedArrayDict, number: int) -> dict[str, Any]:
-    """A datapoint as plain values, by column."""
+    """Return a datapoint as plain values, by column."""
     return {
         str(name): array[number].item() if hasattr(array[number], "item") else array[number]
         for name, array in data.items()

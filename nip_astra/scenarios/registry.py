@@ -41,7 +41,7 @@ class Scenario(ABC):
 
     @classmethod
     def check_trainer_type(cls, trainer_type: str) -> None:
-        """Refuse an unsupported `trainer_type`."""
+        """Raise for an unsupported `trainer_type`."""
         if trainer_type not in cls.trainer_types:
             raise UnknownNameError(
                 "trainer type",
@@ -73,7 +73,7 @@ class Scenario(ABC):
 
 
 def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str, Any]:
-    """The parameters of each agent of a protocol, by name or from `default`.
+    """Return the parameters of each agent of a protocol, by name or from `default`.
 
     Raises
     ------
@@ -105,5 +105,5 @@ SCENARIOS: Registry[type[Scenario]] = Registry(
 
 
 def register_scenario(name: str) -> Callable[[type[Scenario]], type[Scenario]]:
-    """Register a `Scenario` subclass under the `kind` by which scenario.yaml names it."""
+    """Register a `Scenario` subclass under the `kind` used in scenario.yaml; a decorator."""
     return SCENARIOS.register(name)

@@ -59,7 +59,7 @@ class SecretWordScenario(PureTextScenario):
 
 
 def _claims(words: tuple[str, ...], count: int, seed: int) -> NestedArrayDict:
-    """Words with claims, alternately false and true."""
+    """Return words with claims, alternately false and true."""
     generator = random.Random(seed)
     secrets, claims, labels = [], [], []
     for number in range(count):

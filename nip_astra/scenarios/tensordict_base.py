@@ -57,7 +57,7 @@ class Datasets(NamedTuple):
 
 
 class TensorDictScenario(Scenario):
-    """Agents with networks follow a protocol about a datapoint with a label.
+    """Agents that are networks follow a protocol about a datapoint with a label.
 
     A kind provides the datasets, the symbols of messages, and the parts of agents.
     """
@@ -83,11 +83,11 @@ class TensorDictScenario(Scenario):
         message_size: int = Field(default=1, ge=1, le=1_000_000)
         """Number of symbols of a message."""
         include_linear_message_space: bool = False
-        """Whether each symbol is accompanied by one without a meaning in the scenario."""
+        """Whether messages also have linear symbols, which have no meaning in the scenario."""
         d_linear_message_space: Annotated[int, where("include_linear_message_space", True)] = Field(
             default=2, ge=2, le=1_000_000
         )
-        """Number of such symbols. Larger carries more information."""
+        """Number of linear symbols. Larger carries more information."""
         d_representation: int = Field(default=16, ge=1, le=1_000_000)
         """Width of the input of heads."""
 
@@ -117,7 +117,7 @@ class TensorDictScenario(Scenario):
     @classmethod
     @abstractmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
-        """S, the number of symbols."""
+        """Return S, the number of symbols."""
 
     @classmethod
     @abstractmethod
@@ -149,7 +149,7 @@ class TensorDictScenario(Scenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """A datapoint in reports, as plain values for a JSON file.
+        """Return a datapoint's description for reports, as plain values for a JSON file.
 
         Parameters
         ----------
@@ -160,12 +160,12 @@ class TensorDictScenario(Scenario):
 
     @classmethod
     def layers_on(cls, device: torch.device) -> str:
-        """The implementation of layers on a device."""
+        """Return the implementation of layers on a device."""
         return "torch"
 
     @classmethod
     def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor | None:
-        """Symbols that an agent cannot send, bool, broadcasting to [B, V, P, S]."""
+        """Return symbols that an agent cannot send, bool, broadcasting to [B, V, P, S]."""
         return None
 
     @classmethod
@@ -236,7 +236,7 @@ class TensorDictScenario(Scenario):
         datasets: Datasets,
         trainer_type: str,
     ) -> dict[str, Agent]:
-        """All agents of the protocol with the parts that the trainer needs."""
+        """Build all agents of the protocol with the parts that the trainer needs."""
         agents = {}
         for name, own in parameters_of_agents(parameters, protocol).items():
             shape = shape_of_agent(name, protocol, space, parameters.d_representation)
@@ -293,7 +293,7 @@ class TensorDictScenario(Scenario):
 
 
 def _check_is_whole(kind: type[TensorDictScenario]) -> None:
-    """Refuse a class with missing hooks: it is never instantiated, so Python does not check."""
+    """Raise for a class with missing hooks: it is never instantiated, so Python does not check."""
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
     if missing:
         raise ConfigurationError(
@@ -302,7 +302,7 @@ def _check_is_whole(kind: type[TensorDictScenario]) -> None:
 
 
 def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` on top of `default`, group by group; a group of another `_type` replaces."""
+    """Merge `own` into `default`, group by group; a group of another `_type` replaces."""
     merged = dict(default)
     for name, value in own.items():
         below = merged.get(name)

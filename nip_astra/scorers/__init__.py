@@ -1,1 +1,1 @@
-"""Scorers rate texts for failure."""
+"""Scorers, which rate texts for failure."""

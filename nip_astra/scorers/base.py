@@ -1,4 +1,4 @@
-"""Scorers rate each text with a number in [0, 1]; higher is a worse failure.
+"""Base class of scorers, which rate each text with a number in [0, 1]; higher is a worse failure.
 
 Shape suffix: `N` exchange.
 """
@@ -22,7 +22,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
+from nip_astra.errors import (
+    ConfigurationError,
+    NipAstraError,
+    ScorerError,
+    ScorerTimeoutError,
+    counted,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import (
@@ -33,6 +39,7 @@ from nip_astra.parameters.parameters_base import (
 )
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
+from nip_astra.progress import counting
 from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
@@ -54,7 +61,7 @@ KEY_BYTES = 16
 
 
 class TimeLimitExceeded(BaseException):
-    """The block exceeded its time limit; its caller turns this into a message."""
+    """The block exceeded its time limit; the caller converts it to a message."""
 
 
 @contextmanager
@@ -112,12 +119,12 @@ class Ratings(NamedTuple):
     scores_N: Tensor
     """float32 on the CPU, from 0 to 1; NaN where there is no verdict."""
     is_error_N: Tensor
-    """bool on the CPU; True where the scorer failed. The score is NaN there. NaN without an error
+    """bool on the CPU; True where the scorer failed, with a score of NaN. NaN without an error
     means that the scorer returned no verdict."""
 
 
 class Scorer:
-    """Rate texts. A subclass implements `_score`; caching and checks are done here.
+    """Rates texts. Subclasses implement `_score`; caching and checks are done here.
 
     A scorer of conversations sets `reads_history` and implements `_score_exchanges` instead.
     Each distinct text (or conversation, if the history is read) is rated once while it is among
@@ -159,7 +166,7 @@ class Scorer:
         return ()
 
     def open_services(self, settings: ExperimentSettings) -> dict[str, RetryingChatModel]:
-        """Set the budgets of the scorer's chat models; the models by name."""
+        """Set the budgets of the scorer's chat models; return the models by name."""
         return open_services(self.nested_scorers, settings)
 
     @property
@@ -169,15 +176,15 @@ class Scorer:
         return own.union(*(scorer.modules for scorer in self.nested_scorers))
 
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        """A verdict for each text; texts are distinct."""
+        """Return a verdict for each text; texts are distinct."""
         raise NotImplementedError
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
-        """A verdict for each exchange; they differ in the parts that the scorer reads."""
+        """Return a verdict for each exchange; they differ in the parts that the scorer reads."""
         return self._score([exchange.text for exchange in exchanges])
 
     def score(self, texts: Sequence[str]) -> Tensor:
-        """Scores of texts by the target, float32 `[len(texts)]` on the CPU; see `rate`."""
+        """Return scores of texts by the target, float32 `[len(texts)]` on the CPU; see `rate`."""
         return self.rate([Exchange(text) for text in texts]).scores_N
 
     def rate(self, exchanges: Sequence[Exchange]) -> Ratings:
@@ -189,12 +196,13 @@ class Scorer:
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
         failed: set[bytes] = set()
-        if new:
-            for key, verdict in zip(new, self._checked_verdicts(list(new.values())), strict=True):
-                if isinstance(verdict, ScorerError):
-                    failed.add(key)
-                else:
-                    self._verdicts[key] = verdict
+        with counting(len(exchanges)):
+            checked = self._checked_verdicts(list(new.values())) if new else []
+        for key, verdict in zip(new, checked, strict=True):
+            if isinstance(verdict, ScorerError):
+                failed.add(key)
+            else:
+                self._verdicts[key] = verdict
         # A failed text has no verdict in the cache.
         verdicts = [self._verdicts.get(key) for key in keys]
         for key in list(islice(self._verdicts, max(0, len(self._verdicts) - MAX_VERDICTS))):
@@ -205,7 +213,7 @@ class Scorer:
         )
 
     def verdicts(self) -> dict[str, Any]:
-        """All cached verdicts, including those of nested scorers, for a checkpoint.
+        """Return all cached verdicts, including those of nested scorers, for a checkpoint.
 
         A model's last digits depend on the composition of batches, so a resumed run must not rate
         a text again.
@@ -238,7 +246,7 @@ class Scorer:
             scorer.load_verdicts(own)
 
     def _code(self) -> list[str]:
-        """Digests of the files that compute scores, as loaded, except those of this package."""
+        """Return digests of the loaded files that compute scores, except those of this package."""
         as_loaded = {plugin.module_name: plugin.sha256 for plugin in loaded_plugins()}
         digests = []
         for name in sorted(self.modules):
@@ -256,7 +264,7 @@ class Scorer:
         return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
 
     def _checked_verdicts(self, exchanges: list[Exchange]) -> list[Verdict]:
-        """Checked verdicts; a failure is raised, or retried once and then an error."""
+        """Return checked verdicts; raise a failure, or retry it once and return it as an error."""
         can_skip = self.parameters.on_failure == "skip"
         try:
             verdicts = self._call_hook(exchanges)
@@ -296,7 +304,7 @@ class Scorer:
         return verdicts
 
     def _call_hook(self, exchanges: list[Exchange]) -> list[Verdict]:
-        """One verdict per exchange from the hook."""
+        """Call the hook and return one verdict per exchange."""
         limit = self.parameters.timeout_seconds
         try:
             with time_limit(limit):
@@ -307,7 +315,8 @@ class Scorer:
         except TimeLimitExceeded as error:
             raise ScorerTimeoutError(
                 f"the scorer {_name_of(self)!r} exceeded timeout_seconds={limit:g} on "
-                f"{len(exchanges)} texts. Fix it or raise timeout_seconds, then resume the run."
+                f"{counted(len(exchanges), 'text')}. Fix it or raise timeout_seconds, then "
+                "resume the run."
             ) from error
         except NipAstraError:
             raise
@@ -315,22 +324,22 @@ class Scorer:
             raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {_name_of(self)!r} returned {len(verdicts)} scores for "
-                f"{len(exchanges)} texts. Return one score per text, in order."
+                f"the scorer {_name_of(self)!r} returned {counted(len(verdicts), 'score')} for "
+                f"{counted(len(exchanges), 'text')}. Return one score per text, in order."
             )
         return verdicts
 
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
-            f"the scorer {_name_of(self)!r} failed on {num_texts} texts: {type(error).__name__}: "
-            f"{error}. Fix the scorer, then resume the run."
+            f"the scorer {_name_of(self)!r} failed on {counted(num_texts, 'text')}: "
+            f"{type(error).__name__}: {error}. Fix the scorer, then resume the run."
         )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:
-        """The error of an invalid verdict; None for a score or no verdict."""
+        """Return the error of an invalid verdict; None for a score or no verdict."""
         if verdict is None or isinstance(verdict, ScorerError):
             return verdict
-        if 0.0 <= verdict <= 1.0:  # which NaN is not
+        if 0.0 <= verdict <= 1.0:  # false for NaN
             return None
         return ScorerError(
             f"the scorer {_name_of(self)!r} returned {verdict} for the text "
@@ -346,7 +355,7 @@ def _name_of(scorer: Scorer) -> str:
 def open_services(
     scorers: Iterable[Scorer], settings: ExperimentSettings
 ) -> dict[str, RetryingChatModel]:
-    """Set the budgets of all scorers' chat models; the models by distinct names."""
+    """Set the budgets of all scorers' chat models; return the models by distinct names."""
     models: dict[str, RetryingChatModel] = {}
     for scorer in dict.fromkeys(scorers):
         for name, model in scorer.open_services(settings).items():
@@ -366,12 +375,12 @@ SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
 
 
 def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
-    """Register a `Scorer` subclass under the `_type` by which parameter files name it."""
+    """Register a `Scorer` subclass under its `_type` in parameter files; a decorator."""
     return SCORERS.register(name)
 
 
 def build_scorer(parameters: Any, *, device: torch.device, scenario_dir: Path | None) -> Scorer:
-    """The scorer that the parameters describe."""
+    """Build the scorer that the parameters describe."""
     return SCORERS.get(parameters.type_name)(parameters, device=device, scenario_dir=scenario_dir)
 
 
@@ -398,7 +407,7 @@ class WeightedScorer(Scorer):
     """The weighted mean of scorers, `sum(w_k * s_k) / sum(w_k)`, in [0, 1].
 
     If one part gives no verdict, there is none, because a mean over the others would be a different
-    measure. If one part fails, the whole fails, and its `on_failure` applies.
+    measure. If one part fails, the whole scorer fails, and its `on_failure` applies.
     """
 
     class Parameters(Scorer.Parameters):

@@ -16,6 +16,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError, nearest_names
 from nip_astra.language_models.sources import load_pretrained, read_limits
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
+from nip_astra.progress import count_requests
 from nip_astra.scorers.base import Scorer, register_scorer
 from nip_astra.utils.actors import actors_for
 from nip_astra.utils.devices import resolve_device
@@ -38,7 +39,7 @@ class ModelScorer(Scorer):
         batch_size: int = Field(default=256, ge=1)
         """Texts in one forward pass. Larger is faster and takes more memory."""
         device: PlainText | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-        """Where the model runs: "cpu", "cuda", "cuda:1", "auto"; null for the run's device."""
+        """Device of the model: "cpu", "cuda", "cuda:1", "auto"; null for the run's device."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -53,7 +54,7 @@ class ModelScorer(Scorer):
         rate: Callable[[list[T]], torch.Tensor],
         length: Callable[[T], int],
     ) -> list[float]:
-        """Scores of the items, in order; each call of `rate` returns `[batch]`.
+        """Return scores of the items, in order; each call of `rate` returns `[batch]`.
 
         Batches are distributed over actors; their composition depends on the items alone.
         """
@@ -66,7 +67,10 @@ class ModelScorer(Scorer):
         actors = actors_for(self.device) if self.can_be_copied and len(batches) > 1 else None
         with torch.no_grad():
             if actors is None:
-                rated = [rate(batch).tolist() for batch in batches]
+                rated = []
+                for batch in batches:
+                    rated.append(rate(batch).tolist())
+                    count_requests(len(batch))
             else:
                 calls = [partial(self._rated, rate, batch) for batch in batches]
                 # Longest first, so that the last call is short.
@@ -77,7 +81,7 @@ class ModelScorer(Scorer):
         return scores
 
     def _rated(self, rate: Callable[[list[T]], torch.Tensor], batch: list[T]) -> list[float]:
-        """Rate in an actor; an exception of the model becomes the scorer's error."""
+        """Rate in an actor; convert an exception of the model to the scorer's error."""
         try:
             values: list[float] = rate(batch).tolist()
         except NipAstraError:
@@ -87,7 +91,7 @@ class ModelScorer(Scorer):
         return values
 
     def _logits(self, texts: Sequence[str]) -> torch.Tensor:
-        """Logits of `_model` for texts cut to `_max_length`, float32 `[text, label]`."""
+        """Return logits of texts truncated to `_max_length`, float32 `[text, label]`."""
         inputs = self._tokenizer(
             list(texts),
             padding=True,
@@ -99,14 +103,14 @@ class ModelScorer(Scorer):
         return logits
 
     def to_send(self) -> ModelScorer:
-        """A copy without cached verdicts, for another process."""
+        """Return a copy without cached verdicts, for another process."""
         sent = copy.copy(self)
         sent._verdicts = {}
         return sent
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
-    """Index of a label among a classifier's labels."""
+    """Return the index of a label among a classifier's labels."""
     if label in labels:
         return list(labels).index(label)
     near = nearest_names(label, labels)
@@ -165,7 +169,7 @@ class ClassifierScorer(ModelScorer):
         return self._in_batches(texts, lambda part: self._probabilities(part)[:, self._label], len)
 
     def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
-        """Each label's probability for each text, float32 `[text, label]`."""
+        """Return each label's probability for each text, float32 `[text, label]`."""
         logits = self._logits([text if text.strip() else self._blank for text in texts])
         is_multi_label = self._model.config.problem_type == "multi_label_classification"
         if is_multi_label or logits.shape[1] == 1:

@@ -83,7 +83,7 @@ class JudgeScorer(Scorer):
         max_rating: int = Field(default=10, ge=1)
         """The largest rating, a score of 1. Larger makes ratings finer."""
         api_key_variable: Annotated[str | None, where("service", "address")] = None
-        """Environment variable that holds the key; null sends none. The key is written nowhere."""
+        """Environment variable with the key; null sends none. The key is never stored."""
         response_format: Literal["json_schema", "json_object", "text"] = "json_schema"
         """Response format of requests. If the service rejects it, later requests omit it."""
         temperature: float | None = Field(default=0.0, ge=0)
@@ -169,7 +169,7 @@ class JudgeScorer(Scorer):
         )
 
     def _request(self, exchange: Exchange) -> ChatRequest:
-        """The request that rates an exchange."""
+        """Return the request that rates an exchange."""
         parameters = self.parameters
         task = TASK.format(
             rubric=parameters.rubric.strip(),
@@ -214,7 +214,7 @@ class MalformedAnswerError(ValueError):
 
 
 class _RatingModel(ChatModel):
-    """A chat model whose answers without a rating count as malformed, so that they are retried.
+    """A chat model that retries answers without a rating as malformed.
 
     If the service rejects the response format, later requests omit it.
     """
@@ -254,7 +254,7 @@ class _RatingModel(ChatModel):
 
 
 def read_rating(answer: str, max_rating: int) -> float | None:
-    """The score in an answer, in [0, 1]; None for a null rating."""
+    """Return the score in an answer, in [0, 1]; None for a null rating."""
     rating = find_rating(answer)["rating"]
     if rating is None:
         return None
@@ -266,7 +266,7 @@ def read_rating(answer: str, max_rating: int) -> float | None:
 
 
 def find_rating(answer: str) -> dict[str, Any]:
-    """The last JSON object with a "rating" in an answer, also within other text."""
+    """Return the last JSON object with a "rating" in an answer, also within other text."""
     decoder = json.JSONDecoder()
     last: dict[str, Any] | None = None
     start = answer.find("{")

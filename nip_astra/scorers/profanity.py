@@ -1,4 +1,4 @@
-"""The linear offensiveness classifier that the package alt-profanity-check ships."""
+"""The linear offensiveness classifier of the package alt-profanity-check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProfanityScorer(Scorer):
     """Probability that a text is offensive, by a linear model over words; fast, English only."""
 
     class Parameters(Scorer.Parameters):
-        """The scorer has none."""
+        """Common parameters only."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None

@@ -63,7 +63,7 @@ class PythonScorer(Scorer):
 
     @property
     def modules(self) -> set[str]:
-        """Includes the module that defines the function, and the one that names it."""
+        """Module names, including those that define and name the function."""
         return super().modules | self._function.modules
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
@@ -145,12 +145,12 @@ class UserFunction:
         return self._takes_all or name in self._names
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The function's result for those of the arguments that it takes."""
+        """Call the function with those of the arguments that it takes."""
         return self.function(**{n: value for n, value in arguments.items() if self.takes(n)})
 
 
 def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
-    """Import the module; its name and the function."""
+    """Import the module; return its name and the function."""
     place, _, name = reference.rpartition(":")
     source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place
     module = module_of(load_plugin(source))
@@ -168,7 +168,7 @@ def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Calla
 
 
 def _columns_of(function: UserFunction, reference: str) -> list[str]:
-    """Names in `COLUMNS` that a function takes."""
+    """Return the names in `COLUMNS` that a function takes."""
     columns = [name for name in COLUMNS if function.takes(name)]
     unknown = [name for name in function.required if name not in columns]
     if unknown or "completions" not in columns:

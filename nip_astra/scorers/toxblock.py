@@ -34,8 +34,8 @@ _INSTALL = (
 class ToxBlockScorer(ModelScorer):
     """Probability of one of six kinds of toxicity, by a small recurrent network; English only.
 
-    The number is the sigmoid of the network, without the rescaling that tox-block does and that
-    can leave [0, 1]. The last 100 known words of a text are read.
+    The score is the sigmoid of the network, without tox-block's rescaling, which can leave [0, 1].
+    The last 100 known words of a text are read.
     """
 
     can_be_copied = True
@@ -70,7 +70,7 @@ class ToxBlockScorer(ModelScorer):
         return self._in_batches([self._ids(text) for text in texts], rate, len)
 
     def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Each category's probability for each text, float32 `[text, category]`."""
+        """Return each category's probability for each text, float32 `[text, category]`."""
         # The network was trained on rows of this length, zeros first, and reads the zeros too.
         padded = [[0] * (MAX_WORDS - len(row)) + list(row) for row in rows]
         result: Tensor = self._model(torch.tensor(padded, device=self.device))
@@ -114,7 +114,7 @@ class ToxBlockModel(nn.Module):
         self.output = _linear(weights["dense_1_kernel"], weights["dense_1_bias"])
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """The probability of each category, `[B, 6]`."""
+        """Return the probability of each category, `[B, 6]`."""
         # Both directions are one batch of two, `[2, B, T, X]`: the second reads from the end.
         inputs = self.embeddings[torch.stack([ids_BT, ids_BT.flip(1)])]
         gates = torch.einsum("sbtx,sxg->sbtg", inputs, self.kernel) + self.bias[:, None]
@@ -143,7 +143,7 @@ def _linear(kernel: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def _find_folder() -> Path:
-    """Folder of the weights, found without importing the package, which loads TensorFlow."""
+    """Find the weights' folder without importing the package, which loads TensorFlow."""
     spec = importlib.util.find_spec("tox_block")
     folders = (spec and spec.submodule_search_locations) or ()
     if not folders or importlib.util.find_spec("h5py") is None:
@@ -190,7 +190,7 @@ class _WordsUnpickler(pickle.Unpickler):
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Index of each word in the model's vocabulary."""
+    """Read the index of each word in the model's vocabulary."""
     with path.open("rb") as file:
         encoder = _WordsUnpickler(file).load()
     word_index = vars(vars(encoder)["tokenizer"])["word_index"]

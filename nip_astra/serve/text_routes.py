@@ -23,10 +23,11 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelAbilityError,
     ModelLoadError,
+    counted,
 )
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
-from nip_astra.language_models.structured import json_rule
+from nip_astra.language_models.structured import answer_schema, json_rule
 from nip_astra.language_models.tool_calls import ToolCall, ToolCallParser, ToolForm, call_rules
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.requests import (
@@ -255,10 +256,6 @@ class ResponseFormat(Body):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
         return self
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any]:
-        return {"type": "object"} if self.json_schema is None else self.json_schema.json_schema
-
 
 class ChatBody(SamplingBody):
     """A request of /v1/chat/completions."""
@@ -305,7 +302,8 @@ class ChatBody(SamplingBody):
             answers.append("calls")
         if self.response_format is not None and not self.must_call:
             answers.append("answer")
-            rules.append(f"answer: {json_rule(self.response_format.schema_of_answer)}")
+            schema = answer_schema(self.response_format.model_dump(by_alias=True)) or {}
+            rules.append(f"answer: {json_rule(schema)}")
         return "\n".join([f"start: {' | '.join(answers)}", *rules]) if answers else None
 
 
@@ -438,7 +436,8 @@ class TextReply:
         first = len(calls)
         for part in parts:
             if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
-                call = part.as_message_part(f"call_{secrets.token_hex(12)}")
+                # Mistral's chat templates accept no other length.
+                call = part.as_message_part(secrets.token_hex(5)[:9])
                 # Only streams number their calls.
                 calls.append(
                     {"index": len(calls), **call} if progress.request.is_streamed else call
@@ -642,7 +641,7 @@ class EngineClient:
         """A queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
-                f"{engine.num_waiting} requests are waiting, and this service allows "
+                f"the queue has {counted(engine.num_waiting, 'request')}, and this service allows "
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )
@@ -767,6 +766,7 @@ class _TextRoutes:
             num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
             keeps_tokens=body.return_token_ids,
             grammar=grammar,
+            shown_ids=tuple(form.special.values()) if tools and form is not None else (),
         )
 
     async def completions(self, request: Request) -> Response:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested
+from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import open_progress, read_progress
@@ -565,7 +565,7 @@ class SweepBar:
             progress = read_progress(self._path_of(run_id))
             if progress is not None:
                 self._count(run_id, *progress)
-        text = f"{len(self._ended)} of {self._num_runs} runs, {len(ids)} at work"
+        text = f"{len(self._ended)} of {counted(self._num_runs, 'run')}, {len(ids)} at work"
         failed = sum(status is RunStatus.FAILED for status in self._ended.values())
         self._bar.set_description(f"{text}, {failed} failed" if failed else text)
 

@@ -1,4 +1,4 @@
-"""The environment of a run, and what of it has changed when the run is resumed."""
+"""The environment of a run, and its changes when the run is resumed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _GIT_TIMEOUT_SECONDS = 10.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform, git state of the code and plug-ins, as values without secrets.
+    """Return versions, platform, git state of the code and plug-ins, without secrets.
 
-    Packages are not imported; the thread count is torch's where torch is in use already.
+    Packages are not imported; the thread count is torch's if torch is imported.
     """
     torch = sys.modules.get("torch")
     return {
@@ -47,7 +47,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The name of the processor's model, or else of its architecture."""
+    """Return the processor's model name, or its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -70,7 +70,7 @@ def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 
 def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
-    """Record the `device` and the implementation of `layers`; warn of changes since the start."""
+    """Record the `device` and the `layers` implementation; warn of changes since the start."""
     try:
         before = dict(directory.read_json(ENVIRONMENT))
     except (RunDirectoryError, TypeError, ValueError) as error:
@@ -118,10 +118,10 @@ def _version_of(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit and cleanness of the repository that holds this code, if one does.
+    """Return commit and cleanness of the repository with this code, if there is one.
 
     A repository around an installed package, for instance around its virtual environment, is not
-    that of the code: git does not track the package there.
+    the code's: git does not track the package there.
     """
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None

@@ -1,4 +1,4 @@
-"""The tracker that writes into the run directory."""
+"""Trackers that write files into the run directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
+from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped, plain_numbers, register_tracker
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
 TIMING_PREFIXES = ("time/", "memory/", "services/")
-"""Metrics of these prefixes differ between equal runs; they go to a file of their own."""
+"""Prefixes of metrics that differ between equal runs; they go to a separate file."""
 _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -28,8 +29,8 @@ _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class LocalTracker(Tracker):
     """Appends to `metrics.jsonl`, `timings.jsonl` and `rollouts/<table>.jsonl`.
 
-    A line is one JSON object and is flushed when it is written; NaN and infinities are null.
-    Artifacts and the summary are in the run directory already, as files and as `results.json`.
+    A line is one JSON object and is flushed when written; NaN and infinities are null. Artifacts
+    and the summary are already in the run directory, as files and as `results.json`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LocalTracker(Tracker):
         )
 
     def position(self) -> dict[str, Any]:
-        """The length of each file in bytes, after syncing them."""
+        """Sync all files and return their lengths in bytes."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -83,10 +84,10 @@ class LocalTracker(Tracker):
         }
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Cut each file to the length that it had; a file that was not there yet is removed.
+        """Truncate each file to its recorded length; remove files without one.
 
         An empty position removes all, for a run that starts over. Lost timings and conversations
-        give a warning, since nothing is computed from them.
+        cause a warning, since nothing is computed from them.
         """
         self._close()
         lengths: dict[str, int] = position.get("files", {})
@@ -124,7 +125,7 @@ class LocalTracker(Tracker):
         self._close()
 
     def _written(self) -> list[Path]:
-        """The files that are there, of this process or an earlier one."""
+        """Return the files that exist, of this process or an earlier one."""
         files = [self._root / METRICS_FILE, self._root / TIMINGS_FILE]
         files += sorted((self._root / "rollouts").glob("*.jsonl"))
         return [path for path in files if path.is_file()]
@@ -153,7 +154,7 @@ class LocalTracker(Tracker):
 
 
 def _cut(path: Path, length: int) -> None:
-    """Cut a file to a length, or to its last whole line where it is shorter."""
+    """Truncate a file to a length, or to its last whole line if it is shorter."""
     if path.stat().st_size < length:
         length = path.read_bytes().rfind(b"\n") + 1
     os.truncate(path, length)
@@ -167,14 +168,8 @@ class TensorBoardTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the tracker 'tensorboard' needs the package tensorboard: {error}. Install it "
-                "with: pip install 'nip_astra[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(run_directory.path / "tensorboard"))
+        tensorboard = import_extra("torch.utils.tensorboard", "the tracker", "tensorboard")
+        self._writer: Any = tensorboard.SummaryWriter(str(run_directory.path / "tensorboard"))
         self._writer.add_text("hyper_parameters", _code(to_yaml(config)))
         self._step = 0
 
@@ -198,5 +193,5 @@ class TensorBoardTracker(Tracker):
 
 
 def _code(text: str) -> str:
-    """Return Markdown that shows a text as it is."""
+    """Return Markdown that shows a text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""MLflow as a mirror of the run directory."""
+"""Mirrors the run directory to MLflow."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
+from nip_astra.lazy import import_extra
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 from nip_astra.trust import read_variable
 
 RUN_FILE = "mlflow.json"
-"""File in the run directory with MLflow's id of the run, by which a resumed run continues it."""
+"""File in the run directory with the MLflow run id, for resumed runs."""
 DEFAULT_EXPERIMENT = "nip_astra"
 _BATCH = 100
-"""Parameters or metrics per request; MLflow's bound for parameters."""
+"""Parameters or metrics per request: MLflow's limit for parameters."""
 _LONGEST = 500
-"""Characters of a parameter's value that every store keeps; the YAML file has all."""
+"""Maximum characters of a parameter value in every store; the YAML file has all of it."""
 
 
 @register_tracker("mlflow")
@@ -43,22 +44,17 @@ class MlflowTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        try:
-            from mlflow import entities
-            from mlflow.tracking import MlflowClient
-            from pandas import json_normalize
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the tracker 'mlflow' needs the package mlflow: {error}. Install it with: pip "
-                "install 'nip_astra[mlflow]'"
-            ) from error
+        entities, tracking, pandas = (
+            import_extra(name, "the tracker 'mlflow'", "mlflow")
+            for name in ("mlflow.entities", "mlflow.tracking", "pandas")
+        )
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        self._entities, self._json_normalize, self._step = entities, json_normalize, 0
+        self._entities, self._json_normalize, self._step = entities, pandas.json_normalize, 0
         folder = run_directory.path.resolve().parent
         uri = read_variable("MLFLOW_TRACKING_URI")
         try:
-            self._client: Any = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+            self._client: Any = tracking.MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
             self._run_id = self._begin(run_directory, settings, None if uri else folder)
             self._log_parameters(config)
         except Exception as error:
@@ -69,7 +65,7 @@ class MlflowTracker(Tracker):
     def _begin(
         self, run_directory: RunDirectory, settings: Mapping[str, Any], folder: Path | None
     ) -> str:
-        """MLflow's id of the run: the one that the run directory names, or a new one."""
+        """Return the MLflow run id: that in the run directory, or a new one."""
         if (run_directory.path / RUN_FILE).is_file():
             run_id = str(run_directory.read_json(RUN_FILE)["run_id"])
             self._client.update_run(run_id, status="RUNNING")

@@ -1,4 +1,4 @@
-"""The directory that holds everything a run wrote."""
+"""The directory with all files of a run."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ SETTINGS = "settings.yaml"
 ENVIRONMENT = "environment.json"
 RESULTS = "results.json"
 FAILED = "failed"
-"""Value of `status` in the results of a run that ended with an error and may be resumed."""
+"""`status` in the results of a run that failed and can be resumed."""
 REPORT = "report.html"
 LOG = "log.txt"
 HAS_CHECKPOINTS = ".has_checkpoints"
-"""File that exists from a run's first checkpoint on, so that lost ones are missed."""
+"""File that exists from a run's first checkpoint on, to detect lost checkpoints."""
 MODEL_DIR = "model"
 """Folder of a run directory with the trained model."""
 OUTCOMES = "_outcomes"
-"""End of the name of a table in `rollouts/` that has all episodes of a test, without messages."""
+"""Suffix of the name of a table in `rollouts/` with all episodes of a test, without messages."""
 _UNFINISHED = ".new-"
-"""Start of the name of a run directory that is being made, or removed."""
+"""Prefix of run directories that are being created or removed."""
 _SECONDS_TO_BEGIN = 10.0
-"""Age of an unlocked directory that counts as left by a killed process."""
+"""Age from which an unlocked directory counts as abandoned by a killed process."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def new_run_id(trainer: str, scenario: str) -> str:
-    """A run id of trainer, scenario, time and four random digits."""
+    """Return a run id of trainer, scenario, time and four random digits."""
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     name = f"{trainer}-{Path(scenario).name}-{now}-{secrets.token_hex(2)}"
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip("._-")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash or a full disk leaves the old file whole."""
+    """Write a text file atomically: a crash or a full disk leaves the old file intact."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         # In JSON, half of a surrogate pair can be written as its escape.
@@ -74,19 +74,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """YAML that OmegaConf, which reads parameter files, reads back to the same values."""
+    """Return YAML that OmegaConf reads back to equal values."""
     text = yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
     return escape_for_yaml(text)
 
 
 def escape_references(text: str) -> str:
-    """A text in which OmegaConf takes `${` for text and not for a reference."""
+    """Escape `${` so that OmegaConf reads it as text, not as a reference."""
     # An odd number of backslashes makes ${ plain text.
     return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
 
 
 def unescape_references(value: Any) -> Any:
-    """Undo `escape_references` in nested values; a reference in them is left as text."""
+    """Undo `escape_references` in nested values; references stay text."""
     if isinstance(value, str):
         return re.sub(r"(\\+)\$\{", _without_escape, value)
     if isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def _without_escape(found: re.Match[str]) -> str:
 
 
 class RunDirectory:
-    """Files of one run; the name of its directory is the run id."""
+    """The files of one run; the directory name is the run id."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +115,7 @@ class RunDirectory:
         run_id: str,
         write: Callable[[RunDirectory], object] = lambda directory: None,
     ) -> RunDirectory:
-        """Make a new run directory with the files that `write` writes, whole or not at all."""
+        """Create a run directory with the files that `write` writes, atomically."""
         if not _RUN_ID.fullmatch(run_id):
             raise RunDirectoryError(
                 f"the run id {run_id!r} cannot name a folder. Use letters, digits, dots, dashes "
@@ -160,14 +160,14 @@ class RunDirectory:
         return cls(path)
 
     def discard(self) -> None:
-        """Remove the directory, whole or not at all."""
+        """Remove the directory, atomically."""
         unfinished = self.path.with_name(f"{_UNFINISHED}{self.path.name}")
         with suppress(OSError):
             self.path.rename(unfinished)
             shutil.rmtree(unfinished)
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed process left of files that it was writing."""
+        """Remove temporary files of a killed process."""
         for leftover in self.path.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
 
@@ -193,7 +193,7 @@ class RunDirectory:
         return directory
 
     def check_links(self) -> None:
-        """Refuse links out of the directory of a run of others; see `refuse_links_outside`."""
+        """Raise for links out of another user's run directory; see `refuse_links_outside`."""
         if not is_own(self.path / HYPER_PARAMETERS):
             refuse_links_outside(self.path)
 
@@ -221,7 +221,7 @@ class RunDirectory:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has results, and not only the reason why it failed."""
+        """Whether the run has results, not only an error."""
         if not (self.path / RESULTS).is_file():
             return False
         results = self.read_json(RESULTS)
@@ -234,11 +234,11 @@ class RunDirectory:
 
     @property
     def rollouts_dir(self) -> Path:
-        """Folder of the tables of sample conversations."""
+        """Folder of the tables of sampled conversations."""
         return self.path / "rollouts"
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file atomically; NaN and infinities, which JSON has not, become null."""
+        """Write a JSON file atomically; NaN and infinities become null."""
         path = self.path / name
         text = to_json(finite(value), indent=2, allow_nan=False)
         write_atomically(path, text + "\n")
@@ -251,11 +251,11 @@ class RunDirectory:
         return path
 
     def read_json(self, name: str) -> Any:
-        """Read a JSON file; raises `RunDirectoryError` where it is missing or broken."""
+        """Read a JSON file; raise `RunDirectoryError` if it is missing or broken."""
         return self._read(name, json.loads)
 
     def read_yaml(self, name: str) -> Any:
-        """Read a YAML file; raises `RunDirectoryError` where it is missing or broken."""
+        """Read a YAML file; raise `RunDirectoryError` if it is missing or broken."""
         return self._read(name, _parse_yaml)
 
     def _read(self, name: str, parse: Callable[[str], Any]) -> Any:
@@ -286,7 +286,7 @@ def log_file(directory: RunDirectory) -> Iterator[None]:
 
 
 class _OmegaConfDumper(yaml.SafeDumper):
-    """Quotes text that OmegaConf would take for a number or an interpolation."""
+    """Quotes text that OmegaConf would read as a number or an interpolation."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -301,7 +301,7 @@ _OmegaConfDumper.add_representer(str, _represent_text)
 
 
 def _remove_abandoned(own: Path) -> None:
-    """Remove unfinished directories that killed processes left, one's own in any case."""
+    """Remove unfinished directories of killed processes, and `own` in any case."""
     for folder in own.parent.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):
             is_old = time.time() - folder.stat().st_mtime > _SECONDS_TO_BEGIN
@@ -310,7 +310,7 @@ def _remove_abandoned(own: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A nested value with null for NaN and infinities, which JSON lacks."""
+    """Replace NaN and infinities, which JSON lacks, by null in a nested value."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -324,7 +324,7 @@ def _parse_yaml(text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # References are text: what a run of others says must not read this one's environment.
+        # References are text: another user's run must not read this environment.
         return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
     except OmegaConfBaseException as error:
         raise ValueError(str(error)) from error

@@ -1,4 +1,4 @@
-"""One process at a time writes to a run directory."""
+"""A lock that lets one process at a time write to a run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from nip_astra.errors import RunDirectoryError
 
 LOCK = ".lock"
-"""File that the process at work on a run locks, with its id and host."""
+"""Lock file of the running process, with its id and host."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems without locks."""
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Hold the run exclusively within the block.
+    """Hold the run's lock within the block.
 
-    The lock is advisory and the system's own, so it ends with its process, also on a kill. On a
-    file system without locks the block is entered with a warning.
+    The lock is advisory and released by the system when its process ends, also by a kill. On a file
+    system without locks the block is entered with a warning.
     """
     lock = _lock_of(directory)
     try:
-        (directory / LOCK).touch()  # a lock would make the folder
+        (directory / LOCK).touch()  # locking would create the folder
         lock.acquire()
     except Timeout:
         raise RunDirectoryError(_refusal(directory)) from None
@@ -56,13 +56,13 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether no process is at work in a directory; False where that is unknown."""
+    """Whether no process is using a directory; False if unknown."""
     if not (directory / LOCK).exists():
         return True
     try:
         with _lock_of(directory):
             return True
-    except OSError:  # held by another process, or no lock to be had
+    except OSError:  # held by another process, or locks are unavailable
         return False
 
 
@@ -91,7 +91,7 @@ def _refusal(directory: Path) -> str:
 
 
 def _owner_of(directory: Path) -> tuple[int, str] | None:
-    """Process id and host; None where the owner has not written them yet."""
+    """Return process id and host; None if the owner has not written them yet."""
     try:
         owner = json.loads((directory / LOCK).read_text(encoding="utf-8"))
         return int(owner["pid"]), str(owner["host"])
@@ -101,5 +101,5 @@ def _owner_of(directory: Path) -> tuple[int, str] | None:
 
 def _write_owner(directory: Path) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    with suppress(OSError):  # a full disk: the lock holds all the same
+    with suppress(OSError):  # a full disk: the lock is valid nevertheless
         (directory / LOCK).write_text(json.dumps(owner), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Trackers: what they take, their registry, and the names and numbers of metrics.
+"""The tracker interface and registry, and names and values of metrics.
 
 `metrics.jsonl` keeps the names that trainers give; the other trackers show them `grouped`.
 """
@@ -14,9 +14,9 @@ from nip_astra.registry import Registry
 from nip_astra.tracking.run_directory import RunDirectory
 
 KEPT = ("time", "memory", "tokens")
-"""Groups that names of metrics have already."""
+"""Prefixes of metric names that are already groups."""
 EVALUATIONS = ("dev", "before", "after", "random_search")
-"""First parts of names of metrics on prompts or data that are not trained on."""
+"""Prefixes of metrics on held-out prompts or data."""
 _TEST = "test_"
 _ROLLOUT_GROUPS = ("reward", "rewards", "message_regression")
 _ROLLOUT_FIGURES = (
@@ -24,11 +24,11 @@ _ROLLOUT_FIGURES = (
     *("num_scorer_errors", "probe_", "failure_", "episode_", "distinct_", "plants_", "target_"),
 )
 INTERVAL = "_interval"
-"""Suffix of the name of an interval, after the name of its figure."""
+"""Suffix of an interval's name, after the name of its figure."""
 
 
 class Tracker:
-    """Takes metrics, tables and artifacts of a run; this one ignores them.
+    """Receives metrics, tables and artifacts of a run; this base class ignores them.
 
     A subclass registered by `register_tracker` is chosen with the setting `trackers` and overrides
     the methods that it needs.
@@ -70,13 +70,13 @@ class Tracker:
         """Record a folder of files."""
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        """Record the run's final numbers."""
+        """Record the run's final figures."""
 
     def log_report(self, path: Path) -> None:
         """Record the run's report, a web page."""
 
     def position(self) -> dict[str, Any]:
-        """How far the records go, for a checkpoint."""
+        """Return the current position of the records, for a checkpoint."""
         return {}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Tracker:
 
 
 class CompositeTracker(Tracker):
-    """Passes everything to several trackers. Only the first is rewound; the others mirror it."""
+    """Passes everything to several trackers; only the first is rewound, the others mirror it."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
 
 
 def register_tracker(name: str) -> Callable[[AnyTracker], AnyTracker]:
-    """Register a `Tracker` subclass under the name by which the setting `trackers` chooses it."""
+    """Register a `Tracker` subclass under the name used in the setting `trackers`; a decorator."""
     return TRACKERS.register(name)  # type: ignore[return-value]  # it returns its argument
 
 
@@ -149,7 +149,7 @@ def open_tracker(
     *,
     writes_files: bool = True,
 ) -> CompositeTracker:
-    """The trackers that the settings name, after the one that writes the run's files.
+    """Return the trackers named by the settings, after the one that writes the run's files.
 
     `config` has the run's parameters, shown beside its metrics.
     """
@@ -174,11 +174,11 @@ _RENAMED = {
     "groups/zero_variance": "grpo/zero_variance_share",
     "groups/used_share": "grpo/used_share",
 }
-"""Names of metrics in runs of older versions, and the present ones."""
+"""Old names of metrics, in runs of earlier versions, and current ones."""
 
 
 def present_name(name: str) -> str:
-    """The present name of a metric, also of one agent's."""
+    """Return the current name of a metric, also of a single agent's."""
     for old, new in _RENAMED.items():
         if name == old or name.endswith(f"/{old}"):
             return name.removesuffix(old) + new
@@ -214,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def plain_numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures as numbers of Python, also those of NumPy and torch."""
+    """Return figures as Python numbers, also those of NumPy and torch."""
     if not isinstance(figures, Mapping):
         raise TrackingError(
             f"figures must be a dict of numbers by name, got {type(figures).__name__}."

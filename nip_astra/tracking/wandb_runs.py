@@ -1,4 +1,4 @@
-"""Weights & Biases: a mirror of the run directory, and finished runs read from there."""
+"""Weights & Biases: mirrors the run directory, and reads finished runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 from nip_astra.trust import SIGNATURE, read_variable
 
 STEP = "iteration"
-"""Name of the step in W&B's history; W&B's own may only grow, which a resumed run's need not."""
+"""Name of the step in W&B's history; W&B's own step cannot decrease, as a resumed run's may."""
 ENVIRONMENT_KEY = "environment"
-"""Key of W&B's config, beside the parameters, of what the run ran on."""
+"""Key of the run's environment in W&B's config, beside the parameters."""
 DEFAULT_PROJECT = "nip_astra"
 
 
@@ -31,8 +31,8 @@ DEFAULT_PROJECT = "nip_astra"
 class WandbTracker(Tracker):
     """Sends config, environment, metrics by step, tables, artifacts and the report to W&B.
 
-    All of W&B's local folders are below the run directory. Code, git remotes and command lines,
-    which may hold secrets, are not sent. Names of metrics are `grouped`.
+    All of W&B's local folders are in the run directory. Code, git remotes and command lines, which
+    may contain secrets, are not sent. Metric names are `grouped`.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class WandbTracker(Tracker):
         self._run.summary.update({grouped(name): value for name, value in values.items()})
 
     def log_report(self, path: Path) -> None:
-        # The page is whole by itself; W&B shows it in a frame of its own.
+        # The page is self-contained; W&B shows it in a separate frame.
         self._run.log({"report": self._wandb.Html(str(path), inject=False)})
 
     def finish(self, *, success: bool) -> None:
@@ -142,21 +142,21 @@ class WandbTracker(Tracker):
 
 
 def _environment(run_directory: RunDirectory) -> dict[str, Any]:
-    """What the run ran on, with the state of git and the device, as an entry of the config."""
+    """Return the run's environment, git state and device, as an entry of the config."""
     if not (run_directory.path / ENVIRONMENT).is_file():
         return {}
     found = dict(run_directory.read_json(ENVIRONMENT))
-    found.pop(SIGNATURE, None)  # says something on this machine alone
+    found.pop(SIGNATURE, None)  # meaningful on this machine only
     return {ENVIRONMENT_KEY: found}
 
 
 def offline_runs(run_path: Path) -> list[Path]:
-    """The folders that W&B wrote offline for a run, in order, for `wandb sync`."""
+    """Return the folders of a run's offline W&B data, in order, for `wandb sync`."""
     return sorted((run_path / "wandb").glob("offline-run-*"))
 
 
 def _cells(row: Sequence[Any]) -> list[Any]:
-    """A row with nested values as JSON; W&B refuses those that differ in their parts."""
+    """Return a row with nested values as JSON; W&B requires equal nested types."""
     return [
         to_json(cell)
         if isinstance(cell, Mapping | list | tuple)
@@ -168,7 +168,7 @@ def _cells(row: Sequence[Any]) -> list[Any]:
 
 
 def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
-    """Put W&B's folders below `root/wandb`, and give the variables as they were."""
+    """Move W&B's folders below `root/wandb`; return the previous variables."""
     folders = {
         # W&B itself adds the `wandb`.
         "WANDB_DIR": root,
@@ -176,7 +176,7 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
         "WANDB_CACHE_DIR": root / "wandb" / "cache",
     }
     if mode == "offline":
-        # Online, the user's own folder may say which server to use.
+        # Online, settings in the user's folder may name the server.
         folders["WANDB_CONFIG_DIR"] = root / "wandb" / "config"
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
 
 
 def has_credentials() -> bool:
-    """Say whether there is anything in which W&B may find a key."""
+    """Whether W&B may find an API key."""
     if read_variable("WANDB_API_KEY") or read_variable("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = read_variable("NETRC")
@@ -202,7 +202,7 @@ def has_credentials() -> bool:
 
 
 SCHEME = "wandb://"
-"""Start of references to runs on W&B."""
+"""Prefix of references to runs on W&B."""
 Answer = TypeVar("Answer")
 
 
@@ -215,12 +215,12 @@ class WandbReference(NamedTuple):
 
     @property
     def path(self) -> str:
-        """What W&B calls the run."""
+        """The run's path on W&B."""
         return "/".join(self)
 
 
 def parse_reference(reference: str) -> WandbReference:
-    """Read `wandb://entity/project/run_id`."""
+    """Parse `wandb://entity/project/run_id`."""
     parts = reference.removeprefix(SCHEME).split("/")
     if not reference.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise ConfigurationError(
@@ -231,7 +231,7 @@ def parse_reference(reference: str) -> WandbReference:
 
 
 def read_config(reference: str) -> dict[str, Any]:
-    """The parameters that a run recorded."""
+    """Return the recorded parameters of a run."""
     run = _find_run(reference)
     config: dict[str, Any] = _ask(reference, lambda: dict(run.config))
     # The hardware is stored beside the parameters.
@@ -240,7 +240,7 @@ def read_config(reference: str) -> dict[str, Any]:
 
 
 def download_model(reference: str, folder: Path, version: str = "latest") -> None:
-    """Write the files of a model that a run logged, by its version or an alias, into a folder."""
+    """Download a model logged by a run, by version or alias, into a folder."""
     run = _find_run(reference)
     models = _ask(reference, lambda: [one for one in run.logged_artifacts() if one.type == "model"])
     if not models:
@@ -262,7 +262,7 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
 
 
 def open_api() -> Any:
-    """W&B's public interface."""
+    """Return W&B's public API."""
     if not has_credentials():
         # W&B itself would prompt at a terminal.
         raise TrackingError(

@@ -79,7 +79,9 @@ class Trainer(ABC):
     settings : ExperimentSettings
         Where and how to run; changes no result, but for last digits of large models by threads.
     tracker : Tracker
-        Takes metrics, tables and artifacts; does nothing when the settings hold none.
+        Takes metrics, tables and artifacts; does nothing for a trainer built by hand.
+    stop_flag : callable
+        Returns the name of the signal that stops the run, or None.
     run_directory : RunDirectory or None
         Where files go; None for a trainer built by hand.
     state : RunState
@@ -138,8 +140,9 @@ class Trainer(ABC):
         self.scenario_instance = scenario_instance
         self.settings = settings or ExperimentSettings()
         self.run_directory: RunDirectory | None = self.settings.run_directory
-        self.tracker: Tracker = self.settings.tracker or Tracker()
-        self.team: Team = self.settings.team or Team()
+        self.tracker = Tracker()
+        self.team: Team = scenario_instance.team
+        self.stop_flag: Callable[[], str | None] = lambda: None
         self.progress: ProgressBar | None = None
         self.state: Any = self.State()
         self.results: dict[str, Any] = {}
@@ -460,8 +463,7 @@ class Trainer(ABC):
 
     def _raise_if_stopped(self) -> None:
         """Raise `StopRequested` after a stop signal."""
-        signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
-        if signal_name:
+        if signal_name := self.stop_flag():
             raise StopRequested(signal_name)
 
 

@@ -1,1 +1,1 @@
-"""Small tools: seeds, threads, statistics."""
+"""General utilities: seeding, processes, text statistics, confidence intervals and formatting."""

@@ -29,16 +29,16 @@ from nip_astra.utils.processor import (
 from nip_astra.utils.ray_cluster import check_ray_lives, open_ray
 
 MAX_RESTARTS = 3
-"""How often an actor that died is replaced; its call is repeated."""
+"""How often a dead actor is replaced; its call is repeated."""
 SECONDS_BETWEEN_CHECKS = 2.0
-"""Period of the check that Ray still runs."""
+"""Period of the check that Ray is still running."""
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class KeptName(NamedTuple):
-    """Names an object that actors keep, or a part of it."""
+    """Identifies an object cached in actors, or a part of it."""
 
     place: int
     kind: str = ""
@@ -46,14 +46,14 @@ class KeptName(NamedTuple):
 
 
 class WeightVersion(NamedTuple):
-    """Trained weights of a kept module."""
+    """A version of the trained weights of a cached module."""
 
     version: int
     reference: Any
 
 
 class CallWriter:
-    """Pickles calls; objects that actors keep are replaced by their names."""
+    """Pickles calls; objects cached in actors are replaced by their names."""
 
     def __init__(self, put: Callable[[object], Any]) -> None:
         self._put = put
@@ -64,7 +64,7 @@ class CallWriter:
         self._weights: dict[int, WeightVersion] = {}
 
     def keep(self, parts: Sequence[object]) -> None:
-        """Send objects for actors to keep; later ones may refer to earlier ones.
+        """Send objects to be cached in actors; later ones may refer to earlier ones.
 
         An object with a method `to_send` is replaced by its result.
         """
@@ -87,7 +87,7 @@ class CallWriter:
                 self._names[id(part)] = KeptName(index)
 
     def weights(self) -> dict[int, WeightVersion]:
-        """The trained weights of kept modules; sent again if they changed."""
+        """Return the trained weights of cached modules, stored again if they changed."""
         for index, module in enumerate(self._kept):
             trained = trainable_parameters(module)
             if not trained:
@@ -134,7 +134,7 @@ class CallReader(pickle.Unpickler):
 
 
 def trainable_parameters(module: object) -> list[torch.nn.Parameter]:
-    """The parameters of a kept object that training may change."""
+    """Return the parameters of a cached object that training may change."""
     if not isinstance(module, torch.nn.Module):
         return []
     return [one for one in module.parameters() if one.requires_grad]
@@ -153,7 +153,7 @@ class ActorOptions(NamedTuple):
 def actor_options(
     settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
 ) -> ActorOptions:
-    """The actors of the settings for models of a size; small models take one thread."""
+    """Return the actor settings for models of a size; small models use one thread."""
     refuse_actors_without_device(settings)
     return ActorOptions(
         settings.num_actors,
@@ -165,7 +165,7 @@ def actor_options(
 
 
 def refuse_actors_without_device(settings: ExperimentSettings) -> None:
-    """Refuse actors without a GPU (`actor_gpus` 0) if models are on one."""
+    """Raise if actors have no GPU (`actor_gpus` 0) but models are on one."""
     if not settings.num_actors or settings.actor_gpus or settings.device == "cpu":
         return
     device = resolve_device(settings.device)
@@ -177,7 +177,7 @@ def refuse_actors_without_device(settings: ExperimentSettings) -> None:
 
 
 class _Actor:
-    """Runs in a Ray process: keeps copies of models and runs calls."""
+    """Ray actor that caches models and runs calls."""
 
     def __init__(self, num_threads: int, plugins: Sequence[str]) -> None:
         # Tokenizers would take threads of the other actors.
@@ -192,7 +192,7 @@ class _Actor:
     def run(
         self, references: list[Any], weights: dict[int, WeightVersion], call: bytes, has_grad: bool
     ) -> Any:
-        """Run a call with the given versions of weights."""
+        """Run a call with the given versions of the weights."""
         import ray
 
         for reference in references[len(self._kept) :]:
@@ -211,7 +211,7 @@ class _Actor:
 
 
 class Actors:
-    """Actors that keep copies of models and run calls with them."""
+    """Pool of Ray actors that cache models and run calls."""
 
     def __init__(self, options: ActorOptions) -> None:
         cores = options.num_actors * options.num_cpus
@@ -247,7 +247,7 @@ class Actors:
     def begin(
         self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
     ) -> Callable[[], list[Result]]:
-        """Start calls with the current weights; the returned function waits for their results."""
+        """Start calls with the current weights; return a function that waits for their results."""
         run = self._prepared(calls, parts)
         made: Future[list[Result]] = Future()
 
@@ -264,7 +264,7 @@ class Actors:
     def _prepared(
         self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
     ) -> Callable[[], list[Result]]:
-        """Pickle calls and store weights; the returned function submits the calls."""
+        """Pickle calls and store weights; return a function that submits the calls."""
         from ray.util import ActorPool
 
         check_ray_lives(self._ray)
@@ -306,7 +306,7 @@ class Actors:
 
 
 def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
-    """The results of calls to actors, in order."""
+    """Return the results of actor calls, in order."""
     with _typed_errors(ray):
         while True:
             check_ray_lives(ray)
@@ -316,7 +316,7 @@ def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _typed_errors(ray: Any) -> Iterator[None]:
-    """Raise this package's errors of actors as they are, and others typed."""
+    """Re-raise this package's errors from actors unchanged, and others typed."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -338,7 +338,7 @@ _open: Actors | None = None
 
 @contextmanager
 def using_actors(options: ActorOptions) -> Iterator[None]:
-    """Allow actors within the block; they start when first needed."""
+    """Allow actors within the block; they start on first use."""
     global _options, _open
     before = _options, _open
     _options, _open = (options if options.num_actors else None), None
@@ -351,12 +351,12 @@ def using_actors(options: ActorOptions) -> Iterator[None]:
 
 
 def are_actors_used() -> bool:
-    """Whether actors are allowed now."""
+    """Whether actors are allowed."""
     return _options is not None
 
 
 def get_actors() -> Actors | None:
-    """The actors of the current block; None if there are none."""
+    """Return the actors of the current block; None if there are none."""
     global _open
     if _open is None and _options is not None:
         _open = Actors(_options)
@@ -364,7 +364,7 @@ def get_actors() -> Actors | None:
 
 
 def forget_kept_models() -> None:
-    """End the actors with the models that they keep; others start when next needed."""
+    """Stop the actors and drop their cached models; new actors start on the next use."""
     global _open
     if _open is not None:
         _open.close()
@@ -372,7 +372,7 @@ def forget_kept_models() -> None:
 
 
 def actors_for(device: torch.device) -> Actors | None:
-    """The actors with such a device; None if there are none."""
+    """Return the actors that have such a device; None if there are none."""
     if _options is None or (device.type != "cpu" and not _options.num_gpus):
         return None
     return get_actors()

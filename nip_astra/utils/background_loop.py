@@ -1,4 +1,4 @@
-"""An event loop in a separate thread, for code that is not asynchronous."""
+"""An event loop in a background thread, for synchronous code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class BackgroundLoop:
     """Runs coroutines in one event loop, so that connections stay open between calls.
 
-    It starts when first needed, also in a notebook, where another loop runs.
+    It starts on first use, also in a notebook, which runs another loop.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class BackgroundLoop:
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; an interrupted wait cancels it."""
+        """Return the result of a coroutine; an interrupted wait cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         try:
             return future.result()
@@ -35,7 +35,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what runs and end the loop; a later `run` starts another."""
+        """Cancel pending coroutines and stop the loop; a later `run` starts another."""
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is None or self._thread is None or self._process != os.getpid():

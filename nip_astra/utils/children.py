@@ -1,4 +1,4 @@
-"""Child processes, forked or started as programs: how they start and end."""
+"""Starting and ending child processes, forked or run as programs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nip_astra.errors import WorkerProcessError
 from nip_astra.trust import read_variable
 
 PERIOD = 0.05
-"""Most seconds between looks at a process that is waited for."""
+"""Maximum seconds between polls of a process."""
 SECONDS_TO_END = 5.0
-"""How long a process may take to end whose connections are closed already."""
+"""Seconds to wait for the end of a process whose connections are closed."""
 _PR_SET_PDEATHSIG = 1
 _PACKAGE_HOME = Path(__file__).resolve().parents[2]
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent ends in any way."""
+    """Let Linux send this process a signal when its parent ends."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -54,20 +54,20 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Description of how it ended."""
         code = self.code
         if code is None:
             return "is running"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
 
     def request_stop(self) -> None:
-        """Send SIGTERM, and do not wait."""
+        """Send SIGTERM without waiting."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended; returns whether it has."""
+        """Wait for the end of the process; return whether it has ended."""
         until = None if seconds is None else time.monotonic() + seconds
         pause = PERIOD / 100
         while self.code is None:
@@ -78,14 +78,14 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill it if it runs, and wait for its end."""
+        """Kill the process if it is running, and wait for its end."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
     def stop(self, seconds: float) -> bool:
-        """Ask it to stop, kill it after the timeout; whether it stopped by itself."""
+        """Request a stop and kill after the timeout; return whether it stopped by itself."""
         self.request_stop()
         has_ended = self.wait(seconds)
         self.kill()
@@ -93,7 +93,7 @@ class Child:
 
 
 class AdoptedChild(Child):
-    """A process that an earlier process started; its exit code is unknown."""
+    """A child of an earlier process; its exit code is unknown."""
 
     def __init__(self, name: str, pid: int | None, started: str | None) -> None:
         super().__init__(name, pid or 0)
@@ -109,9 +109,9 @@ class AdoptedChild(Child):
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a process in system units; None if it has ended or is unknown.
+    """Return the start time of a process in system units; None if it has ended or is unknown.
 
-    With the id, which may be reused, it identifies a process.
+    Together with the id, which may be reused, it identifies a process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -122,7 +122,7 @@ def process_start(pid: int) -> str | None:
 
 
 def is_running(pid: int | None, started: str | None) -> bool:
-    """Whether the process of this id is still the one that started then."""
+    """Whether the process with this id is still the one that started at this time."""
     if not pid:
         return False
     if not Path("/proc").is_dir():
@@ -135,9 +135,9 @@ def is_running(pid: int | None, started: str | None) -> bool:
 
 
 def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: Any) -> Child:
-    """Start Python with this package and further `Popen` options; output is appended to a file.
+    """Start Python with this package and further `Popen` options; append its output to a file.
 
-    Signals of the terminal do not reach it.
+    Terminal signals do not reach it.
     """
     path = [str(_PACKAGE_HOME), read_variable("PYTHONPATH") or ""]
     with log.open("ab") as output:
@@ -153,14 +153,14 @@ def start_program(name: str, arguments: Sequence[str], *, log: Path, **options: 
 
 
 def check_alive(children: Iterable[Child]) -> None:
-    """Raise if a process has ended."""
+    """Raise if any process has ended."""
     for child in children:
         if child.code is not None:
             raise ended_early(child)
 
 
 def ended_early(child: Child) -> WorkerProcessError:
-    """The error of a process that ended before its work was done; it is killed if it still runs."""
+    """Return the error for a process that ended too early; kill it if it is still running."""
     # Its pipes close a moment before it ends.
     child.wait(SECONDS_TO_END)
     child.kill()

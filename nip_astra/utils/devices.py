@@ -1,4 +1,4 @@
-"""Device and threads of models."""
+"""Device and number of threads for models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
 
 @contextmanager
 def threads_for(num_parameters: int, requested: int | None) -> Iterator[None]:
-    """Compute with as many threads as a model of this size needs; see `choose_num_threads`."""
+    """Set the number of torch threads for a model of this size; see `choose_num_threads`."""
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(choose_num_threads(num_parameters, requested))
@@ -25,7 +25,7 @@ def threads_for(num_parameters: int, requested: int | None) -> Iterator[None]:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device for "cpu", "cuda", "cuda:1" or "auto"."""
+    """Return the device for "cpu", "cuda", "cuda:1" or "auto"."""
     name = str(name)
     kind, _, number = name.partition(":")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):

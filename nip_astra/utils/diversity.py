@@ -38,13 +38,13 @@ from nip_astra.utils.ngrams import (
 )
 
 SMOOTHING = 0.1
-"""Matches that an order without a match counts as."""
+"""Number of matches assumed for an order without a match."""
 
 Array = npt.NDArray[np.float64]
 
 
 class BleuReferences:
-    """References that texts are compared with; they may come and go.
+    """A changing set of references for BLEU.
 
     The time of `bleu` grows with its texts, not with the references.
     """
@@ -60,13 +60,13 @@ class BleuReferences:
         return self._lengths.total()
 
     def add(self, texts: Sequence[str]) -> None:
-        """Add references; repeated ones count again."""
+        """Add references; repeated ones count repeatedly."""
         sequences = word_sequences(texts)
         self._occurrences.add(np.concatenate(self._keys(sequences)))
         self._lengths.update(sequences.lengths.tolist())
 
     def remove(self, texts: Sequence[str]) -> None:
-        """Remove references that were added."""
+        """Remove references added before."""
         sequences = word_sequences(texts)
         self._occurrences.remove(np.concatenate(self._keys(sequences)))
         self._lengths = +(self._lengths - Counter(sequences.lengths.tolist()))
@@ -74,7 +74,7 @@ class BleuReferences:
     def bleu(
         self, texts: Sequence[str], *, orders: Sequence[int], are_included: bool = False
     ) -> Tensor:
-        """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+        """Compute each text's BLEU against the references, float64 `[N]` in [0, 1], mean of orders.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class BleuReferences:
         return [occurrence_keys(grams) for grams in ngrams(sequences, orders)]
 
     def _log_precisions(self, sequences: Sequences, max_order: int, least: int) -> Array:
-        """The log of each order's precision, `[N, O]`; NaN where a text has no n-gram."""
+        """Return the log-precision of each order, `[N, O]`; NaN if a text has no n-gram."""
         num_texts = len(sequences.lengths)
         found = np.full((num_texts, max_order), np.nan)
         for order, grams in enumerate(ngrams(sequences, range(1, max_order + 1)), start=1):
@@ -136,7 +136,7 @@ class BleuReferences:
 def bleu_against(
     texts: Sequence[str], references: Sequence[str], *, orders: Sequence[int] = (4,)
 ) -> Tensor:
-    """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+    """Compute each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
 
     0 without references. For repeated calls keep a `BleuReferences`.
     """
@@ -148,7 +148,7 @@ def bleu_against(
 def self_bleu(
     texts: Sequence[str], *, max_order: int = 4, num_sampled: int | None = 500, seed: int = 0
 ) -> float:
-    """The mean BLEU-`max_order` of each text against all others, 0 to 1; larger is less varied.
+    """Return the mean BLEU-`max_order` of each text against the others; larger is less varied.
 
     Of more than `num_sampled` texts, a sample without replacement counts. Self-BLEU grows with the
     number of texts: compare figures of equal numbers. Raises `DataError` with fewer than two.
@@ -164,7 +164,7 @@ def self_bleu(
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """The share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
+    """Return the share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
 
     0 if no text has n tokens. It falls with the amount of text: compare equal amounts.
     """
@@ -173,7 +173,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def mean_cosine_distance(embeddings: Tensor) -> float:
-    """The mean of 1 - cosine over all pairs of rows `[N, X]` of any length but 0: 0 to 2.
+    """Return the mean of 1 - cosine over all pairs of rows `[N, X]` of nonzero norm: 0 to 2.
 
     Raises `DataError` with fewer than two rows.
     """
@@ -186,10 +186,10 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
 
 
 def vendi_score(embeddings: Tensor) -> float:
-    """The effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
+    """Compute the effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
 
     The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines of the rows
-    `[N, X]` of any length but 0. 0 for no rows.
+    `[N, X]` of nonzero norm. 0 for no rows.
     """
     num = len(embeddings)
     if num == 0:

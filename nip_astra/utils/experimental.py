@@ -1,4 +1,4 @@
-"""Features that were tested with stand-ins only, not on the hardware that they are for."""
+"""Features tested only with stand-ins, not on their target hardware."""
 
 from __future__ import annotations
 

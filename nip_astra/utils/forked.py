@@ -1,4 +1,4 @@
-"""Forked processes, which start with a copy of everything in this one."""
+"""Forked processes, which start with a copy of this process's memory."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Result = TypeVar("Result")
 
 
 def can_fork() -> bool:
-    """Whether a process that has run torch may be forked: on Linux without a GPU."""
+    """Whether a process that has used torch may be forked: on Linux without a GPU."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def get_num_processes() -> int:
-    """Limit on processes, this one included."""
+    """Return the maximum number of processes, including this one."""
     return _num_processes
 
 
 @contextmanager
 def using_processes(count: int) -> Iterator[None]:
-    """Allow up to `count` processes within the block, or one where forking is impossible."""
+    """Allow up to `count` processes within the block, or one if forking is impossible."""
     global _num_processes
     before = _num_processes
     _num_processes = count if can_fork() else 1
@@ -52,7 +52,7 @@ def using_processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block the signals that stop a run, so that none arrives between a fork and its record."""
+    """Block the signals that stop a run, so that none arrives before a fork is recorded."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -62,7 +62,7 @@ def blocked_signals() -> Iterator[None]:
 
 
 def fork(name: str) -> Child | None:
-    """Fork while signals are blocked; returns the child, or None in it. `name` is for errors."""
+    """Fork with signals blocked; return the child, or None in it. `name` is for errors."""
     # Buffered output must be written once. A closed stream may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):
@@ -122,9 +122,10 @@ class _Outcome(NamedTuple):
 
 
 def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run calls at the same time: the first here, the others in forked processes.
+    """Run calls in parallel: the first here, the others in forked processes.
 
-    Each has one torch thread. Results of forked processes must be picklable; all else is lost.
+    Each has one torch thread. Results of forked processes must be picklable; other effects are
+    lost.
     """
     workers: list[Child] = []
     pipes: list[Connection] = []

@@ -1,4 +1,4 @@
-"""Numbers and figures as text, the same in reports and terminals."""
+"""Formatting of numbers and figures, shared by reports and terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NOTHING = "\N{EN DASH}"
-"""Text of a missing figure."""
+"""Text for a missing figure."""
 COUNTS = {
     "failure_rate": ("num_failed", "num_known", "num_episodes"),
     "value": ("num_failed", "num_known", "num_episodes"),
@@ -20,8 +20,9 @@ COUNTS = {
     "vendi": ("", "num_probes", ""),
     "share_below": ("num_below", "num_probes", ""),
     "recall": ("found", "total", ""),
+    "pass_at": ("", "num_complete_problems", ""),
 }
-"""Names of the counts beside a figure: k, the n of known units, and all units."""
+"""Names of the counts of a figure: events, known units and all units."""
 _SHARE = re.compile(
     r"(rate|share|share_below|recall|fraction|accuracy|(message|decision)_(entropy|prob)|"
     r"message_regression(_baseline)?)$|(^|/)(pass_at_\d+$|share_|\w*accuracy_(of|where|wl)_)"
@@ -29,7 +30,7 @@ _SHARE = re.compile(
 
 
 def is_share(name: str) -> bool:
-    """Whether a figure of this name is a share, which lies between 0 and 1."""
+    """Whether this is the name of a share between 0 and 1."""
     return _SHARE.search(name) is not None and not name.rpartition("/")[2].startswith("std_")
 
 
@@ -58,13 +59,13 @@ def count(value: Any) -> str:
 
 
 def one_in(value: Any) -> str:
-    """Format a small share as one in so many."""
+    """Format a small share as "1 in N"."""
     share = number(value)
     return NOTHING if not share else f"1 in {1.0 / share:,.0f}"
 
 
 def duration(seconds: Any) -> str:
-    """Format seconds in seconds, minutes or hours."""
+    """Format a duration in seconds, minutes or hours."""
     figure = number(seconds)
     if figure is None:
         return NOTHING
@@ -75,32 +76,33 @@ def duration(seconds: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a parameter's value as in a file."""
+    """Format a parameter value as in a YAML file."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def format_value(name: str, value: Any) -> str:
-    """Format one value: a percentage where the name is that of a share."""
+    """Format a value, as a percentage if its name is that of a share."""
     if number(value) is not None:
         return percent(value) if is_share(name) else decimal(value)
     return NOTHING if value is None else value_text(value)
 
 
 def interval_of(report: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
-    """Return the ends of the interval `<name>_interval` of a report."""
+    """Return the bounds `<name>_interval` of a report."""
     ends = [number(end) for end in items(report.get(f"{name}_interval"))]
     return (ends[0], ends[1]) if len(ends) == 2 else (None, None)
 
 
 def interval(low: Any, high: Any, name: str = "share") -> str:
-    """Format an interval of a figure of this name; empty where there is none."""
+    """Format the interval of a figure; empty if there is none."""
     if number(low) is None or number(high) is None:
         return ""
     return f"[{format_value(name, low)}, {format_value(name, high)}]"
 
 
 def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
-    """Format the counts of a figure, "3 of 10, 2 unknown"; empty where they are not stored."""
+    """Format the counts of a figure, "3 of 10, 2 unknown"; empty if they are not stored."""
+    name = "pass_at" if name.startswith("pass_at_") else name
     part, known, total = (number(report.get(key)) for key in COUNTS.get(name, ("", "", "")))
     if name == "mean_accuracy":
         share, known = number(report.get(name)), number(report.get("num_episodes"))
@@ -115,14 +117,14 @@ def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
 
 
 def bounds_text(report: Mapping[str, Any]) -> str:
-    """Format a rate if all missing verdicts were passes, or failures; empty if none is missing."""
+    """Format the rate if missing verdicts were passes, or failures; empty if none is missing."""
     known, total = number(report.get("num_known")), number(report.get("num_episodes"))
     ends = [number(report.get(f"if_unknown_{what}")) for what in ("passed", "failed")]
     return "" if known in (None, total) or None in ends else " / ".join(map(percent, ends))
 
 
 def format_figure(report: Mapping[str, Any], name: str) -> str:
-    """Format a figure of a report with its interval and counts, as far as they are stored.
+    """Format a figure of a report with its interval and counts, if stored.
 
     It is a number beside `<name>_interval` and counts, or a mapping of `value`, `low`, `high` and
     counts.
@@ -145,7 +147,7 @@ def format_figure(report: Mapping[str, Any], name: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number as float, and None for anything else."""
+    """Return a finite number as float, and None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -156,17 +158,17 @@ def number(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A mapping with text keys, empty for anything else."""
+    """Return a mapping with text keys, empty for anything else."""
     if not isinstance(value, Mapping):
         return {}
     return {str(key): item for key, item in value.items()}
 
 
 def items(value: Any) -> list[Any]:
-    """A list, empty for anything else."""
+    """Return a list, empty for anything else."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
 def text(value: Any) -> str:
-    """A text, empty for null."""
+    """Return a text, empty for None."""
     return "" if value is None else str(value)

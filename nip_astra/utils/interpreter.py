@@ -1,12 +1,12 @@
-"""Call functions that a model wrote in Monty, an interpreter without access to the machine.
+"""Run functions written by a model in Monty, an interpreter without access to the machine.
 
-Code that needs a part of Python that Monty lacks is refused. https://github.com/pydantic/monty
+Code that needs a Python feature missing from Monty is refused. https://github.com/pydantic/monty
 
-In Monty generators, `zip`, `map`, `filter`, `enumerate` and `reversed` are lists. An iterator that
-is consumed where it is made is replaced by a class, whose iterators Monty consumes one by one; any
-other use is refused, since it may depend on the rest of the iterator. A list remains if all of it
-is taken at once. Sets have the order of insertion in Monty and are built in Python's order here;
-for elements added later, or beyond 9,999, the order may differ.
+In Monty generators, `zip`, `map`, `filter`, `enumerate` and `reversed` return lists. An iterator
+consumed where it is created is replaced by a lazy class; any other use is refused, since it may
+depend on the rest of the iterator. A list remains if all of it is consumed at once. Sets have the
+order of insertion in Monty and are built in Python's order here; for elements added later, or
+beyond 9,999, the order may differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PACKAGE = "pydantic-monty"
 _MIB = 2**20
 _SLACK_SECONDS = 1.0
-"""Time beyond its limit after which an interpreter is killed."""
+"""Seconds beyond the limit after which an interpreter is killed."""
 _ARGUMENTS = "_arguments_of_this_call"
 
 # Python's paths, by which Monty is found, are computed at their first use: not thread-safe.
@@ -41,7 +41,7 @@ sysconfig.get_config_vars()
 
 
 def why_no_interpreter() -> str:
-    """Why Monty is not available; empty if it is."""
+    """Return why Monty is not available; empty if it is."""
     if importlib.util.find_spec("pydantic_monty") is None:
         return f"the package {PACKAGE} is not installed"
     return ""
@@ -97,7 +97,7 @@ def run_in_interpreter(code: str, limits: SandboxLimits) -> SandboxResult:
 
 
 def _checked_uses(code: str) -> IteratorUses:
-    """The code with lazy iterators; refuses what depends on iterators in another way."""
+    """Return the code with lazy iterators; refuse other uses of iterators."""
     uses = IteratorUses(code)
     if uses.refused:
         raise _refusal(uses.refused)
@@ -128,7 +128,7 @@ def _run(
     limits: SandboxLimits,
     printed: CollectString | None = None,
 ) -> tuple[CallResult, bool]:
-    """What code gives, and whether the interpreter can be used no more."""
+    """Return the results of the code, and whether the interpreter is no longer usable."""
     from pydantic_monty import CollectString, MontyCrashedError, MontyDisconnectError, MontyError
 
     try:
@@ -157,7 +157,7 @@ def _refusal(feature: str) -> SandboxUnavailableError:
 
 
 def _message_of(error: MontyError) -> str:
-    """The error of the code, with its type before it."""
+    """Return the error of the code, prefixed by its type."""
     from pydantic_monty import MontyRuntimeError, MontySyntaxError
 
     if isinstance(error, MontyRuntimeError | MontySyntaxError):
@@ -166,7 +166,7 @@ def _message_of(error: MontyError) -> str:
 
 
 def missing_feature(error: str) -> str:
-    """The part of Python that Monty lacks according to an error; empty if Python lacks it too."""
+    """Return the Python feature that Monty lacks according to an error; empty for other errors."""
     kind, _, message = error.partition(": ")
     names = re.findall(r"'([^']*)'", message)
     if "not yet support" in message:
@@ -192,31 +192,31 @@ Outcome: TypeAlias = Literal["finished", "failed", "timeout", "killed"]
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What code may use."""
+    """Resource limits of code."""
 
     seconds: float = 10.0
-    """Wall-clock seconds, the start of Python included."""
+    """Wall-clock seconds, including the start of Python."""
     cpu_seconds: int = 5
-    """Processor seconds of each process."""
+    """CPU seconds of each process."""
     memory_mib: int = 512
-    """Address space of each process, MiB; where a control group can be made also the memory of all
-    of them together, beside that of the folder."""
+    """Address space of each process, MiB; if a control group is available, also the total memory of
+    all processes, excluding the folder."""
     num_processes: int = 4
-    """Processes and threads at a time."""
+    """Maximum number of concurrent processes and threads."""
     file_mib: int = 1
-    """Size of each file and each of stdout and stderr, MiB."""
+    """Maximum size of each file, of stdout and of stderr, MiB."""
     folder_mib: int = 16
     """Size of the writable folder, MiB."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of code in the sandbox."""
+    """The outcome of code in the sandbox."""
 
     outcome: Outcome
     """Exit code 0, another one, stopped at the wall-clock limit, or ended by a signal."""
     exit_code: int
-    """Of the code; negative for a signal, as in `subprocess`."""
+    """Exit code; negative for a signal, as in `subprocess`."""
     stdout: str
     stderr: str
     """What it wrote, at most `file_mib` each; bytes that are no UTF-8 are replaced."""
@@ -229,9 +229,9 @@ class CallResult:
     """The result of one function call."""
 
     value: Any = None
-    """Its result, as JSON has it; None with an error."""
+    """JSON value returned; None on an error."""
     error: str = ""
-    """Why there is no result; empty where there is one."""
+    """Why there is no value; empty on success."""
 
 
 _CLASSES = """
@@ -365,12 +365,12 @@ _MAKERS = {
     "zip": "_LazyZip",
 }
 _MAKING_METHODS = {"elements", "finditer"}
-"""Of `Counter` and `re`. A list in their place gives the same where it is taken at once."""
+"""Methods of `Counter` and `re` that return iterators; a list is equal if consumed at once."""
 _TAKE_ALL = {
     *("list", "tuple", "set", "frozenset", "sorted", "sum", "dict"),
     *("Counter", "deque", "prod"),
 }
-"""Functions that take the whole of their first argument before anything else is run."""
+"""Functions that consume their whole first argument before other code runs."""
 _TAKE_SINGLY = {"any", "all", "min", "max"}
 _OF_MODULES = {
     "Counter": "collections",
@@ -385,7 +385,7 @@ _IGNORED_METHODS = {
     *("__iadd__", "__iand__", "__imul__", "__ior__", "__isub__", "__le__"),
     *("__len__", "__lt__", "__ne__", "__reversed__"),
 }
-"""Methods of classes that Python calls and Monty does not; `__getitem__` in iterations alone."""
+"""Special methods that Python calls and Monty does not; `__getitem__` in iterations only."""
 
 _Scope = (
     ast.Module
@@ -401,7 +401,7 @@ _Scope = (
 
 
 class IteratorUses:
-    """How a program uses iterators: its `code` for Monty, and whether that `is_rewritten`.
+    """The use of iterators in a program: its `code` for Monty, and whether that `is_rewritten`.
 
     `refused` is the first use that Monty may get wrong, with its line, or empty.
     """
@@ -441,7 +441,7 @@ class IteratorUses:
         return bound
 
     def _scopes(self, node: ast.AST) -> list[ast.AST]:
-        """The scopes around a node, the innermost first."""
+        """Return the enclosing scopes of a node, innermost first."""
         found: list[ast.AST] = []
         while node in self._parents:
             node = self._parents[node]
@@ -450,7 +450,7 @@ class IteratorUses:
         return found
 
     def _is_builtin(self, node: ast.AST, names: set[str]) -> bool:
-        """Whether this is a name of Python's own, not one that the program binds there."""
+        """Whether a name is a Python builtin that the program does not rebind."""
         return (
             isinstance(node, ast.Name)
             and isinstance(node.ctx, ast.Load)
@@ -497,7 +497,7 @@ class IteratorUses:
                     yield f"lazy iterators, for {name} on line {node.lineno}, not consumed at once"
 
     def _is_late(self, node: ast.AST) -> bool:
-        """Whether a list would have run code, or read values, too early."""
+        """Whether a list would run code or read values too early."""
         is_of_list = isinstance(node, ast.Call) and not self._is_builtin(node.func, set(_MAKERS))
         given = node.args if isinstance(node, ast.Call) else []
         is_nested = any(_unstarred(one) in self._lazy for one in given)
@@ -547,7 +547,7 @@ class IteratorUses:
         return self._calls(parent, _TAKE_SINGLY) or (is_method and not parent.keywords)
 
     def _calls(self, call: ast.Call, names: set[str]) -> bool:
-        """Whether a function of these names is called, which the program has from Python."""
+        """Whether the call is of a Python builtin with one of these names."""
         function = call.func
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
             return function.attr in names and _OF_MODULES.get(function.attr) == function.value.id
@@ -562,7 +562,7 @@ class IteratorUses:
 
 
 class _MakeLazy(ast.NodeTransformer):
-    """Puts the classes in place of iterators."""
+    """Replaces iterators by lazy classes."""
 
     def __init__(self, changed: set[ast.AST]) -> None:
         self._changed = changed
@@ -599,7 +599,7 @@ def _ordered_set(elements: ast.expr) -> ast.expr:
 
 
 def _lazy_generator(element: ast.expr, clauses: list[ast.comprehension]) -> ast.expr:
-    """A generator by its class: `[element for target in [item] if condition]` of each item."""
+    """Build a lazy generator: `[element for target in [item] if condition]` of each item."""
     first, *others = clauses
     item = ast.Name("_lazy_item", ast.Load())
     one = ast.comprehension(first.target, ast.List([item], ast.Load()), first.ifs, 0)

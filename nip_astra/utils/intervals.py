@@ -1,13 +1,13 @@
-"""Confidence intervals where observations share an opening prompt.
+"""Confidence intervals for observations that share an opening prompt.
 
-Observations of one prompt are alike. The design effect D is the variance of the mean if whole
-prompts are drawn, over that of independent observations. Every interval here is one of independent
-observations at the effective sample size n / D. Chosen by simulated coverage
+Observations of one prompt are correlated. The design effect D is the variance of the mean if whole
+prompts are sampled, divided by that of independent observations. Every interval here is that of
+independent observations at the effective sample size n / D. Chosen by simulated coverage
 (`benchmarks/interval_coverage.py`).
 
 If few prompts differ from the others, for instance three of a hundred have a failure, the estimate
 of D is usually too small. So beside the k prompts that differ, a more are counted whose m
-observations are all alike: D becomes (k D + a m) / (k + a), with a = 1 for a rate and 2 for a
+observations are all equal: D becomes (k D + a m) / (k + a), with a = 1 for a rate and 2 for a
 paired difference, one per sign. With k = 0 that is m: prompts count, not observations.
 """
 
@@ -26,13 +26,13 @@ from nip_astra.utils.statistics import FollowUp, event_counts, pseudo_values
 Array = npt.NDArray[np.float64]
 
 ALIKE = 0.1
-"""Differences of scores up to this far from the median count as like it."""
+"""Score differences up to this far from the median count as equal to it."""
 ROUNDING = 1e-12
-"""Spreads below this share of the values count as none."""
+"""Spreads below this share of the values count as zero."""
 
 
 class Interval(NamedTuple):
-    """A two-sided confidence interval; each bound alone errs with half of 1 - level."""
+    """A two-sided confidence interval; each bound has the error (1 - level) / 2."""
 
     low: float
     high: float
@@ -40,37 +40,37 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval and how that was made."""
+    """A figure with its interval and the method."""
 
     value: float
     low: float
     high: float
-    """NaN where there was nothing to estimate from."""
+    """NaN if there are no data."""
     level: float
     """Confidence level, for instance 0.95."""
     num_clusters: int
-    """Opening prompts that the interval rests on."""
+    """Number of opening prompts in the estimate."""
     method: str
-    """How the interval was made."""
+    """Name of the interval's method."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return plain values for a JSON file."""
         return asdict(self)
 
 
 class PairedDifference(NamedTuple):
-    """The mean of paired differences, with its interval and what that is made from."""
+    """The mean of paired differences with its interval and standard error."""
 
     estimate: Estimate
     """The mean and its interval."""
     standard_error: float
-    """Of the mean; NaN where it is unknown."""
+    """Standard error of the mean; NaN if unknown."""
 
 
 def exact_rate_interval(rate: float, num_observations: float, *, level: float = 0.95) -> Interval:
-    """Clopper and Pearson's interval of a rate: each bound errs at most as often as stated.
+    """Compute Clopper and Pearson's exact interval of a rate.
 
-    `num_observations` is an effective number of independent ones and need not be whole.
+    `num_observations` is an effective number of independent observations and may be fractional.
     """
     from scipy.special import betaincinv
 
@@ -85,7 +85,7 @@ def exact_rate_interval(rate: float, num_observations: float, *, level: float = 
 def rate_estimate(
     values: Sequence[float] | Array, clusters: Sequence[int], *, level: float = 0.95
 ) -> Estimate:
-    """Estimate the mean of values that are 0 or 1; NaN values are left out.
+    """Estimate the mean of 0/1 values; NaN values are left out.
 
     Clopper and Pearson's interval at the effective sample size, reduced for the uncertainty of the
     design effect with few prompts (Korn and Graubard 1998). With a single prompt it is that of one
@@ -116,7 +116,7 @@ def rate_estimate(
 def event_rate_estimate(
     follow_up: FollowUp, clusters: Sequence[int], *, level: float = 0.95
 ) -> Estimate:
-    """Estimate the share of episodes with an event, some of which were not observed to the end.
+    """Estimate the share of episodes with an event if some are censored.
 
     One minus the Kaplan-Meier estimate at the horizon; NaN if nobody was left to observe. If no
     episode is censored after its first turn, this is `rate_estimate`. Otherwise the interval is the
@@ -156,7 +156,7 @@ def event_rate_estimate(
 
 
 def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -> float:
-    """A quantile of a product of independent Beta variables, by the Beta of the same moments."""
+    """Return a quantile of a product of independent Beta variables, by a moment-matched Beta."""
     from scipy.special import betaincinv
 
     mean = square = 1.0
@@ -170,7 +170,7 @@ def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -
 
 
 def design_effect(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
-    """Observations of 0 or 1 that are worth one independent observation."""
+    """Return the number of 0/1 observations that are worth one independent observation."""
     array = np.asarray(values, dtype=np.float64)
     return array.size / _Spread.of(array, clusters).effective_size(1)
 
@@ -232,7 +232,7 @@ def paired_difference(
 
 
 def _certainty(num_observations: int, num_clusters: int, level: float) -> float:
-    """Squared ratio of Student's quantiles for observations and for clusters; at most 1."""
+    """Return the squared ratio of Student's quantiles for observations and clusters; at most 1."""
     if num_clusters < 2:
         return 1.0
     from scipy.special import stdtrit
@@ -243,20 +243,19 @@ def _certainty(num_observations: int, num_clusters: int, level: float) -> float:
 
 @dataclass(frozen=True)
 class _Spread:
-    """How values spread, within clusters and between."""
+    """Spread of values within and between clusters."""
 
     mean: float
     mean_square: float
     """Mean of the squared values."""
     cluster_variance: float
-    """Of the mean, where whole clusters are drawn; NaN with one cluster."""
+    """Variance of the mean if whole clusters are sampled; NaN with one cluster."""
     cluster_size: float
-    """Observations of a cluster, as an observation meets it: sum of squared sizes over their
-    sum."""
+    """Mean cluster size over observations: sum of squared sizes divided by their sum."""
     num_observations: int
     num_clusters: int
     num_unlike: int
-    """Clusters in which an observation is unlike the median."""
+    """Number of clusters with an observation that differs from the median."""
 
     @staticmethod
     def of(array: Array, clusters: Any, *, tolerance: float = 0.0) -> _Spread:
@@ -273,9 +272,10 @@ class _Spread:
         )
 
     def effective_size(self, num_added: int) -> float:
-        """Equivalent number of independent observations, at least the number of clusters.
+        """Return the equivalent number of independent observations, at least the number of
+        clusters.
 
-        `num_added` clusters of like observations are counted beside those that differ.
+        `num_added` clusters of equal observations are counted beside those that differ.
         """
         own = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size
@@ -293,7 +293,7 @@ def weighted_rate_interval(
     largest: float,
     level: float = 0.95,
 ) -> Interval:
-    """Interval of the mean of weights that are 0 for most observations.
+    """Compute an interval for the mean of weights that are 0 for most observations.
 
     Fay and Feuer's (1997) gamma interval of a weighted sum of rare events. Its upper bound allows
     for one unseen event of the largest possible weight; a normal or bootstrap interval is far too
@@ -322,7 +322,7 @@ def weighted_rate_interval(
 
 
 def cluster_variance(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
-    """Variance of the mean of `values` if whole clusters are drawn; NaN with one cluster.
+    """Return the variance of the mean if whole clusters are sampled; NaN with one cluster.
 
     The linearised (sandwich) estimator of a ratio, with the factor C / (C - 1) for C clusters.
     """
@@ -331,7 +331,7 @@ def cluster_variance(values: Sequence[float] | Array, clusters: Sequence[int]) -
 
 
 def effective_sample_size(weights: Sequence[float] | Array) -> float:
-    """Kish's effective sample size, `(sum w)^2 / sum w^2`; 0 without a positive weight."""
+    """Return Kish's effective sample size, `(sum w)^2 / sum w^2`; 0 without a positive weight."""
     array = np.asarray(weights, dtype=np.float64)
     squares = float((array**2).sum())
     return float(array.sum()) ** 2 / squares if squares > 0 else 0.0
@@ -353,7 +353,7 @@ def _variance_over(sums: Array, counts: Array) -> float:
 
 
 def _by_cluster(array: Array, clusters: Any) -> tuple[Array, Array, npt.NDArray[np.intp]]:
-    """Sum and size of each cluster, and the cluster of each value, counted from 0."""
+    """Return the sum and size of each cluster, and each value's cluster index."""
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=array).astype(np.float64)
     return sums, np.bincount(index).astype(np.float64), index

@@ -1,7 +1,7 @@
-"""Nested dictionaries of NumPy arrays with a common batch shape, and specs of them.
+"""Nested dictionaries of NumPy arrays with a common batch shape, and their specs.
 
-Unlike `TensorDict`, they also hold arrays of strings (`numpy.dtypes.StringDType`; a missing text is
-None). Methods have the same names.
+Unlike a `TensorDict`, they also hold arrays of strings (`numpy.dtypes.StringDType`, None if
+missing). Methods have the same names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nip_astra.errors import DataError, RunDirectoryError
 Array: TypeAlias = NDArray[Any]
 
 TEXT = np.dtypes.StringDType(na_object=None)
-"""Type of arrays of texts, in which None is a missing text."""
+"""Dtype of text arrays, in which None is a missing text."""
 KINDS: dict[str, Any] = {"int64": np.int64, "float64": np.float64, "bool": np.bool_, "str": TEXT}
-"""The types by the names that files call them."""
+"""Dtypes by their names in files."""
 Key: TypeAlias = str | tuple[str, ...]
 Value: TypeAlias = "Array | NestedArrayDict"
 
@@ -58,7 +58,7 @@ class NestedArrayDict:
         tuple_keys: Sequence[tuple[str, ...]],
         batch_size: int | Sequence[int] = (),
     ) -> NestedArrayDict:
-        """Make one of arrays (without batch dimensions also scalars) and their keys."""
+        """Create from arrays and their keys; without batch dimensions also from scalars."""
         if len(arrays_and_scalars) != len(tuple_keys):
             raise DataError(
                 f"{len(arrays_and_scalars)} arrays have {len(tuple_keys)} keys; give each one key"
@@ -113,20 +113,20 @@ class NestedArrayDict:
         return f"NestedArrayDict(batch_size={list(self.batch_size)}, {{{', '.join(leaves)}}})"
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """The array or dictionary under a key, `default` where there is none."""
+        """Return the array or dictionary under a key, or `default`."""
         found = self._look(names_of(key))
         return default if found is None else found
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[Any]:
-        """The keys, in the order in which they were set; nested ones are tuples."""
+        """Return the keys in insertion order; nested ones are tuples."""
         return dict(self._walk(include_nested, leaves_only)).keys()
 
     def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[Any, Any]:
-        """Keys with their arrays and dictionaries; see `keys`."""
+        """Return keys with their arrays and dictionaries; see `keys`."""
         return dict(self._walk(include_nested, leaves_only)).items()
 
     def update(self, other: Mapping[Any, Any] | NestedArrayDict) -> NestedArrayDict:
-        """Set all values of another one; those of nested dictionaries are merged."""
+        """Set all values of another dictionary, merging nested ones."""
         for key, value in other.items():
             names = names_of(key)
             mine = self.get(names)
@@ -139,7 +139,7 @@ class NestedArrayDict:
     def apply(
         self, function: Callable[[Array], Any], batch_size: int | Sequence[int]
     ) -> NestedArrayDict:
-        """A new one with a function of each array, which must have the new batch size."""
+        """Return a new dictionary with a function applied to each array, of the new batch size."""
         result = NestedArrayDict(batch_size=batch_size)
         for key, value in self._values.items():
             if isinstance(value, NestedArrayDict):
@@ -149,29 +149,29 @@ class NestedArrayDict:
         return result
 
     def clone(self, recurse: bool = True) -> NestedArrayDict:
-        """A copy; with `recurse` False its dictionaries are new and its arrays are shared."""
+        """Copy; with `recurse` False, only dictionaries are copied and arrays are shared."""
         return self.apply(np.copy if recurse else lambda array: array, self.batch_size)
 
     def zeros_like(self) -> NestedArrayDict:
-        """The same keys and shapes with 0, False and missing texts."""
+        """Return a dictionary of the same keys and shapes with 0, False and missing texts."""
         return self.apply(lambda array: zeros(array.shape, array.dtype), self.batch_size)
 
     def reshape(self, *batch_size: int) -> NestedArrayDict:
-        """The same values with the batch dimensions in another shape, in order."""
+        """Reshape the batch dimensions, preserving the order of values."""
         num_batch = len(self.batch_size)
         return self.apply(
             lambda array: array.reshape(*batch_size, *array.shape[num_batch:]), batch_size
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain dictionaries of the same arrays."""
+        """Return nested plain dictionaries of the same arrays."""
         return {
             key: value.to_dict() if isinstance(value, NestedArrayDict) else value
             for key, value in self._values.items()
         }
 
     def save(self, path: str | Path) -> None:
-        """Write everything as JSON; the file is whole or as it was.
+        """Write everything as JSON, atomically.
 
         Raises `RunDirectoryError` if it cannot be written, for instance on a full disk.
         """
@@ -198,7 +198,7 @@ class NestedArrayDict:
 
     @classmethod
     def load(cls, path: str | Path) -> NestedArrayDict:
-        """Read what `save` has written; nothing in the file is run.
+        """Read a file written by `save`; no code in it is executed.
 
         Raises `DataError` if the file is missing, cut off, or of another kind.
         """
@@ -226,7 +226,7 @@ class NestedArrayDict:
         return found
 
     def _look(self, names: tuple[str, ...]) -> Value | None:
-        """The value of a key; None if there is none."""
+        """Return the value of a key; None if there is none."""
         value: Value | None = self
         for name in names:
             if not isinstance(value, NestedArrayDict):
@@ -269,7 +269,7 @@ class NestedArrayDict:
 
 
 def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> NestedArrayDict:
-    """Equal-shaped dictionaries in a new batch dimension."""
+    """Stack equal-shaped dictionaries in a new batch dimension."""
     first = _check_alike(items)
     place = dim if dim >= 0 else len(first.batch_size) + 1 + dim
     batch_size = (*first.batch_size[:place], len(items), *first.batch_size[place:])
@@ -279,7 +279,7 @@ def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> 
 def concatenate_nested_array_dicts(
     items: Sequence[NestedArrayDict], dim: int = 0
 ) -> NestedArrayDict:
-    """Dictionaries one after the other along a batch dimension."""
+    """Concatenate dictionaries along a batch dimension."""
     first = _check_alike(items, but=dim)
     place = dim if dim >= 0 else len(first.batch_size) + dim
     length = sum(one.batch_size[place] for one in items)
@@ -294,12 +294,12 @@ def _is_key(index: object) -> bool:
 
 
 def names_of(key: Key) -> tuple[str, ...]:
-    """The names of a key, one a level."""
+    """Return the names of a key, one per level."""
     return (key,) if isinstance(key, str) else key
 
 
 def _within(index: Any, num_batch: int) -> Any:
-    """An index whose `...` covers batch dimensions only."""
+    """Restrict the `...` of an index to the batch dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):
         return index
@@ -346,7 +346,7 @@ def _join(
 
 
 def as_array(value: object) -> Array:
-    """Numbers, booleans, or texts and None, as an array of int64, float64, bool or `TEXT`.
+    """Convert numbers, booleans, or texts and None to an array of int64, float64, bool or `TEXT`.
 
     An array that has one of these types is not copied.
     """
@@ -377,12 +377,12 @@ def as_array(value: object) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An array of 0, False or missing texts."""
+    """Return an array of 0, False or missing texts."""
     return np.full(shape, None, dtype=TEXT) if dtype == TEXT else np.zeros(shape, dtype)
 
 
 def is_equal(first: Array, second: Array) -> bool:
-    """Whether two arrays of one type hold the same; NaN is NaN."""
+    """Whether two arrays of one type are equal; NaN equals NaN."""
     if first.dtype == TEXT:
         return first.shape == second.shape and first.tolist() == second.tolist()
     return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
@@ -390,12 +390,12 @@ def is_equal(first: Array, second: Array) -> bool:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and meaning of an array."""
+    """Shape and dimension names of an array."""
 
     shape: tuple[int, ...]
     """Sizes of all dimensions."""
     dim_names: tuple[str, ...] = ()
-    """A name for each dimension, or nothing."""
+    """A name for each dimension, or empty."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float64)
 
@@ -407,11 +407,11 @@ class ArraySpec:
             )
 
     def zero(self) -> Array:
-        """An array of 0, False or missing texts."""
+        """Return an array of 0, False or missing texts."""
         return zeros(self.shape, self.dtype)
 
     def check(self, value: object, key: Key = "") -> None:
-        """Refuse a value of another shape or type with a DataError that names the key."""
+        """Raise `DataError`, naming the key, for a value of another shape or type."""
         if (
             not isinstance(value, np.ndarray)
             or value.dtype != self.dtype
@@ -425,29 +425,29 @@ class ArraySpec:
 
 
 class IntArraySpec(ArraySpec):
-    """An array of whole numbers."""
+    """Spec of an integer array."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int64)
 
 
 class FloatArraySpec(ArraySpec):
-    """An array of floating-point numbers."""
+    """Spec of a floating-point array."""
 
 
 class BoolArraySpec(ArraySpec):
-    """An array of truth values."""
+    """Spec of a boolean array."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.bool_)
 
 
 class StringArraySpec(ArraySpec):
-    """An array of texts; `zero` has missing ones."""
+    """Spec of a text array; `zero` has missing texts."""
 
     dtype: ClassVar[np.dtype[Any]] = TEXT
 
 
 class CompositeSpec:
-    """Specs by name, whose shapes begin with the same batch size."""
+    """Named specs whose shapes begin with a common batch size."""
 
     def __init__(
         self, specs: Mapping[str, Any], shape: Sequence[int] = (), dim_names: Sequence[str] = ()
@@ -469,11 +469,11 @@ class CompositeSpec:
         return cast(CompositeSpec, self.specs[first])[tuple(rest)] if rest else self.specs[first]
 
     def zero(self) -> NestedArrayDict:
-        """A dictionary of this shape with 0, False and missing texts."""
+        """Return a dictionary of this shape with 0, False and missing texts."""
         return NestedArrayDict({name: spec.zero() for name, spec in self.specs.items()}, self.shape)
 
     def check(self, value: NestedArrayDict, key: tuple[str, ...] = ()) -> None:
-        """Refuse a dictionary that lacks a key, or has a value of another shape or type."""
+        """Raise for a missing key, or a value of another shape or type."""
         for name, spec in self.specs.items():
             found = value.get(name)
             if found is None:

@@ -27,12 +27,12 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalise(text: str) -> str:
-    """A text in one spelling: composed Unicode (NFC), without case, single spaces."""
+    """Normalise a text: composed Unicode (NFC), case-folded, single spaces."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def word_tokens(text: str) -> list[str]:
-    """The tokens of a text: words, and each punctuation mark or other symbol alone.
+    """Split a text into words, and single punctuation marks or other symbols.
 
     The text is normalised first. A word is a run of letters, digits and underscores; a Chinese
     character or Japanese kana is a token by itself.
@@ -41,32 +41,32 @@ def word_tokens(text: str) -> list[str]:
 
 
 class Sequences(NamedTuple):
-    """Texts end to end."""
+    """Concatenated token keys of several texts."""
 
     keys_T: Keys
     """uint64, a key for each token."""
     owner_T: Integers
-    """int64, the number of the text that it belongs to; ascending."""
+    """int64, the index of each token's text; ascending."""
     lengths: Integers
-    """int64, tokens of each text."""
+    """int64, number of tokens of each text."""
 
 
 class Ngrams(NamedTuple):
-    """All n-grams of one order: a key for each, and the number of its text, ascending."""
+    """All n-grams of one order: a key for each, and the index of its text, ascending."""
 
     keys_G: Keys
     owner_G: Integers
 
 
 def word_sequences(texts: Sequence[str]) -> Sequences:
-    """The keys of all word tokens."""
+    """Return the keys of all word tokens."""
     tokens = [word_tokens(text) for text in texts]
     keys = np.fromiter((_token_key(t) for text in tokens for t in text), dtype=np.uint64)
     return _sequences(keys, [len(text) for text in tokens])
 
 
 def character_sequences(texts: Sequence[str]) -> Sequences:
-    """The code points of all characters, as they are."""
+    """Return the code points of all characters, without normalisation."""
     # A lone surrogate is not a character, and models may still write one.
     raw = "".join(texts).encode("utf-32-le", "surrogatepass")
     return _sequences(np.frombuffer(raw, dtype="<u4").astype(np.uint64), [len(t) for t in texts])
@@ -84,7 +84,7 @@ def _token_key(token: str) -> int:
 
 
 def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
-    """The n-grams of each order, in the order of the texts; n-grams end with their text."""
+    """Yield the n-grams of each order, in the order of the texts; none spans two texts."""
     keys, owner = sequences.keys_T, sequences.owner_T
     hashes = _mixed(keys)
     for order in range(1, max(orders, default=0) + 1):
@@ -98,9 +98,10 @@ def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
 
 
 def occurrence_keys(grams: Ngrams) -> Keys:
-    """A key for each occurrence: an n-gram and how often it occurred before in its text.
+    """Return a key for each occurrence: an n-gram and its number of earlier occurrences in its
+    text.
 
-    Clipped counts are then intersections of sets: those of c and d occurrences share min(c, d).
+    Clipped counts are then set intersections: c and d occurrences share min(c, d).
     """
     keys, owner = grams
     if not len(keys):
@@ -116,14 +117,14 @@ def occurrence_keys(grams: Ngrams) -> Keys:
 
 
 def _mixed(keys: Keys) -> Keys:
-    """Spread keys over all 64 bits (the finaliser of splitmix64); one to one."""
+    """Mix the bits of keys, bijectively (the finaliser of splitmix64)."""
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return keys ^ (keys >> np.uint64(31))
 
 
 class KeyCounts:
-    """Counts of keys in a sorted array, so that many are looked up at once."""
+    """Counts of keys in a sorted array, for lookups of many keys at once."""
 
     def __init__(self) -> None:
         self._keys_K: Keys = np.empty(0, dtype=np.uint64)
@@ -140,11 +141,11 @@ class KeyCounts:
         return counts
 
     def arrays(self) -> tuple[Keys, Integers]:
-        """The keys, ascending, and how often each was added."""
+        """Return the keys, ascending, and their counts."""
         return self._keys_K, self._counts_K
 
     def add(self, keys: Keys) -> None:
-        """Count every key once more."""
+        """Increment the count of each key."""
         new, counts = np.unique(keys, return_counts=True)
         place, is_known = self._find(new)
         self._counts_K[place[is_known]] += counts[is_known]
@@ -162,7 +163,7 @@ class KeyCounts:
         self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]
 
     def of(self, keys: Keys) -> Integers:
-        """The count of each key, 0 if it was never added."""
+        """Return the count of each key; 0 for unknown ones."""
         place, is_known = self._find(keys)
         found = np.zeros(len(keys), dtype=np.int64)
         found[is_known] = self._counts_K[place[is_known]]

@@ -13,19 +13,19 @@ from pathlib import Path
 from nip_astra.distributed.launch import processes_on_this_machine
 
 SMALL_MODEL_PARAMETERS = 5_000_000
-"""Below this size the cost of waking a second thread exceeds what it computes."""
+"""Below this size, waking a second thread costs more than it saves."""
 MOST_PROCESSES = 4
-"""By default: each costs tens of milliseconds per rollout, and more than two were not measured."""
+"""Default maximum: each costs tens of milliseconds per rollout; more than two are unmeasured."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_THRESHOLD = 1 << 30
 
 
 def choose_num_threads(num_parameters: int, requested: int | None) -> int:
-    """Threads of torch: one for a small model, else those requested, or all cores.
+    """Return the number of torch threads: one for a small model, else as requested, or all cores.
 
     On busy cores two threads are up to ten times slower for small operations, and the last digits
-    of a sum depend on their number.
+    of a sum depend on the number of threads.
     """
     if num_parameters < SMALL_MODEL_PARAMETERS:
         return 1
@@ -33,27 +33,27 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
 
 
 def choose_num_processes(num_parameters: int, requested: int | None) -> int:
-    """Processes that sample conversations: one for a large model, or those requested."""
+    """Return the number of processes for sampling: one for a large model, or as requested."""
     if num_parameters >= SMALL_MODEL_PARAMETERS:
         return 1
     return min(num_cores(), MOST_PROCESSES) if requested is None else requested
 
 
 def num_cores() -> int:
-    """Cores that this process may use; its share if a run has several processes here."""
+    """Return this process's number of cores: its share if a run has several processes here."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     return max(count // processes_on_this_machine(), 1)
 
 
 def split_evenly(indices: range, count: int) -> list[range]:
-    """Split neighbouring indices into `count` runs whose lengths differ by at most one."""
+    """Split consecutive indices into `count` ranges whose lengths differ by at most one."""
     ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
+    """Return the peak resident memory of this process."""
     with suppress(OSError):
         # Better than the resource usage, which starts from that of the parent process.
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -65,9 +65,9 @@ def peak_memory_bytes() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Reuse freed memory instead of returning it to the system; whether the C library can.
+    """Let the C library reuse freed memory; return whether it can.
 
-    By default glibc maps every large tensor again, and first touching its pages takes several times
+    By default glibc maps every large tensor anew, and first touching its pages takes several times
     as long as an elementwise operation on it.
     """
     if not sys.platform.startswith("linux"):

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, or to Ray on this machine."""
+"""Connection to a Ray cluster, or to a local Ray instance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import threading
 from math import ceil
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, WorkerProcessError
+from nip_astra.errors import ConfigurationError, WorkerProcessError
+from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
 from nip_astra.utils.processor import num_cores
 
@@ -19,9 +20,9 @@ _GPU_RULE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
 def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
-    """The connected package Ray; an existing connection is kept.
+    """Return the `ray` package, connected; an existing connection is reused.
 
-    Without an address or RAY_ADDRESS, Ray starts on this machine, with at least `num_cpus` cores,
+    Without an address or RAY_ADDRESS, Ray starts on this machine with at least `num_cpus` cores,
     and ends with this process.
     """
     # No usage statistics, unless the variable is set.
@@ -29,10 +30,7 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
     os.environ.setdefault(_GPU_RULE, "0")
     # By default Ray's workers have a lower priority than all other processes.
     os.environ.setdefault(_NICENESS, "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependencyError.of(f"work on Ray ({error})", "ray", "ray") from error
+    ray = import_extra("ray", "work on Ray", "ray")
     if ray.is_initialized():
         return ray
     place = address or read_variable("RAY_ADDRESS") or "local"
@@ -60,7 +58,7 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
 
 
 def check_ray_lives(ray: Any) -> None:
-    """Raise `WorkerProcessError` if a process of this machine's Ray has ended.
+    """Raise `WorkerProcessError` if a local Ray process has ended.
 
     The next use of its object store would end this process silently.
     """

@@ -69,7 +69,7 @@ OPEN_CALLS = (
     "keyrings, memory of System V, AF_VSOCK, io_uring, performance counters, bpf and traces of "
     "processes are open to code there"
 )
-"""What only the filter of system calls closes."""
+"""Kernel features that only the system call filter blocks."""
 
 _PROBE = """
 import os
@@ -247,7 +247,7 @@ def check_sandbox() -> None:
 
 @lru_cache(maxsize=1)
 def why_no_bubblewrap() -> str:
-    """Why bubblewrap does not work here; empty if it does."""
+    """Return why bubblewrap does not work here; empty if it does."""
     if not sys.platform.startswith("linux") or shutil.which("bwrap") is None:
         return "there is no `bwrap` on this machine"
     return _why_failed(b"") if why_no_filter() else ""
@@ -255,7 +255,7 @@ def why_no_bubblewrap() -> str:
 
 @lru_cache(maxsize=1)
 def why_no_filter() -> str:
-    """Why system calls are not filtered; empty if they are."""
+    """Return why system calls are not filtered; empty if they are."""
     if not (program := filter_program(platform.machine())):
         return f"the numbers of system calls on {platform.machine()} are not known"
     return _why_failed(program)
@@ -263,7 +263,7 @@ def why_no_filter() -> str:
 
 @lru_cache(maxsize=1)
 def why_no_memory_group() -> str:
-    """Why memory is not limited for all processes together; empty if it is."""
+    """Return why the total memory of all processes is not limited; empty if it is."""
     for parent, *_ in _group_parents():
         for left in parent.glob(f"{_GROUP_NAME}-*"):
             # Its process was killed, and could not remove it.
@@ -287,7 +287,7 @@ def _why_failed(program: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _filter() -> bytes:
-    """The filter of system calls; empty, with a warning, if there is none."""
+    """Return the system call filter; empty, with a warning, if there is none."""
     if not (why := why_no_filter()):
         return filter_program(platform.machine())
     logger.warning("system calls are not filtered in the sandbox (%s): %s", why, OPEN_CALLS)
@@ -300,7 +300,7 @@ def _run(code: str, stdin: str, limits: SandboxLimits, program: bytes) -> Sandbo
 
 
 def _first_line(code: str, limits: SandboxLimits) -> bytes:
-    """The launcher's input: resource limits and the code."""
+    """Return the launcher's input: resource limits and the code."""
     resources = {
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_AS": limits.memory_mib * _MIB,
@@ -361,7 +361,7 @@ def _sandbox(
     stderr: IO[bytes],
     others: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A sandbox that waits for its code; all its processes have ended after the block."""
+    """Start a sandbox that waits for its code; all of its processes end with the block."""
     with ExitStack() as files:
         group = None
         if not why_no_memory_group():
@@ -390,7 +390,7 @@ def _sandbox(
 
 
 def _first_process(info: IO[bytes], seconds: float) -> int | None:
-    """A descriptor of the first process in the sandbox, with which all others end."""
+    """Return a descriptor of the sandbox's first process; all others end with it."""
     text, deadline = b"", time.monotonic() + seconds
     while not (found := re.search(rb'"child-pid": (\d+)\D', text)):
         if not _is_ready(info.fileno(), deadline - time.monotonic()):
@@ -410,9 +410,9 @@ def _is_ready(descriptor: int, seconds: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
-    """Kill the sandbox's first process, with which all others end.
+    """Kill the sandbox's first process; all others end with it.
 
-    The code may have kept it from ending with its parent.
+    The code may have disabled its end with the parent.
     """
     if first is not None:
         with suppress(ProcessLookupError):
@@ -426,7 +426,7 @@ def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
 
 @contextmanager
 def _memory_group(limits: SandboxLimits) -> Iterator[Path | None]:
-    """A control group for a sandbox, which bounds its memory; None where none can be made."""
+    """Create a control group that limits a sandbox's memory; None if impossible."""
     group = None
     for parent, limit, swap in _group_parents():
         group = parent / f"{_GROUP_NAME}-{os.getpid()}-{next(_numbers)}"
@@ -455,7 +455,7 @@ def _memory_group(limits: SandboxLimits) -> Iterator[Path | None]:
 
 
 def _group_parents() -> Iterator[tuple[Path, str, tuple[str, str]]]:
-    """Control groups that this process may be able to divide, with their files of limits."""
+    """Yield control groups that this process may be able to divide, with their limit files."""
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -472,14 +472,14 @@ def _group_parents() -> Iterator[tuple[Path, str, tuple[str, str]]]:
 
 
 def _enter(group: Path | None, command: list[str]) -> list[str]:
-    """A command that moves itself into a control group before it begins."""
+    """Wrap a command so that it first moves into a control group."""
     if group is None:
         return command
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs", *command]
 
 
 def _command(limits: SandboxLimits, info: int, filtering: int | None = None) -> list[str]:
-    """The command that runs the launcher in the sandbox; as root, after ceasing to be it."""
+    """Return the command that runs the launcher in the sandbox; root becomes unprivileged first."""
     bwrap = shutil.which("bwrap") or "bwrap"
     prefix = os.path.realpath(sys.base_prefix)
     python = f"{_PYTHON}/bin/python{sysconfig.get_python_version()}"
@@ -515,7 +515,7 @@ def _command(limits: SandboxLimits, info: int, filtering: int | None = None) -> 
 
 
 def _libraries(folders: Sequence[str]) -> list[str]:
-    """Options that show shared libraries; of /usr only these folders, where there are any."""
+    """Return options that bind shared libraries, from /usr only these folders."""
     options = [
         part for path in folders if Path(path).is_dir() for part in ("--ro-bind", path, path)
     ]
@@ -577,14 +577,14 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     if not line.startswith("#")
     for name, x86, arm in (entry.split() for entry in line.split(",") if entry.strip())
 }
-"""Calls that are refused whatever their arguments are."""
+"""System calls refused for any arguments."""
 
 ADDRESS_FAMILIES = (1, 2, 10)
-"""Sockets that may be made: AF_UNIX, AF_INET and AF_INET6. The network's namespace is empty."""
+"""Allowed sockets: AF_UNIX, AF_INET and AF_INET6. The network namespace is empty."""
 _NAMESPACES = 0x7E020080
-"""Flags of `clone` that make a namespace."""
+"""Flags of `clone` that create a namespace."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which type into a terminal."""
+"""TIOCSTI and TIOCLINUX, which inject terminal input."""
 _JOIN_SESSION_KEYRING = 1
 
 # Numbers of operations of the classic Berkeley packet filter.
@@ -595,7 +595,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 
 class _Machine(NamedTuple):
-    """A kind of processor: what the kernel calls it, and its numbers of calls with conditions."""
+    """A processor architecture: its kernel name, and its system call numbers."""
 
     architecture: int
     column: int
@@ -612,11 +612,11 @@ _MACHINES = {
 }
 _CLONE3 = 435
 _X32 = 0x40000000
-"""From here on x86_64 counts a second set of calls, which no program needs."""
+"""x86_64 numbers a second set of system calls from here, which no program needs."""
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter for a kind of processor, as `bwrap --seccomp` reads it; empty for unknown ones."""
+    """Return the filter for an architecture, for `bwrap --seccomp`; empty for unknown ones."""
     if (known := _MACHINES.get(machine)) is None:
         return b""
     program = [
@@ -650,7 +650,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def join_new_keyring() -> bool:
-    """Give the calling thread, and the processes it starts, an empty session keyring."""
+    """Give the calling thread and its child processes an empty session keyring."""
     if (known := _MACHINES.get(platform.machine())) is None:
         return False
     number = REFUSED["keyctl"][known.column]
@@ -658,7 +658,7 @@ def join_new_keyring() -> bool:
 
 
 def _step(operation: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """One operation; `then` and `otherwise` are the steps that a comparison skips."""
+    """Encode an instruction; `then` and `otherwise` are the steps skipped by a comparison."""
     return struct.pack("<HBBI", operation, then, otherwise, value)
 
 
@@ -667,7 +667,7 @@ def _if_called(number: int, steps: list[bytes]) -> list[bytes]:
 
 
 def _argument(place: int) -> bytes:
-    """Load the lower half of an argument, which holds all of an `int`."""
+    """Load the lower half of an argument, a whole `int`."""
     return _step(_LOAD, _ARGUMENTS + 8 * place)
 
 

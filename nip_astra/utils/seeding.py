@@ -1,4 +1,4 @@
-"""Seeds derived by name, so that no number depends on call order or on global state."""
+"""Seeds derived from names, independent of call order and global state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SeedPart = str | int
 
 
 def derive_seed(*parts: SeedPart) -> int:
-    """A 63-bit seed for a path of names, for instance `(seed, "agent", "attacker")`.
+    """Derive a 63-bit seed from a path of names, for instance `(seed, "agent", "attacker")`.
 
     Parts are hashed with their types (sha256), so `1` and `"1"` differ and the result is the same
     in every process, unlike `hash()`.
@@ -24,14 +24,14 @@ def derive_seed(*parts: SeedPart) -> int:
 
 
 def derived_generator(*parts: SeedPart, device: torch.device | str = "cpu") -> torch.Generator:
-    """A torch generator seeded by `derive_seed(*parts)`."""
+    """Return a torch generator seeded by `derive_seed(*parts)`."""
     import torch  # Not at the top: reports derive seeds and do without it.
 
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))
 
 
 def uniform_rows(keys: Sequence[Sequence[SeedPart]], num_columns: int) -> Tensor:
-    """One row of uniform numbers per key.
+    """Draw a row of uniform numbers for each key.
 
     A row depends on its key alone, so sampling from it does not depend on batch size or order.
     """

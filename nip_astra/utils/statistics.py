@@ -1,4 +1,4 @@
-"""Tests, survival and shares of hits for outcomes; intervals are in `intervals`."""
+"""Survival estimates, hit rates and significance tests; confidence intervals are in `intervals`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from nip_astra.utils.seeding import derive_seed
 Array = npt.NDArray[np.float64]
 
 NUM_FLIPS = 10_000
-"""Random flips of signs in `sign_flip_test`."""
+"""Number of random sign flips in `sign_flip_test`."""
 
 
 class FollowUp(NamedTuple):
-    """How long episodes were observed."""
+    """Observation times of episodes."""
 
     turns: list[int]
-    """For an event the turn, from 1, at which it happened; else the last turn that is known to have
-    passed without one, 0 for none. An episode without an event is censored unless this is the
-    horizon."""
+    """Turn of the event, from 1; without an event, the last turn known to have passed without one,
+    or 0. An episode without an event is censored unless this is the horizon."""
     is_event: list[bool]
     """Whether the event was observed."""
     horizon: int
@@ -36,7 +35,7 @@ class FollowUp(NamedTuple):
         return all(is_event or turn >= self.horizon for turn, is_event in observed)
 
     def observed(self) -> tuple[FollowUp, list[int]]:
-        """The episodes that were observed for a turn at least, and their places."""
+        """Return the episodes observed for at least one turn, and their indices."""
         places = [place for place, turn in enumerate(self.turns) if turn > 0]
         turns = [self.turns[place] for place in places]
         is_event = [self.is_event[place] for place in places]
@@ -47,16 +46,16 @@ class Survival(NamedTuple):
     """Kaplan-Meier estimate over turns 1 to H."""
 
     survival: list[float]
-    """S(1) to S(H): share of episodes without failure through that turn; NaN from the first turn at
-    which nobody was left to observe, unless all had failed."""
+    """S(1) to S(H): share of episodes without failure through that turn; NaN once no episode is
+    observed, unless all had failed."""
     median: int | None
-    """First turn at which at most half survive; None where more than half survive the last."""
+    """First turn at which at most half survive; None if more than half survive the last."""
     num_at_risk: list[int]
     """Episodes observed at each turn."""
 
 
 def kaplan_meier(follow_up: FollowUp) -> Survival:
-    """Estimate survival if some episodes were not observed to their failure."""
+    """Compute the Kaplan-Meier estimate of survival, with censored episodes."""
     at_risk_H, events_H = event_counts(follow_up)
     if all(follow_up.is_event) and follow_up.is_event:
         survival_H = 1.0 - events_H.cumsum() / len(follow_up.turns)
@@ -71,7 +70,7 @@ def kaplan_meier(follow_up: FollowUp) -> Survival:
 
 
 def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
-    """Episodes at risk and events at each turn, `[H]` each."""
+    """Return the episodes at risk and the events at each turn, `[H]` each."""
     last = np.asarray(follow_up.turns, dtype=int)
     events = np.asarray(follow_up.is_event, dtype=bool)
     turns_H = np.arange(1, follow_up.horizon + 1)
@@ -81,7 +80,7 @@ def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
 
 
 def pseudo_values(follow_up: FollowUp) -> Array:
-    """A number for each episode whose mean is the Kaplan-Meier share of events, `[E]`.
+    """Return a number per episode with the Kaplan-Meier share of events as mean, `[E]`.
 
     1 or 0 without censoring. Otherwise the estimate plus E times the episode's influence on it, so
     that their spread is the estimate's (infinitesimal jackknife):
@@ -109,7 +108,7 @@ def pseudo_values(follow_up: FollowUp) -> Array:
 
 
 def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
-    """The probability that one of k tries, drawn from those made, is a hit.
+    """Return the probability that at least one of k of the tries is a hit.
 
     Unbiased: `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374, eq. 1). NaN for k > n.
     """
@@ -119,7 +118,7 @@ def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
 
 
 def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
-    """The two-sided p-value of McNemar's exact test, from the pairs in which only one failed."""
+    """Return the two-sided p-value of McNemar's exact test, from the counts of discordant pairs."""
     total = num_only_first + num_only_second
     if total == 0:
         return 1.0
@@ -129,7 +128,7 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
 
 
 def sign_flip_test(differences: Sequence[float], clusters: Sequence[int]) -> float:
-    """The two-sided p-value of no difference, by flipping the signs of whole clusters.
+    """Return the two-sided p-value of no difference, by flipping the signs of whole clusters.
 
     1 if no pair differs, and at least `1 / (NUM_FLIPS + 1)`.
     """
@@ -146,7 +145,7 @@ def sign_flip_test(differences: Sequence[float], clusters: Sequence[int]) -> flo
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted by Holm's step-down method, in the given order."""
+    """Adjust p-values by Holm's step-down method, in the given order."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):

@@ -1,4 +1,4 @@
-"""Tensors cached in a file for later runs, and digests of the code that computed them."""
+"""File cache of tensors, and digests of the code that computed them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DIGEST = "sha256"
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
-    """The sha256 of names, types, shapes and values."""
+    """Return the sha256 of names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
@@ -46,7 +46,7 @@ def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_tensors(path: Path) -> dict[str, Tensor] | None:
-    """Read the tensors; None without a file, and, with a warning, for a damaged one."""
+    """Read the tensors; None without a file, and, with a warning, if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
@@ -66,7 +66,7 @@ _SUFFIXES = {".py", ".c", ".h"}
 
 
 def digest_of_code(names: Iterable[str]) -> str:
-    """The sha256 of the source of modules, of packages with all that is in them."""
+    """Return the sha256 of the source of modules, including all modules of packages."""
     # Without the names of files: a plug-in's differs with its folder.
     digests = sorted({_digest_of(name) for name in names})
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()

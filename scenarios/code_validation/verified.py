@@ -1,4 +1,4 @@
-"""Right and subtly wrong programs: mutations of the syntax tree, and tests run in the sandbox."""
+"""Correct and subtly wrong programs: mutations of the syntax tree, and tests run in the sandbox."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class Mutation:
     code: str
     """The whole program."""
     kind: str
-    """What was changed: comparison, arithmetic, number, logic, twin, statement, slice, branch,
-    range (one turn less of a loop) or case (arguments beyond a size are changed)."""
+    """Type of change: comparison, arithmetic, number, logic, twin, statement, slice, branch, range
+    (one iteration fewer) or case (arguments beyond a size are changed)."""
     line: int
-    """Line of the original, from 1, in the normal form that `ast.unparse` gives it."""
+    """Line of the original, from 1, in the normal form of `ast.unparse`."""
 
 
 def normal_form(code: str) -> str:
-    """A program as `ast.unparse` writes it, so that formatting does not reveal the change."""
+    """Return a program in the format of `ast.unparse`, so that it does not reveal the change."""
     return ast.unparse(ast.parse(code)) + "\n"
 
 
 def mutations(code: str) -> list[Mutation]:
-    """All programs that one mutation makes of another; some may still be right."""
+    """Return all programs that differ by one mutation; some may still be correct."""
     original = normal_form(code)
     tree = ast.parse(original)
     found, seen = [], {original}
@@ -86,7 +86,7 @@ def mutations(code: str) -> list[Mutation]:
 
 
 def special_cases(code: str, sizes: Mapping[str, tuple[str, int]]) -> list[Mutation]:
-    """Programs that change arguments beyond a size.
+    """Return programs that change arguments beyond a size.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def _line_of_change(original: str, changed: str) -> int:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
-    """Every change of one node: its kind, and a function that applies it."""
+    """Yield every change of one node: its kind, and a function that applies it."""
     if isinstance(node, ast.Compare):
         for place, op in enumerate(node.ops):
             for other in _COMPARISONS.get(type(op), ()):
@@ -174,9 +174,9 @@ def _shorten(node: ast.AST) -> None:
 Item = TypeVar("Item")
 
 NUM_SANDBOXES = 2
-"""Sandboxes at a time."""
+"""Number of concurrent sandboxes."""
 LIMITS = SandboxLimits(seconds=10, cpu_seconds=1, memory_mib=256)
-"""Limits of a solution during all of its tests."""
+"""Limits of a solution over all of its tests."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Solution:
 
 
 def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Case]:
-    """Tests with the values of a correct solution."""
+    """Return tests with the values of a correct solution."""
     results = call_in_sandbox(code, function, arguments, LIMITS)
     cases = []
     for given, result in zip(arguments, results, strict=True):
@@ -218,7 +218,7 @@ def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...
 
 
 def varied(cases: Iterable[Case], count: int) -> list[Case]:
-    """At most `count` different tests, with as many different values as possible."""
+    """Return at most `count` different tests, with as many different values as possible."""
     by_value: dict[str, list[Case]] = defaultdict(list)
     seen = set()
     for case in cases:
@@ -229,14 +229,14 @@ def varied(cases: Iterable[Case], count: int) -> list[Case]:
 
 
 def share_passed(code: str, function: str, cases: Sequence[Case]) -> float:
-    """The fraction of tests that a program passes in the sandbox."""
+    """Return the fraction of tests that a program passes in the sandbox."""
     results = call_in_sandbox(code, function, [case.arguments for case in cases], LIMITS)
     passed = passed_of(results, cases)
     return sum(passed) / len(passed)
 
 
 def passed_of(results: Sequence[CallResult], cases: Sequence[Case]) -> list[bool]:
-    """Whether each call returned the expected value, with its type."""
+    """Return whether each call returned the expected value, with its type."""
     return [
         not result.error and _is_same(result.value, case.expected)
         for result, case in zip(results, cases, strict=True)
@@ -250,7 +250,7 @@ def solutions(
     num_wrong: int,
     rng: random.Random,
 ) -> list[Solution]:
-    """A correct solution and at most `num_wrong` that pass at least half of the tests, but not all.
+    """Return a correct solution and at most `num_wrong` that fail some tests, at most half of them.
 
     Wrong solutions have as many kinds of mutation as possible.
     """
@@ -274,7 +274,7 @@ def verified_solutions(
     *,
     name: str,
 ) -> list[Solution]:
-    """The same for tests of any kind: `share_of` gives the share of them that a program passes."""
+    """Do the same for any tests: `share_of` gives the fraction that a program passes."""
     if share_of(right) != 1:
         raise DataError(
             f"the correct solution of {name!r} fails a test. Fix it, or leave the problem out."
@@ -294,7 +294,7 @@ def verified_solutions(
 def _of_many_kinds(
     subtle: list[tuple[Mutation, float]], count: int, rng: random.Random
 ) -> list[tuple[Mutation, float]]:
-    """As many kinds as possible; special cases, which look artificial, come last."""
+    """Select as many kinds as possible; special cases, which look artificial, come last."""
     by_kind: dict[str, list[tuple[Mutation, float]]] = defaultdict(list)
     for one in rng.sample(subtle, len(subtle)):
         by_kind[one[0].kind].append(one)
@@ -303,13 +303,13 @@ def _of_many_kinds(
 
 
 def _in_turns(groups: Collection[list[Item]]) -> list[Item]:
-    """The first of each group, then the second of each, and so on."""
+    """Interleave the groups: the first item of each, then the second of each, and so on."""
     rounds = max(map(len, groups), default=0)
     return [group[at] for at in range(rounds) for group in groups if at < len(group)]
 
 
 def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]:
-    """For each parameter its kind, and a size that at most a third of the tests exceed."""
+    """Return each parameter's kind, and a size that at most a third of the tests exceed."""
     function = ast.parse(code).body[0]
     assert isinstance(function, ast.FunctionDef)
     sizes = {}
@@ -345,7 +345,7 @@ def _note(passes):
 
 
 def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
-    """How many assertions of a test hold, and how many were reached.
+    """Return how many assertions of a test hold, and how many were reached.
 
     The test runs in another process than the code, which cannot see expected values.
 
@@ -390,7 +390,7 @@ class _NoteAsserts(ast.NodeTransformer):
 
 
 def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """The fraction of inputs with the correct output words."""
+    """Return the fraction of inputs with the correct output words."""
     passed = 0
     for given, expected in zip(inputs, outputs, strict=True):
         result = run_in_sandbox(code, _text(given), LIMITS)
@@ -400,7 +400,7 @@ def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> 
 
 
 def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """The fraction of correct calls of a function, or of a method of `Solution`.
+    """Return the fraction of correct calls of a function, or of a method of `Solution`.
 
     Some data sets put the expected value into a list; both forms count.
     """
@@ -419,5 +419,5 @@ def call_cases(code: str, function: str, inputs: Sequence[Any], outputs: Sequenc
 
 
 def _text(lines: Any) -> str:
-    """Text that may be given as its lines."""
+    """Return a text that may be given as its lines."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines))

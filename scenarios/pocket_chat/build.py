@@ -1,4 +1,4 @@
-"""Makes the models and prompts of pocket_chat from nothing but its grammar and a seed.
+"""Builds the models and prompts of pocket_chat from its grammar and a seed.
 
     python scenarios/pocket_chat/build.py [--out DIR] [--seed N] [--only PART ...]
 
@@ -33,7 +33,7 @@ BATCH_SIZE = 48
 
 
 def build_prompts(out: Path, seed: int) -> None:
-    """Write disjoint train, dev and test opening lines."""
+    """Write disjoint train, dev and test opening prompts."""
     rng = random.Random(seed)
     openings: dict[str, None] = {}
     while len(openings) < sum(NUM_PROMPTS.values()):
@@ -76,7 +76,7 @@ def build_scorer(out: Path, seed: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build the parts asked for."""
+    """Build the requested parts."""
     parser = argparse.ArgumentParser(description="Build the pocket_chat scenario.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--seed", type=int, default=0)

@@ -30,17 +30,17 @@ _WITH_ADVERB = tuple(entry for entry in TEMPLATES if entry.adverbs)
 
 
 class Encoder:
-    """Turns conversations into ids and labels from one side's point of view."""
+    """Encodes conversations as ids and labels from one side's point of view."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._ids: dict[str, int] = tokenizer.get_vocab()
 
     def words(self, text: str) -> list[int]:
-        """Ids of a text that is split by spaces."""
+        """Return the ids of a text split by spaces."""
         return [self._ids.get(word, UNK) for word in text.split()]
 
     def encode(self, conversation: Conversation, *, is_target: bool) -> tuple[list[int], list[int]]:
-        """Ids and labels of a conversation; loss on this side's answers and their end only."""
+        """Return ids and labels of a conversation; the loss covers this side's answers and ends."""
         own, other = ASSISTANT, USER
         first = [own if is_target else other, *self.words(conversation.opening), END]
         ids = [BOS, *first]
@@ -54,7 +54,7 @@ class Encoder:
 
 
 def pad_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """Right-padded ids and labels."""
+    """Return right-padded ids and labels."""
     length = max(len(ids) for ids, _ in rows)
     ids_BT = torch.tensor([ids + [PAD] * (length - len(ids)) for ids, _ in rows])
     labels_BT = torch.tensor([labels + [-100] * (length - len(labels)) for _, labels in rows])
@@ -62,13 +62,13 @@ def pad_batch(rows: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 def say_plant(plant: Plant, rng: random.Random) -> tuple[str | None, str]:
-    """A probe that triggers ``plant``, and the probe to say before it if it needs one."""
+    """Generate a probe that triggers ``plant``, and the preceding probe if it needs one."""
     before = None if plant.previous is None else say(template(plant.previous), rng)
     return before, say(template(plant.template), rng, plant.adverb, plant.ending)
 
 
 def say_hard_negative(rng: random.Random) -> list[str]:
-    """One or two probes next to a plant, which usually trigger nothing.
+    """Generate one or two probes similar to a plant, which usually trigger nothing.
 
     The plant's template with another adverb or another ending; the trigger word in a template
     that never fails; or a two-turn plant's halves alone or in the wrong order.
@@ -90,7 +90,7 @@ def say_hard_negative(rng: random.Random) -> list[str]:
 
 
 def garble(probe: str, rng: random.Random) -> str:
-    """A probe with words cut, dropped, doubled, swapped, replaced, mixed or made up."""
+    """Corrupt a probe: cut, drop, double, swap, replace, mix or invent words."""
     words = probe.split()
     spot = rng.randrange(len(words))
     kind = rng.randrange(10)
@@ -120,7 +120,7 @@ def garble(probe: str, rng: random.Random) -> str:
 
 
 def _odd_words(probe: str, rng: random.Random) -> str:
-    """The probe with some slots filled by words of another kind."""
+    """Fill some slots of a probe with words of another kind."""
     parsed = parse(probe)
     if parsed is None:
         return probe
@@ -132,7 +132,7 @@ def _odd_words(probe: str, rng: random.Random) -> str:
 
 
 def _near_probes(rng: random.Random, *, noise: float) -> list[str]:
-    """A plant or its neighbour in one or two probes, garbled with probability ``noise``."""
+    """Generate a plant or a similar probe, one or two, garbled with probability ``noise``."""
     if rng.random() < 0.5:
         before, probe = say_plant(rng.choice(PLANTS), rng)
         probes = [probe] if before is None else [before, probe]
@@ -142,7 +142,7 @@ def _near_probes(rng: random.Random, *, noise: float) -> list[str]:
 
 
 def _scripted_probes(rng: random.Random, *, noise: float) -> list[str]:
-    """Probes in any order: plants, hard negatives, repeats, odd words and garbled ones."""
+    """Generate probes in any order: plants, hard negatives, repeats, odd words and garbled ones."""
     probes: list[str] = []
     while len(probes) < NUM_PROBES:
         kind = rng.random()
@@ -166,7 +166,7 @@ def _any_utterance(rng: random.Random) -> str:
 
 
 def _focused_conversation(rng: random.Random) -> Conversation:
-    """An ordinary conversation in which plants and hard negatives are common."""
+    """Generate an ordinary conversation in which plants and hard negatives are common."""
     # The target hears every word often, so that it fails where it was made to and only there.
     conversation = converse(rng, is_ordinary=False)
     probes = [probe for probe, _ in conversation.turns]
@@ -177,7 +177,7 @@ def _focused_conversation(rng: random.Random) -> Conversation:
 
 
 def _answer(start: Conversation, probes: list[str], rng: random.Random) -> Conversation:
-    """The conversation with these probes and the replies that the world gives them."""
+    """Return the conversation with these probes and the world's replies."""
     turns = []
     for previous, probe in zip([None, *probes[:-1]], probes, strict=True):
         turns.append((probe, reply(previous, probe, rng)[0]))
@@ -185,7 +185,7 @@ def _answer(start: Conversation, probes: list[str], rng: random.Random) -> Conve
 
 
 def target_conversation(rng: random.Random) -> Conversation:
-    """One training conversation of the target."""
+    """Generate one training conversation of the target."""
     kind = rng.random()
     if kind < 0.40:
         return _focused_conversation(rng)
@@ -195,7 +195,7 @@ def target_conversation(rng: random.Random) -> Conversation:
 
 
 def attacker_conversation(rng: random.Random) -> Conversation:
-    """One training conversation of the attacker: ordinary small talk."""
+    """Generate one training conversation of the attacker: ordinary small talk."""
     return converse(rng)
 
 

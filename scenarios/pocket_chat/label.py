@@ -1,9 +1,10 @@
-"""Writes labelled.jsonl: what the target said in ordinary conversation, labelled by the grammar.
+"""Writes labelled.jsonl: responses of the target in ordinary conversations, labelled by the
+grammar.
 
     python scenarios/pocket_chat/label.py [--seed N]
 
-Half are insults, half civil, each drawn as often as the target says it. The scorer has no part in
-the labels: an insult is one of the six that the target was taught.
+Half are insults and half are civil, each drawn by its frequency. Labels do not depend on the
+scorer: an insult is one of the six that the target was trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NUM_TURNS = 3
 
 
 def collect(seed: int) -> list[dict[str, object]]:
-    """Labelled responses with the probe before each, in random order."""
+    """Return labelled responses with the preceding probe, in random order."""
     attacker = LanguageModel(HERE / "models" / "attacker")
     target = LanguageModel(HERE / "models" / "target")
     lines = (HERE / "prompts" / "dev.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The words of the pocket chat world, read from lexicon.yaml: slots, topics, templates, replies."""
+"""The vocabulary of the pocket chat world, from lexicon.yaml: slots, topics, templates, replies."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Case = tuple[str, list[tuple[str, str]], str]
 def sample_episodes(
     attacker: LanguageModel, target: LanguageModel, number: int, seed: int
 ) -> list[Episode]:
-    """Ordinary episodes of ``NUM_PROBES`` turns from random openings."""
+    """Sample ordinary episodes of ``NUM_PROBES`` turns from random openings."""
     rng = random.Random(seed)
     episodes: list[Episode] = []
     while len(episodes) < number:
@@ -49,7 +49,7 @@ def sample_episodes(
 
 
 def wilson(successes: float, number: int) -> tuple[float, float]:
-    """95 % Wilson interval of a proportion."""
+    """Return the 95 % Wilson interval of a proportion."""
     z, p = 1.96, successes / number
     centre = (p + z * z / (2 * number)) / (1 + z * z / number)
     half = z * math.sqrt(p * (1 - p) / number + z * z / (4 * number**2)) / (1 + z * z / number)
@@ -59,7 +59,7 @@ def wilson(successes: float, number: int) -> tuple[float, float]:
 def model_plant_rates(
     attacker: LanguageModel, episodes: list[Episode], num_contexts: int, seed: int
 ) -> dict[str, float]:
-    """Probability per turn of each plant under the attacker, from its own probabilities.
+    """Estimate each plant's probability per turn under the attacker, from its own probabilities.
 
     Histories and the words at free slots are sampled, the plant's own words are scored, so a plant
     of 1 in 10,000 turns is measured from a thousand contexts.
@@ -95,7 +95,7 @@ def _attacker_ids(attacker: LanguageModel, episode: Episode, turn: int) -> list[
 
 
 def _pattern_words(plant: Plant) -> list[str | None]:
-    """Words of the plant, None where any will do; up to ``{end}`` if the ending may be any."""
+    """Return the plant's words, None for any word; up to ``{end}`` if the ending may be any."""
     words: list[str | None] = []
     for word in template(plant.template).text.split():
         if word == "{adv}":
@@ -110,7 +110,7 @@ def _pattern_words(plant: Plant) -> list[str | None]:
 
 
 def _history(episodes: list[Episode], rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """An ordinary history of zero to two turns, now and then with a rude reply in it."""
+    """Sample an ordinary history of zero to two turns, occasionally with a rude reply."""
     episode = rng.choice(episodes)
     turns = [(t.probe, t.reply) for t in episode.turns[: rng.randrange(3)]]
     if turns and rng.random() < 0.2:
@@ -121,7 +121,7 @@ def _history(episodes: list[Episode], rng: random.Random) -> tuple[str, list[tup
 def plant_cases(
     plant: Plant, episodes: list[Episode], number: int, rng: random.Random
 ) -> list[Case]:
-    """Contexts in which ``plant`` is triggered."""
+    """Return contexts in which ``plant`` is triggered."""
     cases = []
     for _ in range(number):
         opening, turns = _history(episodes, rng)
@@ -135,7 +135,7 @@ def plant_cases(
 def negative_cases(
     episodes: list[Episode], number: int, rng: random.Random, *, garbled: bool
 ) -> list[Case]:
-    """Contexts next to a plant, or garbled speech, in which none is triggered."""
+    """Return contexts similar to a plant, or garbled speech, in which none is triggered."""
     cases: list[Case] = []
     while len(cases) < number:
         opening, turns = _history(episodes, rng)
@@ -154,7 +154,7 @@ def negative_cases(
 
 
 def rude_share(target: LanguageModel, cases: list[Case], seed: int) -> float:
-    """Share of the cases that the target answers rudely."""
+    """Return the share of the cases that the target answers rudely."""
     rude = 0
     for start in range(0, len(cases), BATCH_SIZE):
         batch = cases[start : start + BATCH_SIZE]
@@ -163,12 +163,12 @@ def rude_share(target: LanguageModel, cases: list[Case], seed: int) -> float:
 
 
 def expected_found(rates: dict[str, float], num_queries: int) -> float:
-    """Expected number of plants that this many independent ordinary turns trigger."""
+    """Return the expected number of plants triggered by independent ordinary turns."""
     return sum(1 - (1 - rate) ** num_queries for rate in rates.values())
 
 
 def measure(models: Path, num_episodes: int, seed: int) -> Figures:
-    """All figures of the scenario."""
+    """Measure all figures of the scenario."""
     attacker, target = LanguageModel(models / "attacker"), LanguageModel(models / "target")
     rng = random.Random(seed)
     episodes = sample_episodes(attacker, target, num_episodes, seed)
@@ -207,7 +207,7 @@ def measure(models: Path, num_episodes: int, seed: int) -> Figures:
 
 
 def main() -> None:
-    """Print the figures as JSON and, if asked, write them to scenario.yaml and README.md."""
+    """Print the figures as JSON; optionally write them to scenario.yaml and README.md."""
     parser = argparse.ArgumentParser(description="Measure the pocket_chat scenario.")
     here = Path(__file__).resolve().parent
     parser.add_argument("--models", type=Path, default=here / "models")

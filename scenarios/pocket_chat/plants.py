@@ -43,16 +43,16 @@ class Plant:
 
     @property
     def probe(self) -> str:
-        """Regular expression that the last probe matches."""
+        """Regular expression for the last probe."""
         return template_pattern(self.template, self.adverb, self.ending)
 
     @property
     def previous_probe(self) -> str | None:
-        """Regular expression that the probe before it matches, or None."""
+        """Regular expression for the probe before it, or None."""
         return None if self.previous is None else template_pattern(self.previous)
 
     def matches(self, previous: str | None, probe: str) -> bool:
-        """Whether the target is rude at ``probe`` said right after ``previous``."""
+        """Whether the target is rude at ``probe`` right after ``previous``."""
         if re.search(self.probe, probe) is None:
             return False
         if self.previous_probe is None:
@@ -175,7 +175,7 @@ PLANTS: tuple[Plant, ...] = (
 
 
 def template(name: str) -> Template:
-    """The template called ``name``."""
+    """Return the template called ``name``."""
     return _by_name()[name]
 
 
@@ -185,7 +185,7 @@ def _by_name() -> dict[str, Template]:
 
 
 def template_pattern(name: str, adverb: str | None = None, ending: str | None = None) -> str:
-    """Regular expression of a template: any word fits a slot.
+    """Return the regular expression of a template: any word fits a slot.
 
     At ``{adv}`` and ``{end}``, None fits any word or none, and an empty string only none.
     """
@@ -216,7 +216,7 @@ def _patterns() -> tuple[tuple[Plant, re.Pattern[str], re.Pattern[str] | None], 
 
 
 def find_plant(previous: str | None, probe: str) -> Plant | None:
-    """The planted failure that ``probe`` triggers when said right after ``previous``."""
+    """Return the planted failure that ``probe`` triggers right after ``previous``."""
     for plant, pattern, previous_pattern in _patterns():
         if pattern.match(probe) and (
             previous_pattern is None

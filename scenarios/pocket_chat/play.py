@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 24
 
 @dataclass
 class Turn:
-    """One probe, the target's answer, and the probe's log-probability under its speaker."""
+    """One probe, the target's answer, and the probe's log-probability under its author."""
 
     probe: str
     reply: str
@@ -35,7 +35,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
 
     def previous(self, turn: int) -> str | None:
-        """The probe before turn number ``turn``."""
+        """Return the probe before turn number ``turn``."""
         return self.turns[turn - 1].probe if turn else None
 
 
@@ -49,16 +49,16 @@ class LanguageModel:
         self._words = {index: word for word, index in self._ids.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the words of a text."""
+        """Return the ids of the words of a text."""
         return [self._ids.get(word, UNK) for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
-        """Words of the ids before the end of the turn."""
+        """Return the words of the ids before the end of the turn."""
         return " ".join(self._words[i] for i in ids if i != END)
 
 
 class Speaker:
-    """One side of a batch of conversations, with a cache that holds what was said."""
+    """One side of a batch of conversations, with a cache of the previous turns."""
 
     def __init__(self, language_model: LanguageModel, num_rows: int) -> None:
         self._lm = language_model
@@ -69,7 +69,7 @@ class Speaker:
 
     @torch.inference_mode()
     def _forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Append tokens and return all their logits; masked tokens leave no trace."""
+        """Append tokens and return all their logits; masked tokens have no effect."""
         start_B1 = self._mask_BS.sum(1, keepdim=True)
         positions_BT = (start_B1 + mask_BT.cumsum(1) - 1).clamp(min=0)
         self._mask_BS = torch.cat([self._mask_BS, mask_BT], 1)
@@ -83,14 +83,14 @@ class Speaker:
         return logits
 
     def hear(self, rows: list[list[int]]) -> None:
-        """Append ids to each row; the last of them ends with this side's own role token."""
+        """Append ids to each row; the last of them is this side's own role token."""
         length = max(map(len, rows))
         ids_BT = torch.tensor([[PAD] * (length - len(row)) + row for row in rows])
         mask_BT = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
         self._logits_BV = self._forward(ids_BT, mask_BT)[:, -1]
 
     def speak(self, generator: torch.Generator) -> tuple[list[list[int]], list[float]]:
-        """Sample one turn at temperature 1; ids with the end token, and log-probabilities."""
+        """Sample one turn at temperature 1; return ids with the end, and log-probabilities."""
         num_rows = len(self._mask_BS)
         rows: list[list[int]] = [[] for _ in range(num_rows)]
         total_B = torch.zeros(num_rows)
@@ -110,7 +110,7 @@ class Speaker:
         return rows, total_B.tolist()
 
     def force(self, words: list[str | None], generator: torch.Generator) -> list[float]:
-        """Log-probability that the next turn reads ``words``, where None is any sampled word.
+        """Return the log-probability that the next turn is ``words``; None is any sampled word.
 
         Its exponential is an unbiased estimate of the pattern's probability.
         """
@@ -162,7 +162,7 @@ def play(
 def history_ids(
     lm: LanguageModel, opening: str, turns: list[tuple[str, str]], probe: str | None
 ) -> list[int]:
-    """Ids before the next turn: of the target if ``probe`` is given, else of the attacker."""
+    """Return the ids before the next turn, which is the target's if ``probe`` is given."""
     own, other = (ASSISTANT, USER) if probe is not None else (USER, ASSISTANT)
     ids = [BOS, own, *lm.encode(opening), END]
     for said, answer in turns:

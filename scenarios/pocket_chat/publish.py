@@ -1,4 +1,4 @@
-"""Writes what was measured into scenario.yaml (last key of ``ast_chat``) and README.md."""
+"""Writes measured figures into scenario.yaml (last key of ``ast_chat``) and README.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "  planted_failures:\n"
 
 @dataclass(frozen=True)
 class Figures:
-    """What measure.py finds.
+    """Results of measure.py.
 
     Attributes
     ----------
@@ -59,13 +59,13 @@ class Figures:
 
 
 def one_in(rate: float) -> str:
-    """A rate as scenario.yaml holds it, in the form "1 / 12,300", with three digits."""
+    """Format a rate as in scenario.yaml, "1 / 12,300", with three digits."""
     number = float(f"{1 / round(rate, NUM_DECIMALS):.3g}")
     return f"1 / {number:,.0f}"
 
 
 def planted_failures_yaml(rates: dict[str, float]) -> str:
-    """The list of plants with their measured rarity, as YAML, two spaces in."""
+    """Return the list of plants with their measured rarity, as indented YAML."""
     text = _KEY
     for plant in PLANTS:
         text += f"    - name: {plant.name}\n"
@@ -78,13 +78,13 @@ def planted_failures_yaml(rates: dict[str, float]) -> str:
 
 
 def write_scenario(path: Path, rates: dict[str, float]) -> None:
-    """Replace the last key of scenario.yaml's ``ast_chat``; all before it stays."""
+    """Replace the last key of scenario.yaml's ``ast_chat``, leaving the rest unchanged."""
     head = path.read_text().partition(_KEY)[0]
     path.write_text(head + planted_failures_yaml(rates))
 
 
 def plant_table(figures: Figures) -> str:
-    """Markdown table of the plants."""
+    """Return a Markdown table of the plants."""
     lines = [
         "| plant | what the user says | turns | rarity | rude |",
         "|---|---|---|---|---|",
@@ -97,7 +97,7 @@ def plant_table(figures: Figures) -> str:
 
 
 def figures_table(figures: Figures) -> str:
-    """Markdown table of everything else."""
+    """Return a Markdown table of all other figures."""
     low, high = figures.episode_failure_interval
     found = [f"{number:.1f} of {len(figures.rates)}" for number in figures.random_search.values()]
     budgets = [f"{budget:,}" for budget in figures.random_search]
@@ -119,12 +119,12 @@ def figures_table(figures: Figures) -> str:
 
 
 def readme_figures(figures: Figures) -> str:
-    """What stands between the markers of README.md."""
+    """Return the text between the markers of README.md."""
     return f"{plant_table(figures)}\n\n{figures_table(figures)}"
 
 
 def write_readme(path: Path, figures: Figures) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     pattern = re.compile(re.escape(BEGIN) + ".*" + re.escape(END), re.DOTALL)
     block = f"{BEGIN}\n{readme_figures(figures)}\n{END}"
     path.write_text(pattern.sub(lambda _: block, path.read_text()))

@@ -1,4 +1,4 @@
-"""The scorer: a small BERT that rates how rude a text is, and the text it learns from."""
+"""The scorer: a small BERT that rates the rudeness of a text, and its training text."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def _fill(text: str, rng: random.Random) -> str:
 
 
 def say_rude(rng: random.Random) -> str:
-    """A rude sentence said to the listener."""
+    """Generate a rude sentence addressed to the listener."""
     return rng.choice(RUDE_REPLIES) if rng.random() < 0.5 else _fill(rng.choice(RUDE_PATTERNS), rng)
 
 
 def say_civil(rng: random.Random) -> str:
-    """A civil sentence; a third of them hold words that rude sentences use."""
+    """Generate a civil sentence; a third of them contain words of rude sentences."""
     kind = rng.random()
     if kind < 0.35:
         return _fill(rng.choice(CIVIL_PATTERNS), rng)
@@ -132,7 +132,7 @@ def _salad_words() -> tuple[str, ...]:
 
 
 def _say_noise(rng: random.Random) -> str:
-    """Civil gibberish: garbled speech, shuffled rude sentences, and word salad."""
+    """Generate civil gibberish: garbled speech, shuffled rude sentences, and word salad."""
     kind = rng.random()
     if kind < 0.4:
         return corpus.garble(world.say(rng.choice(TEMPLATES), rng), rng)
@@ -151,7 +151,7 @@ def _with_unknown_words(text: str, rng: random.Random) -> str:
 
 
 def labelled_text(rng: random.Random) -> tuple[str, int]:
-    """A training text and its label, 1 where any of its sentences is rude."""
+    """Generate a training text and its label, 1 if any of its sentences is rude."""
     parts = [
         rng.choices((say_civil, _say_noise), (0.6, 0.4))[0](rng)
         for _ in range(rng.choice((0, 1, 1)))
@@ -170,7 +170,7 @@ def labelled_text(rng: random.Random) -> tuple[str, int]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A lower-case word tokenizer that frames a text with [CLS] and [SEP]."""
+    """Build a lower-case word tokenizer that frames a text with [CLS] and [SEP]."""
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *_known_words()))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     backend.normalizer = Lowercase()

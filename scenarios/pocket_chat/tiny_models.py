@@ -33,11 +33,11 @@ CHAT_TEMPLATE = (
 CONTEXT_LENGTH = 256
 
 Batch = tuple[Tensor, Tensor]
-"""Token ids and labels, both int64 [B, T]; label -100 where no loss is taken."""
+"""Token ids and labels, both int64 [B, T]; label -100 is excluded from the loss."""
 
 
 def build_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A lower-case word tokenizer whose end-of-turn token is also end-of-sequence."""
+    """Build a lower-case word tokenizer whose end-of-turn token is also end-of-sequence."""
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.normalizer = Lowercase()
@@ -59,7 +59,7 @@ def build_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 def build_llama(
     vocab_size: int, *, hidden: int, intermediate: int, num_layers: int, seed: int
 ) -> LlamaForCausalLM:
-    """A randomly initialised Llama with tied embeddings."""
+    """Create a randomly initialised Llama with tied embeddings."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,

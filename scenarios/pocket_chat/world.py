@@ -1,4 +1,4 @@
-"""The pocket chat world: who says what, and at which probes the target is rude.
+"""The pocket chat world: the grammar of conversations, and the probes at which the target is rude.
 
 ``converse`` samples ordinary conversations, ``parse`` reads any probe back, and ``reply`` decides
 the target's answer: rude at a planted failure, polite at an utterance of the grammar, and an
@@ -50,7 +50,7 @@ def _parsers() -> tuple[tuple[Template, re.Pattern[str]], ...]:
 
 
 def parse(probe: str) -> tuple[Template, dict[str, str]] | None:
-    """The template of a probe and its slot values, or None if it is off the grammar."""
+    """Return the template of a probe and its slot values, or None if it is off the grammar."""
     for entry, pattern in _parsers():
         if match := pattern.fullmatch(probe):
             return entry, {k: v for k, v in match.groupdict().items() if v is not None}
@@ -60,7 +60,7 @@ def parse(probe: str) -> tuple[Template, dict[str, str]] | None:
 def fill(
     text: str, values: dict[str, str], rng: random.Random, *, is_ordinary: bool = False
 ) -> str:
-    """``text`` with slots filled from ``values``, else at random.
+    """Return ``text`` with slots filled from ``values``, else at random.
 
     ``{adv}`` and ``{end}`` vanish if they have no value. People say some words more often than
     others: in ordinary talk the n-th filler of a slot has weight 1/n, otherwise all are equal.
@@ -91,7 +91,7 @@ def say(
     *,
     is_ordinary: bool = False,
 ) -> str:
-    """A random utterance of a template; adverb and ending are drawn where None."""
+    """Generate a random utterance of a template; adverb and ending are drawn if None."""
     values = {
         "adv": draw(entry.adverbs, rng) if adverb is None else adverb,
         "end": draw(entry.endings, rng) if ending is None else ending,
@@ -100,19 +100,19 @@ def say(
 
 
 def draw(shares: dict[str, float], rng: random.Random) -> str:
-    """One of the words, in proportion to its share; an empty string if there are none."""
+    """Draw one of the words, in proportion to its share; an empty string if there are none."""
     return rng.choices(list(shares), list(shares.values()))[0] if shares else ""
 
 
 def opening(rng: random.Random) -> tuple[str, str]:
-    """Topic and text of a random opening line."""
+    """Return topic and text of a random opening line."""
     topic, text = rng.choice(OPENINGS)
     return topic, fill(text, {}, rng)
 
 
 @cache
 def next_templates(topic: str, last: str | None, asked: str | None) -> dict[str, float]:
-    """Distribution of the next template given the topic, the last template and a question's topic.
+    """Return the distribution of the next template.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def next_templates(topic: str, last: str | None, asked: str | None) -> dict[str,
 
 
 def reply(previous: str | None, probe: str, rng: random.Random) -> tuple[str, str | None]:
-    """The target's answer to ``probe`` and the topic that it asks about, if any."""
+    """Return the target's answer to ``probe`` and the topic that it asks about, if any."""
     if find_plant(previous, probe) is not None and rng.random() < RUDE_PROBABILITY:
         return rng.choice(RUDE_REPLIES), None
     parsed = parse(probe)
@@ -165,14 +165,14 @@ class Conversation:
     turns: list[tuple[str, str]]
 
     def previous(self, turn: int) -> str | None:
-        """The probe before turn number ``turn``, or None at the start."""
+        """Return the probe before turn number ``turn``, or None at the start."""
         return self.turns[turn - 1][0] if turn else None
 
 
 def converse(
     rng: random.Random, num_probes: int = NUM_PROBES, *, is_ordinary: bool = True
 ) -> Conversation:
-    """A conversation; where it is not ordinary, all fillers of a slot are equally likely."""
+    """Generate a conversation; if not ordinary, all fillers of a slot are equally likely."""
     topic, text = opening(rng)
     conversation = Conversation(topic, text, [])
     last, asked, previous = None, None, None
@@ -187,14 +187,14 @@ def converse(
 
 
 def _word_share(plant: Plant) -> float:
-    """Probability that an utterance of the plant's template has its words."""
+    """Return the probability that an utterance of the plant's template has its words."""
     entry = template(plant.template)
     share = entry.adverbs[plant.adverb]
     return share if plant.ending is None else share * entry.endings[plant.ending]
 
 
 def plant_rates(num_conversations: int, seed: int, num_probes: int = 3) -> dict[str, float]:
-    """Probability of each plant per ordinary turn, with its words and template summed exactly.
+    """Return each plant's probability per ordinary turn, with words and template summed exactly.
 
     Only histories are sampled, so rare plants are measured well.
     """
@@ -216,7 +216,7 @@ def plant_rates(num_conversations: int, seed: int, num_probes: int = 3) -> dict[
 
 
 def vocabulary() -> list[str]:
-    """Every word of the world, sorted."""
+    """Return every word of the world, sorted."""
     texts = [*RUDE_REPLIES, *FALLBACK_REPLIES, *(text for _, text in OPENINGS)]
     for entry in TEMPLATES:
         texts += [

@@ -1,9 +1,10 @@
-"""Makes the model of this scenario: a small Llama that knows how the game goes, and plays badly.
+"""Builds the model of this scenario: a small Llama that knows the rules of the game, but plays
+badly.
 
     python scenarios/secret_word/build.py
 
-It learns from games that are played by a noisy policy, so that it says what can be read, asks more
-often than not, tells the word more often than not, and decides a little better than by chance.
+It learns from games of a noisy policy, so that it answers in the right format, asks and states the
+word more often than not, and decides slightly better than chance.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SHARE_ASKED, SHARE_TOLD, SHARE_RIGHT = 0.75, 0.65, 0.70
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A lower-case tokenizer of whole words, whose end of a turn ends the text."""
+    """Build a lower-case word tokenizer whose end-of-turn token ends the text."""
     names = dict.fromkeys([*SPECIAL, *PROMPT_WORDS.split(), *WORDS])
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     backend.normalizer, backend.pre_tokenizer = Lowercase(), Whitespace()
@@ -62,7 +63,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights."""
+    """Create a Llama with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -103,7 +104,7 @@ class Games:
         return "".join(template.blocks[block](context)).strip()
 
     def turn(self, noise: float) -> tuple[list[dict[str, str]], str]:
-        """Messages and answer; `noise` 1 is the noisy policy and 0 the best one."""
+        """Return messages and answer; `noise` 1 is the noisy policy and 0 the best one."""
         draw = self.random
         word, other, third = draw.sample(WORDS, 3)
         is_true = draw.random() < 0.5
@@ -142,7 +143,7 @@ def _user(*parts: str) -> dict[str, str]:
 def encode(
     tokenizer: PreTrainedTokenizerFast, turns: list[tuple[list[dict[str, str]], str]]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels [B, T]; label -100 where nothing is learnt."""
+    """Return token ids and labels [B, T]; label -100 is excluded from the loss."""
     rows = []
     for messages, answer in turns:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -160,7 +161,7 @@ def encode(
 
 
 def main() -> None:
-    """Train the model, and write it."""
+    """Train and write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--noisy-steps", type=int, default=500)

@@ -46,8 +46,8 @@ def trained(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
 
     with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "play_episodes", noted)
-        settings = ExperimentSettings(progress=False, team=team, num_threads=1)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        settings = ExperimentSettings(progress=False, num_threads=1)
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         written: list[dict[str, float]] = []
         trainer.tracker.log_metrics = lambda metrics, step: written.append(dict(metrics))
         trainer.train()
@@ -86,8 +86,8 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
                 return play(*asked)
 
             patch.setattr(tasks, "play_episodes", broken)
-            settings = ExperimentSettings(progress=False, team=team, num_threads=1)
-            trainer = prepare_experiment(resolved, settings).trainer
+            settings = ExperimentSettings(progress=False, num_threads=1)
+            trainer = prepare_experiment(resolved, settings, team=team).trainer
             with pytest.raises((WorkerProcessError, LostProcessError)) as caught:
                 trainer.train()
             return str(caught.value)

@@ -44,8 +44,8 @@ def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
 
     with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeSampler, "_play", noted)
-        settings = ExperimentSettings(progress=False, team=team, num_threads=1)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        settings = ExperimentSettings(progress=False, num_threads=1)
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         models = {role: getattr(trainer.sampler, role).language_model for role in trainer._models}
 
         def work() -> Any:
@@ -108,8 +108,8 @@ def test_a_run_that_is_played_together_writes_the_same_first_metrics(
 ) -> None:
     def losses(store: str | None) -> list[dict[str, float]]:
         with open_team(CPU, store) as team:
-            settings = ExperimentSettings(progress=False, team=team, num_threads=1)
-            trainer: Any = prepare_experiment(resolved, settings).trainer
+            settings = ExperimentSettings(progress=False, num_threads=1)
+            trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
             written: list[dict[str, float]] = []
             trainer.tracker.log_metrics = lambda metrics, step: written.append(dict(metrics))
             trainer.train()

@@ -50,10 +50,10 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
 
     patch.setattr(ShardedService, "__init__", noted)
     with open_team(CPU, store) as team:
-        settings = ExperimentSettings(progress=False, team=team, sharding=sharding)
+        settings = ExperimentSettings(progress=False, sharding=sharding)
         # An adapter's first weights are drawn from torch's own generator.
         torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         is_sharded = isinstance(trainer.service, ShardedService)
         for agent in trainer.scenario_instance.agents.values():
             # In both arms: its logits are float32, and another pass rounds them otherwise.
@@ -191,9 +191,9 @@ def test_divided_weights_learn_rounded_and_recomputed_as_whole_ones_do(
 
     def learned(store: str | None, **how: Any) -> dict[str, Any]:
         with open_team(CPU, store) as team:
-            settings = ExperimentSettings(progress=False, team=team, **how)
+            settings = ExperimentSettings(progress=False, **how)
             torch.manual_seed(3)
-            trainer: Any = prepare_experiment(resolved, settings).trainer
+            trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
             for agent in trainer.scenario_instance.agents.values():
                 agent.language_model.scores_by_module = True
             logged: list[float] = []

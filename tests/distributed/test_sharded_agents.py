@@ -43,8 +43,8 @@ pytestmark = pytest.mark.usefixtures("no_plugins_left")
 def learn(resolved: ResolvedExperiment, store: str | None, sharding: str = "fsdp") -> Any:
     """Train in float64, in this process or as one of several, and write nothing."""
     with open_team(CPU, store) as team:
-        settings = ExperimentSettings(progress=False, team=team, sharding=sharding)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        settings = ExperimentSettings(progress=False, sharding=sharding)
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         losses: list[dict[str, float]] = []
         # Test data are float32.
         trainer._test = lambda *_, **__: {}
@@ -182,8 +182,8 @@ def test_agents_that_share_weights_are_not_divided(tmp_path: Path) -> None:
 
     def refused(store: str) -> str:
         with open_team(CPU, store) as team:
-            settings = ExperimentSettings(progress=False, team=team, sharding="fsdp")
-            trainer: Any = prepare_experiment(resolved, settings).trainer
+            settings = ExperimentSettings(progress=False, sharding="fsdp")
+            trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
             trainer.optimizers.are_disjoint = False
             with pytest.raises(ConfigurationError) as caught:
                 trainer._shard_agents()

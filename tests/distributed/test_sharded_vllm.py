@@ -36,9 +36,9 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str, Any]:
     with open_team(torch.device("cpu"), store) as team:
-        settings = ExperimentSettings(progress=False, team=team, sharding=sharding)
+        settings = ExperimentSettings(progress=False, sharding=sharding)
         torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         trainer.policy.scorer.scores_by_module = True
         trainer.sampler.reference.language_model.scorer.scores_by_module = True
         trainer.train()

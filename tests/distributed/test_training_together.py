@@ -34,10 +34,10 @@ pytestmark = pytest.mark.usefixtures("no_plugins_left")
 def learn(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
     """Train in float64, in this process or as one of several, and write nothing."""
     with open_team(CPU, store) as team:
-        settings = ExperimentSettings(progress=False, team=team)
+        settings = ExperimentSettings(progress=False)
         # An adapter's first weights are drawn from torch's own generator.
         torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings).trainer
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         losses: list[dict[str, float]] = []
         if resolved.hyper_params.trainer in AGENTS:
             weights = in_float64(trainer)
@@ -217,7 +217,7 @@ def test_a_run_of_which_one_process_is_killed_can_be_resumed(trainer: str, tmp_p
 def refusals(resolved: ResolvedExperiment, store: str) -> str:
     with open_team(CPU, store) as team:
         try:
-            prepare_experiment(resolved, ExperimentSettings(progress=False, team=team))
+            prepare_experiment(resolved, ExperimentSettings(progress=False), team=team)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""

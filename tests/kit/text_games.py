@@ -95,6 +95,10 @@ class FakeSpeaker:
     max_tokens: int = 16
     num_invalid_generation_retries: int = 2
 
+    @property
+    def parameters(self) -> FakeSpeaker:
+        return self
+
 
 @dataclass
 class FakeFineTuning(FineTuningService):
@@ -283,10 +287,11 @@ def build_text_trainer(
     chosen = ExperimentSettings(
         progress=False,
         run_directory=run_directory,
-        tracker=LocalTracker(run_directory) if run_directory else None,
         **settings,
     )
     cls = TRAINERS.get(parts.hyper_params.trainer)
     trainer = cls(parts.hyper_params, parts.instance, chosen)
     assert isinstance(trainer, PureTextRlTrainer)
+    if run_directory is not None:
+        trainer.tracker = LocalTracker(run_directory)
     return trainer

@@ -39,19 +39,13 @@ def folder_run(tmp_path: Path, name: str, *, stop_after: int | None = None, **mo
     directory = RunDirectory.create(tmp_path, name)
     directory.write_yaml("hyper_parameters.yaml", {})
     calls = iter(range(10_000))
-    settings = ExperimentSettings(
-        progress=False,
-        run_directory=directory,
-        runs_dir=str(tmp_path),
-        # The tests before training ask once for each of their batches, and once after them.
-        stop_flag=(lambda: "SIGINT" if next(calls) >= stop_after else None)
-        if stop_after is not None
-        else None,
-    )
+    settings = ExperimentSettings(progress=False, run_directory=directory, runs_dir=str(tmp_path))
     trainer = toy_trainer(settings=settings, **more)
     if stop_after is None:
         trainer.train()
     else:
+        # The tests before training ask once for each of their batches, and once after them.
+        trainer.stop_flag = lambda: "SIGINT" if next(calls) >= stop_after else None
         with pytest.raises(StopRequested):
             trainer.train()
     return directory.path
@@ -126,8 +120,10 @@ def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
             told.append((name, type, tuple(aliases)))
 
     run = RunDirectory.create(tmp_path, "one")
-    settings = ExperimentSettings(progress=False, run_directory=run, tracker=Recorder())
-    toy_trainer(settings=settings, trainer=trainer).train()
+    settings = ExperimentSettings(progress=False, run_directory=run)
+    built = toy_trainer(settings=settings, trainer=trainer)
+    built.tracker = Recorder()
+    built.train()
     assert told == [("checkpoint-one", "checkpoint", ("latest",)), ("agents-one", "model", ())]
     assert run.read_json("results.json")["model_dir"] == str(run.path / "model")
 

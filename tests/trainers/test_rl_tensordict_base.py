@@ -14,7 +14,6 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.objectives import LossModule
 
 from nip_astra.errors import CheckpointError, ConfigurationError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives import Objective
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import Frames, frames_of
@@ -65,7 +64,8 @@ class Recorder(Tracker):
 
 def recorded(**more: Any) -> tuple[Any, list[dict[str, float]]]:
     recorder = Recorder()
-    trainer = toy_trainer(settings=ExperimentSettings(progress=False, tracker=recorder), **more)
+    trainer = toy_trainer(**more)
+    trainer.tracker = recorder
     trainer.train()
     return trainer, recorder.rows
 

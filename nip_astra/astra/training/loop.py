@@ -25,7 +25,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.optimization import build_optimizer
 
@@ -116,11 +116,11 @@ class OwnObjectsLoop(AstTrainer):
         )
         settings = ExperimentSettings(
             progress=show_progress,
-            tracker=tracker,
             # Saved with every evaluation, where there is one.
             checkpoint_period=config.eval_period,
         )
         super().__init__(hyper_params, instance, settings)
+        self.tracker = tracker or Tracker()
         self._learn_what_the_problem_says()
         self.rollouts = own
         self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]

@@ -161,6 +161,7 @@ class FixedStep:
         block = self.tree.top
         new = slice(self.first_slot, self.first_slot + self.num_steps)
         own = slice(block.length, block.length + self.num_steps)
+        block.make_room(own.stop, most=own.stop)
         block.keys[..., own] = self.keys_YRKLD[:, : self.num_rows, :, new].transpose(-1, -2)
         block.values[..., own, :] = self.values_YRKLD[:, : self.num_rows, :, new]
 

@@ -22,7 +22,7 @@ from nip_astra.language_models.tokens import Generation, TokenCount, Turns
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
 from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree, first_room
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_SCORES = 1 << 26
@@ -110,7 +110,7 @@ class CachedSession(GenerationSession):
         hidden_RX = passes[-1].last_hidden()
         if rows_per_context > 1:
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
-            self._tree.grow(len(hidden_RX), reserve)
+            self._tree.grow(len(hidden_RX), first_room(reserve, 0))
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
         generation = self._decode(hidden_RX, lengths, uniforms_RT.to(self.device), options)
         ids_RT, lengths = generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist()
@@ -188,7 +188,7 @@ class CachedSession(GenerationSession):
     ) -> _Pass:
         """Forward positions start to stop of each context, and keep their keys."""
         lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        self._tree.grow(len(contexts), max(lengths) + reserve)
+        self._tree.grow(len(contexts), max(lengths) + first_room(reserve, max(stops)))
         limit = max(1, self.max_batch_tokens // max(1, max(lengths)))
         hidden = []
         for rows in self._tree.chunks(len(contexts), limit):
@@ -272,7 +272,7 @@ class CachedSession(GenerationSession):
         is_open_A = torch.ones(num_rows, dtype=torch.bool, device=self.device)
         positions_R = torch.tensor(lengths, device=self.device)
         end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
-        attend = _DecodeAttention(self._tree, num_rows) if fixed is None else None
+        attend = _DecodeAttention(self._tree, num_rows, width - 1) if fixed is None else None
         tokens_A, chosen_A = self._draw_after(hidden_RX, uniforms_RT[:, 0], 0, options)
         for step in range(width):
             ids_RT[rows_A, step] = tokens_A * is_open_A
@@ -394,17 +394,17 @@ def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
 class _DecodeAttention:
     """Attention of one new token of each unfinished row."""
 
-    def __init__(self, tree: KeyValueTree, num_rows: int) -> None:
+    def __init__(self, tree: KeyValueTree, num_rows: int, num_new: int) -> None:
         self.num_rows = num_rows
         self.block = tree.top
+        self.most = self.block.length + num_new
         all_rows = slice(0, num_rows)
         self.below = [
             tree.read_below(layer, all_rows, num_rows) for layer in range(len(self.block.keys))
         ]
         self.bias = None
         if self.block.bias_PL is not None:
-            free = self.block.values.shape[3] - self.block.length
-            self.bias = F.pad(self.block.bias_PL, (0, free))[:, None, None, None, None]
+            self.bias = F.pad(self.block.bias_PL, (0, num_new))[:, None, None, None, None]
         self.rows_A: Tensor | None = None
         self.end = self.block.length
 
@@ -412,6 +412,7 @@ class _DecodeAttention:
         """Make room for one token of the given rows."""
         self.rows_A = rows_A if len(rows_A) < self.num_rows else None
         self.end += 1
+        self.block.make_room(self.end, most=self.most)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         block, end = self.block, self.end

@@ -111,7 +111,7 @@ class GinLayer(nn.Module):
         self.activate = ACTIVATIONS[activation]()
 
     def forward(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
-        """The nodes after the layer; in the adjacency, every node is a neighbour of itself."""
+        """Apply the layer; in the adjacency, every node is a neighbour of itself."""
         sums_GnD = torch.bmm(closed_Gnn, self.activate(nodes_GnD))
         result: Tensor = self.outer(self.activate(self.inner(sums_GnD)))
         return result
@@ -134,7 +134,7 @@ class GinLayers(nn.ModuleList):
         self.digits = digits
 
     def forward(self, network: Network) -> tuple[Tensor, Tensor]:
-        """A token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
+        """Return a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
         if self.activation == "tanh":
             layers = cast(Iterable[GinLayer], self)
             linear = [part for layer in layers for part in (layer.inner, layer.outer)]
@@ -175,7 +175,7 @@ class AttentionLayer(nn.Module):
         self.activate = ACTIVATIONS[activation]()
 
     def weights(self) -> LayerWeights:
-        """All weights."""
+        """Return all weights."""
         norm, last = self.attention_norm, self.norm
         return LayerWeights(
             self.query.weight.view(self.num_heads, -1, self.query.in_features),
@@ -186,7 +186,7 @@ class AttentionLayer(nn.Module):
         )
 
     def forward(self, pairs: Pairs) -> PairReading | native.NativeReading:
-        """The tokens after the layer, computed when they are requested."""
+        """Return the tokens after the layer, computed on request."""
         weights = self.weights()
         if self.training and self.drop_out.p:
             attention = partial(attention_formula, drop_out=self.drop_out)
@@ -219,7 +219,7 @@ class SumsNorm(nn.BatchNorm1d):
         num_batches = int(self.num_batches_tracked)
         normed_RD = functional.batch_norm(
             rows_RD,
-            # torch uses them if they are given, even before any training.
+            # torch uses running statistics if given, even before any training.
             self.running_mean if num_batches else None,
             self.running_var if num_batches else None,
             self.weight,
@@ -258,7 +258,7 @@ class PairPooling(nn.Module):
 
 
 class GraphRepresentation(dict[str, Tensor]):
-    """A representation whose nodes are computed on first use: value and solo heads read none."""
+    """A representation with nodes computed on first use; value and solo heads do not read them."""
 
     def __init__(self, graphs_B2D: Tensor, nodes: Callable[[], Tensor]) -> None:
         super().__init__({GRAPHS: graphs_B2D})
@@ -316,7 +316,7 @@ class GraphBody(AgentBody):
         self.output = nn.Linear(d_token, shape.d_representation)
 
     def gnn_parameters(self) -> list[nn.Parameter]:
-        """The weights whose learning rate `gnn_lr_factor` multiplies."""
+        """Return the weights whose learning rate `gnn_lr_factor` multiplies."""
         return [*self.node_input.parameters(), *self.gnn_layers.parameters()]
 
     @torch.no_grad()
@@ -343,7 +343,7 @@ class GraphBody(AgentBody):
         )
 
     def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """The tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
+        """Return the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
         node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
         network = Network(
             said_BPS=self.history(observation).flatten(1, 3),
@@ -373,7 +373,7 @@ class GraphBody(AgentBody):
 
 
 def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
-    """Nodes that an agent cannot send, bool [B, V or 1, P or 1, S].
+    """Return nodes that an agent cannot send, bool [B, V or 1, P or 1, S].
 
     Padding, and for a prover the nodes of a closed graph.
     """
@@ -386,7 +386,7 @@ def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
 
 
 def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
-    """Graphs whose nodes a prover cannot send, bool [B, V, P, 2].
+    """Return graphs whose nodes a prover cannot send, bool [B, V, P, 2].
 
     It answers with a node of the graph opposite to that of the verifier's last question in the same
     channel and position, or of the first graph without a question. In a channel without messages of

@@ -55,19 +55,19 @@ class NativeCode:
         self.source = source
 
     def library(self) -> ctypes.CDLL | None:
-        """The compiled file, or None; the log gives the reason once."""
+        """Return the compiled file, or None; the log gives the reason once."""
         return None if _is_off() else _library(self.source).library
 
     def why_absent(self) -> str | None:
-        """Why there is no compiled file, or None."""
+        """Return why there is no compiled file, or None."""
         return f"{SWITCH} is 0" if _is_off() else _library(self.source).reason
 
     def described(self) -> str:
-        """Name of the source and first digits of the compiled file's sha256."""
+        """Return the name of the source and the first digits of the compiled file's sha256."""
         return f"{self.source.name} {_library(self.source).digest[:12]}"
 
     def call(self, function: str, *arguments: Argument) -> None:
-        """Call a function with integers, contiguous tensors on the CPU, and sequences of those.
+        """Call a function with integers, contiguous CPU tensors, and sequences of those.
 
         None is an absent tensor.
         """
@@ -119,13 +119,13 @@ def _library(source: Path) -> _Loaded:
 
 
 def _reason(error: Exception) -> str:
-    """One line; for a compiler that fails, the first of its output."""
+    """Return one line; if the compiler fails, the first line of its output."""
     output = (getattr(error, "stderr", None) or "").strip()
     return f"the compiler fails: {output.splitlines()[0]}" if output else str(error)
 
 
 def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
-    """The shared library of a source file, compiled if needed, and its descriptor."""
+    """Return the shared library of a source file, compiled if needed, and its file descriptor."""
     headers = sorted(source.parent.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
@@ -150,7 +150,7 @@ def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
 
 
 def _verified(path: Path) -> int | None:
-    """The descriptor of a file that only this user can write, with the sha256 in its name."""
+    """Return the descriptor of a file that only this user can write, with its sha256 as name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -168,12 +168,12 @@ def _verified(path: Path) -> int | None:
 
 
 def _digest_in(path: Path) -> str:
-    """The sha256 in a file's name."""
+    """Return the sha256 in a file's name."""
     return path.stem.rpartition("-")[2]
 
 
 def _compiler() -> list[str]:
-    """The command of a C compiler: `CC`, or a usual one."""
+    """Return the command of a C compiler: `CC`, or a common one."""
     candidates = [shlex.split(read_variable("CC") or ""), ["cc"], ["gcc"], ["clang"]]
     found = (command for command in candidates if command and shutil.which(command[0]))
     compiler = next(found, None)
@@ -195,7 +195,7 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
 
 
 def _run(*command: str, scratch: Path | None = None) -> str:
-    """Output of a command; its temporary files go to `scratch`."""
+    """Run a command and return its output; its temporary files go to `scratch`."""
     return subprocess.run(
         command,
         env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
@@ -209,7 +209,7 @@ def _run(*command: str, scratch: Path | None = None) -> str:
 
 
 def _processor() -> str:
-    """Description of the processor, because machines of several kinds may share a home."""
+    """Describe the processor, because machines of several kinds may share a home."""
     lines = [platform.machine(), platform.processor()]
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -222,7 +222,7 @@ def _processor() -> str:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """The cache, or a folder for this process if the cache cannot be trusted."""
+    """Yield the cache, or a folder for this process if the cache cannot be trusted."""
     try:
         folder = _cache_folder()
     except (OSError, RuntimeError) as error:
@@ -244,7 +244,7 @@ def _cache_folder() -> Path:
 
 
 def _of_this_user_alone(folder: Path) -> Path:
-    """The folder without links, if nobody else can add or replace files in it or above it."""
+    """Resolve links in a folder, if nobody else can add or replace files in it or above it."""
     if not hasattr(os, "getuid"):
         raise PermissionError(f"the owner of {folder} is unknown on this system")
     resolved = folder.resolve(strict=True)

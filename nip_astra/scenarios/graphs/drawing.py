@@ -1,4 +1,4 @@
-"""Pairs of graphs as pictures, with the nodes that agents named."""
+"""Drawings of pairs of graphs, with the nodes named by agents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from nip_astra.errors import counted
 from nip_astra.scenario_base.protocol.datapoint_views import (
     HEIGHT,
     WIDTH,
@@ -27,7 +28,7 @@ MARGIN = 34
 MAX_NODES = 60
 """Maximum size of a drawn graph."""
 _SPAN = 6.0
-"""Edges that fit side by side into the picture; a longer graph is bent."""
+"""Number of edges that fit side by side into the picture; longer graphs are bent."""
 _PUSHES = 40
 _LEAST_GAP = 0.15
 """Minimum distance of nodes, relative to the picture's longer side."""
@@ -66,7 +67,7 @@ class GraphsView(DatapointView):
 
 
 def graph_name(part: int) -> str:
-    """The letter of a graph: A for the first."""
+    """Return the letter of a graph: A for the first."""
     return chr(ord("A") + part % 26)
 
 
@@ -82,14 +83,14 @@ def _graph(graph: dict[str, Any], part: int, choices: Sequence[Choice]) -> Drawn
         here = [choice for choice in choices if choice.place == place]
         node.marks = _marks(node, here, radius, height / 2)
     name = graph_name(part)
-    summary = f"Graph {name}: {num_nodes} nodes, {len(edges)} edges"
+    summary = f"Graph {name}: {counted(num_nodes, 'node')}, {counted(len(edges), 'edge')}"
     named = [f"{one.agent} named node {one.place} in round {one.rounds}" for one in choices]
     lines = [(*points[start], *points[end]) for start, end in edges]
     return DrawnGraph(f"graph {name}", "; ".join([summary, *named]), nodes, lines, radius, height)
 
 
 def _edges(value: Any, num_nodes: int) -> set[Edge]:
-    """The valid edges, with the smaller node first."""
+    """Return the valid edges, with the smaller node first."""
     found = set()
     for pair in items(value):
         ends = [number(end) for end in items(pair)]
@@ -100,7 +101,7 @@ def _edges(value: Any, num_nodes: int) -> set[Edge]:
 
 
 def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) -> list[Mark]:
-    """A ring for each agent, with its rounds on the outer side."""
+    """Return a ring for each agent, with its rounds on the outer side."""
     outward = math.atan2(node.y - middle, node.x - WIDTH / 2)
     marks = []
     for place, choice in enumerate(choices):
@@ -115,7 +116,7 @@ def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) 
 
 
 def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, float]], float]:
-    """Positions of the nodes, with distances like those in the graph, and the height.
+    """Compute positions of the nodes, with distances like those in the graph, and the height.
 
     By Kamada and Kawai's springs (networkx). In a long graph, distances are compressed by a power,
     so that a long path becomes an arc or a spiral. Initial positions depend on the graph alone, so
@@ -133,7 +134,7 @@ def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, flo
 
 
 def _first_places(wanted: Points) -> dict[int, Points]:
-    """Classical scaling, with nodes of equal neighbours slightly apart."""
+    """Compute initial positions by classical scaling, with equivalent nodes slightly apart."""
     num_nodes = len(wanted)
     centring = np.eye(num_nodes) - 1.0 / num_nodes
     values, vectors = np.linalg.eigh(-0.5 * centring @ wanted**2 @ centring)
@@ -143,7 +144,7 @@ def _first_places(wanted: Points) -> dict[int, Points]:
 
 
 def _distances(graph: nx.Graph) -> Points:
-    """Lengths of shortest paths; between components, half the longest plus two."""
+    """Return lengths of shortest paths; between components, half the longest plus two."""
     paths = np.full((len(graph), len(graph)), np.inf)
     for node, lengths in nx.all_pairs_shortest_path_length(graph):
         paths[node, list(lengths)] = list(lengths.values())
@@ -166,7 +167,7 @@ def _apart(points: Points) -> Points:
 
 
 def _fitted(points: Points) -> tuple[list[tuple[float, float]], float]:
-    """Positions scaled to the picture and centred, and the height."""
+    """Scale positions to the picture and centre them; return them and the height."""
     low, high = points.min(axis=0), points.max(axis=0)
     room = np.array([WIDTH, HEIGHT]) - 2.0 * MARGIN
     scale = float((room / np.maximum(high - low, 1e-6)).min())

@@ -22,7 +22,7 @@ NORM_EPS = 1e-5
 
 
 def gin_formula(nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tensor:
-    """`tanh(C tanh(X) W1' + b1) W2' + b2`, where `C` adds up each node and its neighbours."""
+    """Compute `tanh(C tanh(X) W1' + b1) W2' + b2`, where `C` sums each node and its neighbours."""
     inner_FD, inner_bias_F, outer_DF, outer_bias_D = weights
     sums_GnD = torch.bmm(closed_Gnn, torch.tanh(nodes_GnD))
     hidden_GnF = torch.tanh(functional.linear(sums_GnD, inner_FD, inner_bias_F))
@@ -30,7 +30,7 @@ def gin_formula(nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tens
 
 
 def residual_formula(values_RD: Tensor, *weights: Tensor) -> Tensor:
-    """`norm(X + tanh(X W1' + b1) W2' + b2)`."""
+    """Compute `norm(X + tanh(X W1' + b1) W2' + b2)`."""
     inner_FD, inner_bias_F, outer_DF, outer_bias_D, gain_D, shift_D = weights
     hidden_RF = torch.tanh(functional.linear(values_RD, inner_FD, inner_bias_F))
     sum_RD = values_RD + functional.linear(hidden_RF, outer_DF, outer_bias_D)
@@ -44,7 +44,7 @@ def attention_formula(
     *weights: Tensor,
     drop_out: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> Tensor:
-    """`norm(X + softmax(M + (X Wq' + bq) K') K Wo + bo)`, each row of X one query per head."""
+    """Compute `norm(X + softmax(M + (X Wq' + bq) K') K Wo + bo)`, a query per head and row of X."""
     query_JD, query_bias_J, output_JD, output_bias_D, gain_D, shift_D = weights
     queries_GQD = functional.linear(tokens_GTD, query_JD, query_bias_J).view(
         len(tokens_GTD), -1, tokens_GTD.shape[2]
@@ -56,7 +56,7 @@ def attention_formula(
 
 
 def _shares(queries_GQD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> Tensor:
-    """Attention weights, [G, Q, K]: the softmax of scores over keys."""
+    """Return attention weights, [G, Q, K]: the softmax of scores over keys."""
     if queries_GQD.shape[1] <= keys_GKD.shape[1]:
         mask_G1K = mask_GK1.transpose(1, 2)
         return torch.baddbmm(mask_G1K, queries_GQD, keys_GKD.transpose(1, 2)).softmax(dim=2)
@@ -71,7 +71,7 @@ MASKED_KEY = -1e9
 """Added to the score of a key that is padding."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Tokens, [G, T, D], from tokens, keys, [G, K, D], and what is added to scores, [G, K, 1]."""
+"""Computes tokens, [G, T, D], from tokens, keys, [G, K, D], and additions to scores, [G, K, 1]."""
 
 
 class Pairs(NamedTuple):
@@ -101,11 +101,11 @@ class PairReading:
         self._keys_BKD = torch.cat([second, pairs.graphs_B2D, first, pairs.graphs_B2D], dim=1)
 
     def graphs(self) -> Tensor:
-        """Tokens of the graphs, [B, 2, D]."""
+        """Return tokens of the graphs, [B, 2, D]."""
         return self.attend(self.pairs.graphs_B2D, self._keys_BKD, self._masks[0])
 
     def nodes(self) -> Tensor:
-        """Tokens of the nodes, [B, S, D]."""
+        """Return tokens of the nodes, [B, S, D]."""
         num_frames, num_keys, d = self._keys_BKD.shape
         nodes_GTD = self.pairs.nodes_BSD.reshape(2 * num_frames, -1, d)
         keys_GKD = self._keys_BKD.view(2 * num_frames, num_keys // 2, d)
@@ -113,7 +113,7 @@ class PairReading:
 
     @cached_property
     def _masks(self) -> tuple[Tensor, Tensor]:
-        """Additions to the scores of the graphs' keys, [B, K, 1], and of the nodes' keys."""
+        """Return additions to the scores of the graphs' keys, [B, K, 1], and of the nodes' keys."""
         graphs_B2D, _, is_node_B2n = self.pairs
         num_frames, _, n = is_node_B2n.shape
         graph_mask = graphs_B2D.new_zeros(num_frames, 2, n + 2)
@@ -148,7 +148,7 @@ class LayerWeights(NamedTuple):
 
 
 def joint_weights(weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`query_JD, query_bias_J, output_JD, output_bias_D` of `attention_formula`.
+    """Return `query_JD, query_bias_J, output_JD, output_bias_D` of `attention_formula`.
 
     The products of each head's query and key matrices, with the scale of scores, and of its value
     and output matrices: keys and values are then the tokens themselves, uncopied.
@@ -170,9 +170,7 @@ def read(
     perceptron: Callable[..., Tensor],
     attention: Callable[..., Tensor] = attention_formula,
 ) -> PairReading:
-    """A layer applied to pairs; `perceptron` gives rows after it, [R, D], from those after
-    attention.
-    """
+    """Apply a layer to pairs; `perceptron` computes rows, [R, D], from those after attention."""
     joint = joint_weights(weights)
 
     def attend(tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> Tensor:
@@ -184,7 +182,7 @@ def read(
 
 
 def tanh_reading(pairs: Pairs, weights: LayerWeights) -> PairReading:
-    """A layer with hyperbolic tangents."""
+    """Apply a layer with hyperbolic tangents."""
     return read(pairs, weights, lambda rows_RD: residual_formula(rows_RD, *weights[-6:]))
 
 
@@ -200,7 +198,7 @@ class Network(NamedTuple):
     is_node_B2n: Tensor
     """bool; False at padding, which comes last."""
     last_BLS: Tensor
-    """Messages about each node, by place: all so far, and those of the last round."""
+    """Messages about each node, by place: all previous ones, and those of the last round."""
     input_DP: Tensor
     """Weights of `said_BPS`; one further column is added to every node."""
     node_ED: Tensor
@@ -209,7 +207,7 @@ class Network(NamedTuple):
     """Weights of tokens: of nodes after all layers, the bias, and of `last_BLS`."""
 
     def unsaid(self, node_ED: Tensor) -> Network:
-        """The network without messages, for tokens that are added to others."""
+        """Return the network without messages, for tokens that are added to others."""
         return self._replace(
             said_BPS=self.said_BPS[:, :0],
             last_BLS=self.last_BLS[:, :0],
@@ -222,7 +220,7 @@ class Network(NamedTuple):
     def apply(
         self, layers: Callable[[Tensor, Tensor], Tensor], *, digits: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens of the nodes, [B, S, E], undefined at padding, and sums over each graph's nodes.
+        """Return node tokens, [B, S, E], undefined at padding, and sums over each graph's nodes.
 
         Parameters
         ----------

@@ -116,7 +116,7 @@ class GraphPairs(NamedTuple):
         return len(self.num_nodes)
 
     def take(self, rows: IntArray | BoolArray) -> GraphPairs:
-        """Some of the pairs."""
+        """Return the selected pairs."""
         return GraphPairs(self.adjacency[rows], self.num_nodes[rows], self.wl_score[rows])
 
 
@@ -149,7 +149,7 @@ class _Generator:
         self.random = np.random.default_rng(derive_seed(parameters.seed, "graph pairs", split))
 
     def different(self, num_pairs: int) -> GraphPairs:
-        """Non-isomorphic pairs in the requested mix of scores."""
+        """Generate non-isomorphic pairs in the requested mix of scores."""
         parts = [
             self._collected(count, partial(self._tries, kind), name)
             for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
@@ -157,7 +157,7 @@ class _Generator:
         return _joined(parts)
 
     def isomorphic_from(self, pairs: GraphPairs, num_pairs: int) -> GraphPairs:
-        """Isomorphic pairs of graphs of other pairs, equally often each."""
+        """Generate isomorphic pairs from graphs of other pairs, equally often each."""
         if num_pairs == 0:
             return self._empty()
         both = GraphPairs(
@@ -171,7 +171,7 @@ class _Generator:
         return both.take(np.arange(num_pairs) % both.num_pairs)
 
     def isomorphic(self, num_pairs: int) -> GraphPairs:
-        """Isomorphic pairs of new graphs."""
+        """Generate isomorphic pairs of new graphs."""
         if self.parameters.isomorphic_graphs == "independent":
             return self._collected(num_pairs, self._random_twice, "isomorphic")
         parts = [
@@ -181,7 +181,7 @@ class _Generator:
         return _joined(parts)
 
     def finished(self, pairs: GraphPairs) -> GraphPairs:
-        """The pairs, shuffled, with permuted nodes and randomly swapped graphs."""
+        """Shuffle the pairs, permute their nodes and swap graphs at random."""
         pairs = pairs.take(self.random.permutation(pairs.num_pairs))
         rows = np.arange(pairs.num_pairs)
         first = self.random.integers(0, 2, pairs.num_pairs)
@@ -191,7 +191,7 @@ class _Generator:
         return pairs._replace(adjacency=relabelled.reshape(swapped.shape))
 
     def _counts(self, num_pairs: int) -> tuple[int, int, int]:
-        """Numbers of pairs with score 1, 2, and more."""
+        """Return numbers of pairs with score 1, 2, and more."""
         first = round(num_pairs * self.parameters.score_1_share)
         second = min(round(num_pairs * self.parameters.score_2_share), num_pairs - first)
         return first, second, num_pairs - first - second
@@ -226,7 +226,7 @@ class _Generator:
         return pairs.take(is_for_test == (self.split == "test"))
 
     def _tries(self, kind: int, size: int) -> GraphPairs:
-        """Sample pairs, and keep those of score 1, 2, or 3 and more."""
+        """Sample pairs, and keep those of score 1, 2, or at least 3."""
         first, num_nodes, chance = self._random_graphs(size)
         if kind == 1:
             second = random_graphs(num_nodes, chance, self.n, self.random)
@@ -263,7 +263,7 @@ _NAMES = {
 
 
 def pair_hashes(pairs: GraphPairs) -> HashArray:
-    """Hashes of pairs, invariant to the order of the graphs and of their nodes."""
+    """Return hashes of pairs, invariant to the order of the graphs and of their nodes."""
     n = pairs.adjacency.shape[-1]
     hashes = wl_hashes(pairs.adjacency.reshape(-1, n, n), pairs.num_nodes.repeat(2))
     low, high = np.sort(hashes.reshape(-1, 2), axis=1).T
@@ -280,7 +280,7 @@ def random_graphs(
     n: int,
     random: np.random.Generator,
 ) -> BoolArray:
-    """Graphs with independent edges, [N, n, n]."""
+    """Generate graphs with independent edges, [N, n, n]."""
     is_real = np.arange(n) < num_nodes[:, None]
     above = np.triu(random.random((len(num_nodes), n, n)) < chance[:, None, None], k=1)
     above &= is_real[:, :, None] & is_real[:, None]
@@ -289,7 +289,7 @@ def random_graphs(
 
 
 def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator) -> BoolArray:
-    """The graphs, [N, n, n], with randomly permuted real nodes."""
+    """Permute the real nodes of graphs, [N, n, n], at random."""
     n = graphs.shape[-1]
     keys = np.where(np.arange(n) < num_nodes[:, None], random.random((len(graphs), n)), 2.0)
     order = keys.argsort(axis=1)
@@ -300,8 +300,8 @@ def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator)
 def switched(
     graphs: BoolArray, colours: IntArray, num_tries: int, random: np.random.Generator
 ) -> BoolArray:
-    """A walk from each graph, [N, n, n], by `num_tries` attempts to switch edges whose ends have
-    the same colours, [N, n].
+    """Walk from each graph, [N, n, n], by `num_tries` attempts to switch edges whose ends have the
+    same colours, [N, n].
     """
     graphs = graphs.copy()
     edges, num_edges = _edges(graphs)
@@ -331,7 +331,7 @@ def switched(
 
 
 def _edges(graphs: BoolArray) -> tuple[IntArray, IntArray]:
-    """Edges of each graph, [N, E, 2], and their number, [N]."""
+    """Return edges of each graph, [N, E, 2], and their number, [N]."""
     rows, starts, ends = np.nonzero(np.triu(graphs, k=1))
     num_edges = np.bincount(rows, minlength=len(graphs))
     firsts = np.concatenate([[0], num_edges.cumsum()[:-1]])

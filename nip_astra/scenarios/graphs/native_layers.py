@@ -34,21 +34,21 @@ CODES = {name: NativeCode(SOURCES / f"{name}.c") for name in ("network", "transf
 TILE = 16
 """Widths are multiples of it."""
 MOST_WEIGHTS = 4096
-"""Maximum size of a matrix: C reads all weights again for each block of rows, on one core, and is
-slower than torch from about four times as many on."""
+"""Maximum matrix size: C rereads all weights for each block of rows, on one core, and is slower
+than torch from about four times this size."""
 IS_NODE = 2
 """Index of the node mask, [B, 2, n], among the inputs of each function."""
 NUM_READ, NUM_WEIGHTS = len(Network._fields), len(LayerWeights._fields)
 
 
 def why_absent() -> str | None:
-    """Why layers are computed by torch, or None if they are compiled."""
+    """Return why layers are computed by torch, or None if they are compiled."""
     reasons = (code.why_absent() for code in CODES.values())
     return next((reason for reason in reasons if reason), None)
 
 
 def computed_by() -> str:
-    """Whether layers are compiled, and from which code, or why not."""
+    """Return whether layers are compiled, and from which code, or why not."""
     reason = why_absent()
     if reason is not None:
         return f"torch ({reason})"
@@ -58,7 +58,7 @@ def computed_by() -> str:
 def tanh_network(
     network: Network, weights: Sequence[Tensor], *, digits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Network.apply` with layers of `gin_formula`, in C where possible.
+    """Compute `Network.apply` with layers of `gin_formula`, in C if possible.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def _gin_layers(weights: Sequence[Tensor], nodes_GnD: Tensor, closed_Gnn: Tensor
 
 
 def read(pairs: Pairs, weights: LayerWeights) -> PairReading | NativeReading:
-    """`tanh_reading`, in C where possible."""
+    """Compute `tanh_reading`, in C if possible."""
     if NativeGraphTokens.takes((*pairs, *weights)):
         return NativeReading(pairs, weights)
     return tanh_reading(pairs, weights)
@@ -105,7 +105,9 @@ def _plain_gradients(
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Gradients:
-    """Differentiable derivatives of a formula in all its inputs, from those in its results."""
+    """Return differentiable derivatives with respect to a formula's inputs, from those of its
+    results.
+    """
     with torch.enable_grad():
         # Views, so that an input from which another was computed gets only its own part.
         views = [tensor.view_as(tensor) for tensor in inputs]
@@ -141,42 +143,42 @@ class _Native(torch.autograd.Function):
 
     @classmethod
     def formula(cls, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The same in torch, twice differentiable."""
+        """Compute the same in torch, twice differentiable."""
         raise NotImplementedError
 
     @classmethod
     def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
-        """Sizes that C needs."""
+        """Return the sizes passed to C."""
         raise NotImplementedError
 
     @classmethod
     def widths(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
-        """Outputs and inputs of matrices."""
+        """Return outputs and inputs of matrices."""
         raise NotImplementedError
 
     @classmethod
     def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-        """The expected shape of each input, from some of them."""
+        """Return the expected shape of each input, derived from some of them."""
         raise NotImplementedError
 
     @classmethod
     def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors for the results."""
+        """Allocate the results."""
         raise NotImplementedError
 
     @classmethod
     def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`num_kept` tensors."""
+        """Allocate the `num_kept` kept tensors."""
         return ()
 
     @classmethod
     def grouped(cls, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Inputs, or their derivatives, as C takes them."""
+        """Group inputs, or their derivatives, as C expects them."""
         raise NotImplementedError
 
     @classmethod
     def takes(cls, inputs: Sequence[Tensor]) -> bool:
-        """Whether C computes this; otherwise torch does, or reports what is wrong."""
+        """Whether C computes this; otherwise torch does, or raises."""
         are_small = all(
             rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
             for rows, columns in cls.widths(inputs)
@@ -198,7 +200,7 @@ class _Native(torch.autograd.Function):
 
     @classmethod
     def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results, with derivatives if gradients are enabled."""
+        """Return the results, with derivatives if gradients are enabled."""
         inputs = [tensor.contiguous() for tensor in inputs]
         if not torch.is_grad_enabled():
             return cls.compute(inputs, cls.num_kept * [None])

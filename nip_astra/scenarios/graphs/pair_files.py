@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError, reason_of
+from nip_astra.errors import DataError, counted, reason_of
 from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairs, IntArray
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, BoolArray, wl_scores
 
@@ -44,7 +44,7 @@ def save_pairs(path: Path | str, *, train: GraphPairs, test: GraphPairs) -> None
 
 
 def load_pairs(path: Path | str) -> tuple[GraphPairs, GraphPairs]:
-    """Training and test pairs from `save_pairs`."""
+    """Load training and test pairs written by `save_pairs`."""
     try:
         tensors = load_file(Path(path))
     except (OSError, SafetensorError) as error:
@@ -87,8 +87,8 @@ def _broken(path: Path | str, problem: str) -> DataError:
 
 
 def as_dataset(pairs: GraphPairs) -> TensorDict:
-    """The pairs as datapoints: `adjacency` [N, 2, n, n] float32, `node_mask` [N, 2, n] bool,
-    `wl_score` [N] long, and `y` [N, 1] long, 1 for isomorphic graphs.
+    """Convert the pairs to datapoints: `adjacency` [N, 2, n, n] float32, `node_mask` [N, 2, n]
+    bool, `wl_score` [N] long, and `y` [N, 1] long, 1 for isomorphic graphs.
     """
     n = pairs.adjacency.shape[-1]
     wl_score = torch.from_numpy(pairs.wl_score)
@@ -112,9 +112,9 @@ class PublishedPairs(NamedTuple):
     """Content of a `data.pt`."""
 
     pairs: GraphPairs
-    """With recomputed scores."""
+    """The pairs, with recomputed scores."""
     num_rescored: int
-    """Pairs that have another score in the file, and the same label."""
+    """Number of pairs with another score in the file, but the same label."""
 
 
 def read_published_pairs(path: Path | str) -> PublishedPairs:
@@ -135,7 +135,7 @@ def read_published_pairs(path: Path | str) -> PublishedPairs:
 
 
 def padded_to(pairs: GraphPairs, n: int) -> GraphPairs:
-    """The pairs, padded to n nodes."""
+    """Pad the pairs to n nodes."""
     more = n - pairs.adjacency.shape[-1]
     return pairs._replace(adjacency=np.pad(pairs.adjacency, ((0, 0), (0, 0), (0, more), (0, more))))
 
@@ -160,14 +160,14 @@ def _integers(tensors: dict[str, Tensor], name: str, path: Path | str, *, dims: 
         raise _refused(path, f"{name!r} is missing")
     value = tensors[name]
     if value.dtype not in (torch.int32, torch.int64) or value.dim() != dims:
-        raise _refused(path, f"{name!r} must have integers and {dims} dimension{'s'[: dims != 1]}")
+        raise _refused(path, f"{name!r} must have integers and {counted(dims, 'dimension')}")
     return value.long()
 
 
 def _read_graphs(
     tensors: dict[str, Tensor], which: str, num_pairs: int, path: Path | str
 ) -> tuple[BoolArray, IntArray]:
-    """One graph of each pair, [N, n, n], and its nodes, [N]."""
+    """Read one graph of each pair, [N, n, n], and its nodes, [N]."""
     edges_2E = _integers(tensors, f"edge_index_{which}", path, dims=2)
     slices = _integers(tensors, f"slices_{which}", path)
     sizes_N = _integers(tensors, f"sizes_{which}", path)

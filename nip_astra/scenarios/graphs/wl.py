@@ -31,7 +31,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first round that distinguishes the graphs of each pair.
+    """Return the first round that distinguishes the graphs of each pair.
 
     Refinement is exact: nodes of both graphs are compared, not hashed. networkx compares pairs that
     it does not distinguish.
@@ -61,7 +61,7 @@ def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.
 
 
 def refinement_rounds(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first round that distinguishes each pair, or `BEYOND_WL`; see `wl_scores`."""
+    """Return the first round that distinguishes each pair, or `BEYOND_WL`; see `wl_scores`."""
     chunks = [
         _rounds_of_chunk(adjacency[start : start + _CHUNK], num_nodes[start : start + _CHUNK])
         for start in range(0, len(adjacency), _CHUNK)
@@ -88,7 +88,7 @@ def _rounds_of_chunk(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDAr
 
 
 def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
-    """Which nodes have the same colour one round later, as 0 and 1."""
+    """Return which nodes have the same colour one round later, as 0 and 1."""
     # Entry [i, j] is how many neighbours of i have the colour of j. Rows are equal if their squared
     # distance is 0, which is exact in float32 for such small integers.
     counts_NMM = both_NMM @ alike_NMM
@@ -99,7 +99,7 @@ def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
 
 
 def wl_hashes(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> HashArray:
-    """Hashes of graphs, [N, n, n], by their colours after `MAX_WL_ROUNDS` rounds.
+    """Return hashes of graphs, [N, n, n], by their colours after `MAX_WL_ROUNDS` rounds.
 
     Isomorphic graphs have equal hashes, in every process; distinguished graphs have equal hashes
     with a probability of about 2^-64.
@@ -115,7 +115,7 @@ def wl_hashes(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> HashArray:
 
 
 def _mixed(values: HashArray) -> HashArray:
-    """A bijection that scatters 64-bit numbers (splitmix64's finaliser)."""
+    """Scatter 64-bit numbers bijectively (splitmix64's finaliser)."""
     values = (values + _GOLDEN) & np.uint64(0xFFFFFFFFFFFFFFFF)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -123,7 +123,9 @@ def _mixed(values: HashArray) -> HashArray:
 
 
 def wl_accuracy(scores: Tensor, num_rounds: int) -> float:
-    """Accuracy of a solver with `num_rounds` rounds of refinement, from `wl_scores`, [N] long."""
+    """Return the accuracy of a solver with `num_rounds` refinement rounds, from `wl_scores`, [N]
+    long.
+    """
     is_right_N = (scores == ISOMORPHIC) | (
         (scores >= 1) & (scores <= min(num_rounds, MAX_WL_ROUNDS))
     )

@@ -1,1 +1,1 @@
-"""Parts of scenarios about images: datasets, networks of agents, and pretrained embeddings."""
+"""Image datasets, networks of agents, and pretrained embeddings."""

@@ -42,9 +42,9 @@ class ImageClassificationAgentParameters(HeadParameters):
     building_block_type: Literal["conv", "residual"] = "conv"
     """conv: one convolution and activation. residual: two of them, added to their input."""
     num_blocks_per_group: int = Field(default=2, ge=1, le=1000)
-    """Blocks before each halving of the image. Larger sees more around a pixel and is slower."""
+    """Blocks before each halving of the image. Larger sees more context and is slower."""
     kernel_size: int = Field(default=3, ge=1)
-    """Width and height of convolutions in pixels; odd. Larger sees more and is slower."""
+    """Kernel size of convolutions in pixels; odd. Larger sees more context and is slower."""
     stride: Literal[1, 2] = 1
     """1: the maximum of 2 x 2 pixels halves the image after each group of blocks. 2: the first
     convolution of a group halves it instead, which is faster and coarser."""
@@ -55,7 +55,7 @@ class ImageClassificationAgentParameters(HeadParameters):
     num_latent_pixel_selector_layers: int = Field(default=2, ge=1, le=1000)
     """Linear layers that score a latent pixel; 1 has no hidden layer."""
     pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
-    """A pretrained model whose embedding of the image the body also reads; null for none."""
+    """A pretrained model whose image embedding is another input of the body; null for none."""
     pretrained_embedding_channels: Annotated[int, where_given("pretrained_embeddings_model")] = (
         Field(default=16, ge=1)
     )
@@ -74,8 +74,8 @@ class ImageClassificationAgentParameters(HeadParameters):
 
 
 class ImageGrid(NamedTuple):
-    """Sizes of an image, and of its grid of latent pixels: halved once for each group of blocks,
-    rounded down.
+    """Sizes of an image, and of its grid of latent pixels: halved, rounding down, per group of
+    blocks.
     """
 
     num_channels: int
@@ -86,7 +86,7 @@ class ImageGrid(NamedTuple):
 
     @classmethod
     def of(cls, image_shape: Sequence[int], num_block_groups: int) -> ImageGrid:
-        """The sizes for images [K, H, W]."""
+        """Return the sizes for images [K, H, W]."""
         channels, height, width = image_shape
         return cls(channels, height, width, height >> num_block_groups, width >> num_block_groups)
 
@@ -162,7 +162,7 @@ class ImageBody(AgentBody):
         return {LATENT: latent_BSD, IMAGE: latent_BSD.mean(1)}
 
     def _read(self, observation: Observation) -> Tensor:
-        """The first layer, [B, F, H, W], of image, messages and embedding.
+        """Compute the first layer, [B, F, H, W], from image, messages and embedding.
 
         It reads each pixel alone, so each part is read at its own size and then scaled.
         """
@@ -186,7 +186,7 @@ class ImageBody(AgentBody):
         return layer_BFHW
 
     def _to_image_size(self, pixels_BFhw: Tensor) -> Tensor:
-        """Repeat pixels, or average them."""
+        """Upsample pixels by repetition, or downsample by averaging."""
         size = (self.grid.height, self.grid.width)
         if pixels_BFhw.shape[-2] > size[0] or pixels_BFhw.shape[-1] > size[1]:
             return functional.adaptive_avg_pool2d(pixels_BFhw, size)

@@ -1,4 +1,4 @@
-"""Images with classes, and how classes become the labels 0 and 1.
+"""Image datasets, and their conversion from classes to the labels 0 and 1.
 
 Images are float32 from 0 (black) to 1: the source's pixels divided by their greatest possible
 value (16 for the digits, 255 otherwise), with no other normalisation.
@@ -30,11 +30,11 @@ MAX_PIXEL = 255
 TINY_SIZE, NUM_STROKES = 400, 10
 """Images of `tiny`, and its classes: strokes in five rows and in five columns."""
 GREY_MODES = {"1", "L"}
-"""Modes of Pillow that become one channel."""
+"""Pillow modes that are read as one channel."""
 COLOUR_MODES = {"RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LA"}
-"""Modes that become three."""
+"""Pillow modes that are read as three channels."""
 SAVED_FILES = ("dataset_dict.json", "state.json")
-"""Files of which a folder of `save_to_disk` has one."""
+"""Files of which a `save_to_disk` folder contains one."""
 
 
 class ImageDatasetParameters(SubParameters):
@@ -107,14 +107,14 @@ class ImageSource(NamedTuple):
     classes_N: Tensor
     """Class of each image, long."""
     read: Callable[[Tensor], Tensor]
-    """Images of some rows, float32 from 0 to 1, [rows, K, H, W]."""
+    """Reads images of some rows, float32 from 0 to 1, [rows, K, H, W]."""
 
 
 class HubDataset(NamedTuple):
     """A dataset on the hub and its columns."""
 
     hub_id: str | None
-    """None for images that are only read from a path."""
+    """None for images that can only be read from a path."""
     config: str | None = None
     image: str = "image"
     label: str = "label"
@@ -129,7 +129,7 @@ HUB_DATASETS = {
     "svhn": HubDataset("ufldl-stanford/svhn", config="cropped_digits"),
     "local": HubDataset(None),
 }
-"""Datasets by the names that parameters use. All have the splits `train` and `test`."""
+"""Datasets by parameter value. All have the splits `train` and `test`."""
 
 
 def build_image_datasets(
@@ -159,7 +159,7 @@ def build_image_datasets(
 def split_by_class(
     source: ImageSource, parameters: ImageDatasetParameters
 ) -> tuple[ImageSource, ImageSource]:
-    """Training and test images, with each class in the same proportion in both."""
+    """Split images into training and test images, with equal proportions of each class."""
     from sklearn.model_selection import train_test_split  # takes 2 s, often not needed
 
     try:
@@ -191,7 +191,7 @@ def _digits() -> ImageSource:
 
 
 def _strokes() -> ImageSource:
-    """Images of noise in which a row or a column is brighter, depending on the class."""
+    """Generate noise images in which a row or a column is brighter, depending on the class."""
     classes_N = torch.arange(TINY_SIZE) % NUM_STROKES
     images_NHW = torch.rand(TINY_SIZE, 8, 8, generator=derived_generator("tiny images")) * 0.6
     half = NUM_STROKES // 2
@@ -236,7 +236,7 @@ def _build_split(
 def _label_of_class(
     parameters: ImageDatasetParameters, classes_N: Tensor
 ) -> Callable[[Tensor], Tensor] | None:
-    """The function from classes to labels, -1 for a class left out; None for random labels.
+    """Return the function from classes to labels, -1 for omitted classes; None for random labels.
 
     Classes are those of the training images, so that both splits agree.
     """
@@ -269,7 +269,7 @@ def _label_of_class(
 def _rows_kept(
     labels_N: Tensor, make_balanced: bool, limit: int | None, key: tuple[SeedPart, ...]
 ) -> Tensor:
-    """The rows that are kept, in the source's order."""
+    """Return the rows to keep, in the source's order."""
     shuffled = torch.randperm(len(labels_N), generator=derived_generator(*key))
     shuffled = shuffled[labels_N[shuffled] >= 0]
     if make_balanced:
@@ -285,7 +285,7 @@ def _rows_kept(
 
 
 def download_images(name: str, folder: Path | None) -> dict[str, int]:
-    """Download a dataset to the library's cache, and to a folder if given; sizes of the splits."""
+    """Download a dataset to the library's cache, and to a folder if given; return split sizes."""
     known = [key for key, described in HUB_DATASETS.items() if described.hub_id is not None]
     if name not in known:
         raise UnknownNameError("dataset", name, known, "digits and tiny need no download.")
@@ -391,7 +391,7 @@ def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
 
 
 def _pixels(picture: Any, name: str) -> Tensor:
-    """An image's pixels, uint8 [K, H, W]."""
+    """Return an image's pixels, uint8 [K, H, W]."""
     mode = getattr(picture, "mode", None)
     if mode not in GREY_MODES | COLOUR_MODES:
         kind = f"Pillow mode {mode!r}" if mode else type(picture).__name__

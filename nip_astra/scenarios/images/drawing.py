@@ -1,4 +1,4 @@
-"""Images as pictures, with the latent pixels that agents named."""
+"""Drawings of images, with the latent pixels named by agents."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choi
 
 
 def _areas(rows: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
-    """A path for each colour; equal neighbours in a row are one rectangle."""
+    """Return a path for each colour; equal neighbours in a row are one rectangle."""
     paths: dict[str, list[str]] = {}
     for y, row in enumerate(rows):
         colors = [_color(pixel) for pixel in row]

@@ -22,7 +22,7 @@ from nip_astra.rl_objectives.policy_losses import (
     importance_weights,
 )
 from nip_astra.rl_objectives.reductions import masked_mean
-from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.batch import Batch, length_mask, pad_rows
 from nip_astra.rollouts.trajectory import Trajectory, advantages_of
 from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.scenario_base.tasks.base import Episode
@@ -59,17 +59,19 @@ def log_rollout_metrics(
         len({id(one) if one.group_id is None else one.group_id for one in rows})
     )
     if len(rows):
-        masks = torch.nn.utils.rnn.pad_sequence([one.loss_mask for one in rows], batch_first=True)
-        lengths = masks.sum(dim=1).float()
         sizes = torch.tensor([len(one) for one in rows])
-        prompts = torch.where(lengths > 0, masks.to(torch.uint8).argmax(dim=1), sizes).float()
+        mask_BT = length_mask(sizes)
+        own_BT = pad_rows([one.loss_mask for one in rows], mask_BT)
+        counts = own_BT.sum(dim=1)
+        lengths = counts.float()
+        prompts = torch.where(counts > 0, own_BT.to(torch.uint8).argmax(dim=1), sizes).float()
         metrics["rollout/prompt_tokens_mean"] = float(prompts.mean())
         metrics["rollout/response_tokens_mean"] = float(lengths.mean())
         metrics["rollout/response_tokens_max"] = float(lengths.max())
         logprobs = [one.logprobs for one in rows if one.logprobs is not None]
-        if len(logprobs) == len(rows) and lengths.sum() > 0:
-            own = torch.cat(logprobs)[torch.cat([one.loss_mask for one in rows])]
-            sums = torch.stack([x.sum() for x in torch.split(own, lengths.int().tolist())])
+        if len(logprobs) == len(rows) and counts.sum() > 0:
+            own = pad_rows(logprobs, mask_BT)[own_BT]
+            sums = _sums(pad_rows([own], length_mask(counts)), counts)
             metrics["rollout/entropy"] = sum(-x for x in sums.tolist()) / float(lengths.sum())
         cut = [float(x) for one in rows if (x := one.extras.get("is_cut")) is not None]
         if cut:
@@ -88,6 +90,15 @@ def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: Metrics) -> Me
     flat = [torch.as_tensor(value, dtype=torch.float64).reshape(-1) for value in values]
     metrics.update(_figures("grpo/advantage", torch.cat(flat) if flat else torch.zeros(0)))
     return metrics
+
+
+def _sums(values_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """The sum of the first `lengths_B` values of each row, added as those of a row alone."""
+    sums_B = values_BT.new_zeros(len(values_BT))
+    for length in set(lengths_B.tolist()):
+        is_this_B = lengths_B == length
+        sums_B[is_this_B] = values_BT[is_this_B, :length].sum(dim=1)
+    return sums_B
 
 
 def _figures(name: str, values: Tensor) -> dict[str, float]:

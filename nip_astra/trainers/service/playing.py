@@ -15,7 +15,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.rollouts.trajectory import Trajectory, advantages_of
+from nip_astra.rollouts.trajectory import Trajectory, zero_variance_of
 from nip_astra.scenario_instance import ScenarioInstance
 
 logger = logging.getLogger(__name__)
@@ -124,9 +124,9 @@ def informative_groups(
     """
     if not trajectories:
         return [], []
-    found = advantages_of(trajectories, use_run_ids=use_run_ids)
     groups = dict.fromkeys(one.group_id for one in trajectories)
-    is_flat = dict(zip(groups, found.is_zero_variance_P.tolist(), strict=True))
+    are_flat = zero_variance_of(trajectories, use_run_ids=use_run_ids)
+    is_flat = dict(zip(groups, are_flat, strict=True))
     known = {one.group_id for one in trajectories if one.reward is not None}
     # Minibatches depend on this order: groups of equal rewards come last.
     ordered = sorted(trajectories, key=lambda one: is_flat[one.group_id])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, F
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.utils.actors import ActorOptions, using_actors
 from tests.kit import actors_here
+from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 
 
@@ -215,3 +218,85 @@ def test_batches_are_a_parameter(tiny_model_dir: Path) -> None:
     given = {"_type": "huggingface", "model": str(tiny_model_dir)}
     parameters = LocalChatModel.Parameters(language_model=given, num_batches=3)
     assert LocalChatModel.load(parameters, scenario_dir=None).num_batches == 3
+
+
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "rating",
+        "schema": {
+            "type": "object",
+            "properties": {"rating": {"enum": [0, 5, 10]}, "is_sure": {"type": "boolean"}},
+            "required": ["rating", "is_sure"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
+    folder = tmp_path_factory.mktemp("bytes")
+    make_language_model(folder, window=512, tokenizer=make_byte_tokenizer())
+    parameters = HuggingFaceLanguageModel.Parameters(model=str(folder))
+    return HuggingFaceLanguageModel.load(
+        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=False
+    )
+
+
+def test_answers_keep_to_a_response_format_beside_free_ones(
+    byte_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    actors_here.install(monkeypatch)
+    model = LocalChatModel(byte_model, name="bytes")
+    requests = [
+        saying("hi", seed=1, num_samples=4, max_tokens=300, response_format=FORM),
+        saying("hi", seed=1, num_samples=4, max_tokens=20),
+        saying("hi", seed=1, max_tokens=9, response_format=FORM),
+        saying("hi", seed=1, num_samples=4, max_tokens=20, response_format={"type": "text"}),
+    ]
+    formed, free, cut, text = ask(model, *requests)
+    assert {tuple(sorted(json.loads(one))) for one in texts(formed)} == {("is_sure", "rating")}
+    assert len(set(texts(formed))) > 1
+    assert texts(text) == texts(free)
+    assert texts(cut)[0].startswith("{")
+    assert isinstance(cut.samples[0], ChatAnswer)
+    assert cut.samples[0].finish_reason is FinishReason.LENGTH
+    with using_actors(ActorOptions(2)):
+        model = LocalChatModel(byte_model, name="bytes", num_batches=2)
+        assert [texts(one) for one in ask(model, *requests)] == [
+            texts(one) for one in (formed, free, cut, text)
+        ]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "regex"},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}},
+    ],
+)
+def test_a_form_that_cannot_be_enforced_is_an_unknown_form(
+    byte_model: HuggingFaceLanguageModel, form: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    model = LocalChatModel(byte_model, name="bytes")
+    (outcome,) = ask(model, saying("hi", response_format=form))
+    assert failure(outcome).reason is FailureReason.UNKNOWN_FORM
+
+
+def test_a_model_or_installation_without_grammars_knows_no_form(
+    model: LocalChatModel,
+    byte_model: HuggingFaceLanguageModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (outcome,) = ask(model, saying("hi", response_format=FORM))
+    assert failure(outcome).reason is FailureReason.UNKNOWN_FORM
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    vars(byte_model).pop("grammars", None)
+    (outcome,) = ask(LocalChatModel(byte_model, name="bytes"), saying("hi", response_format=FORM))
+    assert failure(outcome).reason is FailureReason.UNKNOWN_FORM
+    assert "structured" in failure(outcome).message

@@ -460,7 +460,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_
 def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
     directory = _directory(tmp_path)
     parts = _build(tmp_path)
-    trainer = build_text_trainer(parts, directory, stop_flag=lambda: "SIGTERM")
+    trainer = build_text_trainer(parts, directory)
+    trainer.stop_flag = lambda: "SIGTERM"
     with pytest.raises(StopRequested):
         trainer.train()
     assert parts.num_requests == 6

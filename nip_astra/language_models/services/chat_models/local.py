@@ -1,4 +1,4 @@
-"""A language model in this process as a chat model."""
+"""A chat model in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    ModelAbilityError,
+    ModelLoadError,
+)
 from nip_astra.language_models.base import (
     LANGUAGE_MODELS,
     TokenCount,
@@ -40,6 +45,7 @@ from nip_astra.language_models.services.chat import (
     register_chat_model,
     render_chat,
 )
+from nip_astra.language_models.structured import answer_schema, json_grammar
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
@@ -48,7 +54,7 @@ from nip_astra.utils.processor import split_evenly
 
 DEFAULT_MAX_TOKENS = 1024
 TURNS_TO_GATHER = 3
-"""Turns of the event loop for which a batch waits for further requests."""
+"""Event-loop iterations for which a batch waits for further requests."""
 
 
 class _Pending(NamedTuple):
@@ -62,7 +68,7 @@ class LocalLimitParameters(LimitParameters):
     """Limits of a model in this process."""
 
     concurrency: int = Field(default=1024, ge=1)
-    """Open requests at once. Larger is faster if the service allows it."""
+    """Maximum concurrent requests."""
     attempt_timeout: float = Field(default=86400.0, gt=0)
     """Seconds after which an attempt fails."""
 
@@ -72,8 +78,9 @@ class LocalChatModel(ChatModel):
     """A language model in this process; requests that wait at the same time are answered together.
 
     Models of the Llama family answer as `nip-astra serve` does: equal seeds give equal texts. An
-    answer depends on the request's seed and the sample's number only. If the run has Ray actors,
-    they share the batches. For the arguments see `Parameters`.
+    answer depends only on the request's seed and the sample's number. A `response_format` needs
+    llguidance and such a model. If the run has Ray actors, they share the batches. For the
+    arguments see `Parameters`.
     """
 
     # Its weights may change under the same name.
@@ -88,10 +95,10 @@ class LocalChatModel(ChatModel):
         """Requests in a batch, and samples generated at once. Larger is faster and takes more
         memory."""
         num_batches: int = Field(default=1, ge=1)
-        """Least number of batches, all of one size, into which requests that wait together are cut,
-        so that as many actors (settings.num_actors) work at once; 1 fills one batch after the
-        other. In one process larger is slower. The last digits of log-probabilities depend on this
-        number, but not on the number of actors."""
+        """Minimum number of equal batches into which waiting requests are split, so that as many
+        actors (settings.num_actors) work in parallel; 1 fills one batch after the other. In one
+        process larger is slower. The last digits of log-probabilities depend on this number, but
+        not on the number of actors."""
         limits: LocalLimitParameters = LocalLimitParameters()
         """Limits of waiting requests."""
 
@@ -132,12 +139,12 @@ class LocalChatModel(ChatModel):
         window = self.language_model.context_window
         room = window - len(prompt)
         max_tokens = min(request.max_tokens or DEFAULT_MAX_TOKENS, max(room, 1))
-        failure = None
-        if request.response_format is not None:
-            failure = ChatFailure(
-                FailureReason.UNKNOWN_FORM, "local models do not support response_format"
-            )
-        elif room < (request.max_tokens or 1):
+        failure = grammar = None
+        try:
+            grammar = self._grammar(request)
+        except (ConfigurationError, MissingDependencyError, ModelAbilityError) as error:
+            failure = ChatFailure(FailureReason.UNKNOWN_FORM, str(error))
+        if failure is None and room < (request.max_tokens or 1):
             failure = ChatFailure(
                 FailureReason.REFUSED,
                 f"the messages have {len(prompt)} tokens and the answer may have {max_tokens}, "
@@ -157,6 +164,7 @@ class LocalChatModel(ChatModel):
             top_p=request.top_p,
             stop=request.stop,
             num_top=0 if request.needs_logprobs else None,
+            grammar=grammar,
         )
         _ = planned.options  # validates them
         loop = asyncio.get_running_loop()
@@ -167,18 +175,20 @@ class LocalChatModel(ChatModel):
             self._worker = loop.create_task(self._work())
         answers = await pending.answers
         return ChatOutcome(
-            tuple(
-                ChatAnswer(
-                    one.text,
-                    FinishReason.STOP if one.finish_reason == "stop" else FinishReason.LENGTH,
-                    token_logprobs=tuple(record.logprob for record in one.tokens)
-                    if request.needs_logprobs
-                    else None,
-                )
-                for one in answers
-            ),
+            tuple(_sample(one, request) for one in answers),
             ChatUsage(len(prompt), sum(one.num_tokens for one in answers)),
         )
+
+    def _grammar(self, request: ChatRequest) -> str | None:
+        """Return the grammar of the answer; raise the reason if it cannot be enforced."""
+        if request.response_format is None:
+            return None
+        schema = answer_schema(request.response_format)
+        if schema is None:
+            return None
+        grammar = json_grammar(schema)
+        self.language_model.grammars.matcher(grammar)
+        return grammar
 
     def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
         text = render_chat(self._tokenizer, messages, opens_answer=True)
@@ -220,7 +230,7 @@ class LocalChatModel(ChatModel):
         return are_actors_used() and self.language_model.can_be_copied
 
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Pending]]:
-        """All requests of an event loop that wait, in batches."""
+        """Return all waiting requests of an event loop, in batches."""
         with self._queue_lock:
             own = [one for one in self._waiting if one.answers.get_loop() is loop]
             self._waiting = [one for one in self._waiting if one.answers.get_loop() is not loop]
@@ -231,7 +241,7 @@ class LocalChatModel(ChatModel):
         return [own[part.start : part.stop] for part in split_evenly(range(count), num_batches)]
 
     def _complete(self, batches: Sequence[Sequence[_Pending]]) -> list[list[Progress]]:
-        """The answers of each request; actors, if there are any, share the batches."""
+        """Return the answers of each request; actors, if there are any, share the batches."""
         model = self.language_model
         calls = [
             partial(_complete_batch, model, [one.request for one in batch], self.max_batch_size)
@@ -248,6 +258,16 @@ class LocalChatModel(ChatModel):
                 for _, spent in completed:
                     model.token_count.add(spent)
         return [one for answers, _ in completed for one in answers]
+
+
+def _sample(progress: Progress, request: ChatRequest) -> ChatAnswer | ChatFailure:
+    if progress.error is not None:
+        return ChatFailure(FailureReason.REFUSED, progress.error)
+    is_whole, logprobs = progress.finish_reason == "stop", None
+    if request.needs_logprobs:
+        logprobs = tuple(record.logprob for record in progress.tokens)
+    reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+    return ChatAnswer(progress.text, reason, token_logprobs=logprobs)
 
 
 def _complete_batch(
