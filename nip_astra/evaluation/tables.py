@@ -110,15 +110,15 @@ def plain_table(title: str | None, *columns: str) -> Table:
 
 
 def lined_table(
-    title: str | None, corner: str, headings: Iterable[str], rows: Iterable[TableRow]
+    title: str | None, corner: str, headings: Iterable[str], rows: Iterable[tuple[Any, ...]]
 ) -> Table:
     """A table with lines: a column of labels, and columns of numbers."""
     table = Table(title=title, title_justify="left")
     table.add_column(corner, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right")
-    for label, cells in rows:
-        table.add_row(Text(label), *map(Text, cells))
+    for row in rows:
+        table.add_row(Text(row[0]), *map(Text, row[1]))
     return table
 
 
