@@ -23,7 +23,7 @@ from rich.text import Text
 
 import nip_astra
 from nip_astra.errors import NipAstraError, ParameterError, counted
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
@@ -94,8 +94,7 @@ class Diagnosis(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row per finding."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.to_dict()["findings"])
-        return frame
+        return frame_of(self.to_dict()["findings"])
 
     def tables(self) -> list[Any]:
         """Return a table per area and a summary, for a terminal."""

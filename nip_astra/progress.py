@@ -40,30 +40,9 @@ from rich.text import Text
 from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
 
-
-class ProgressSettings(Protocol):
-    """The settings that progress depends on; see `ExperimentSettings`."""
-
-    @property
-    def test_run(self) -> bool: ...
-    @property
-    def progress(self) -> bool: ...
-    @property
-    def tqdm_func(self) -> Callable[..., Any] | None: ...
-    @property
-    def global_tqdm_step_fn(self) -> Callable[[], None] | None: ...
-
-
-class ProgressOwner(Protocol):
-    """An object with loops, for instance a trainer."""
-
-    @property
-    def settings(self) -> ProgressSettings: ...
-
-
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-SelfT = TypeVar("SelfT", bound=ProgressOwner)
+SelfT = TypeVar("SelfT")
 
 TEST_RUN_NUM_ITERATIONS = 1
 """Iterations of a loop in a test run."""
@@ -702,8 +681,8 @@ def attach_progress_bar(
 ) -> Callable[[Callable[Concatenate[SelfT, IterationContext, P], R]], ProgressLoop[SelfT, P, R]]:
     """Decorate a method that loops; it receives an `IterationContext` as its first argument.
 
-    The owner has `settings`. The loop counts on the owner's `progress` if that is a `ProgressBar`,
-    else on a bar of its own.
+    The owner has `settings`, see `ExperimentSettings`. The loop counts on the owner's `progress` if
+    that is a `ProgressBar`, else on a bar of its own.
 
     Parameters
     ----------
@@ -716,7 +695,7 @@ def attach_progress_bar(
     ) -> ProgressLoop[SelfT, P, R]:
         @functools.wraps(loop)
         def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            settings = self.settings
+            settings = cast(Any, self).settings
             requested = num_iterations_func(self)
             num_iterations = _capped(requested, settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
@@ -745,7 +724,7 @@ def attach_progress_bar(
     return decorate
 
 
-def total_num_iterations(owner: ProgressOwner) -> int:
+def total_num_iterations(owner: Any) -> int:
     """Return the iterations of all decorated loops of an object, each run once."""
     loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
     return sum(
@@ -755,7 +734,7 @@ def total_num_iterations(owner: ProgressOwner) -> int:
     )
 
 
-def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
+def _is_counted(owner: object, loop: Any) -> bool:
     """Whether `total_num_iterations` counts a loop; not if its name is overridden."""
     return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 

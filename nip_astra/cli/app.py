@@ -25,13 +25,16 @@ from nip_astra.cli.options import (
     AsJson,
     Debug,
     Device,
+    DryRun,
     Overrides,
     ParameterFile,
     Plugins,
+    RunId,
     RunsDir,
     ScenarioName,
     Seed,
     Settings,
+    TestRun,
     Threads,
     Track,
     Trainer,
@@ -203,33 +206,16 @@ def run(
     device: Device = None,
     wandb: Wandb = None,
     track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
+    run_id: RunId = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
     settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    test_run: TestRun = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment = _experiment_arguments(locals())
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        run_id=run_id,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-        test_run=test_run or None,
-    )
+    experiment, given = _experiment_arguments(locals()), settings_of(locals())
     from nip_astra.progress import showing
 
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -258,18 +244,11 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
+    given = settings_of(locals())
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
 
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-    )
     # Before torch is loaded.
     RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -309,7 +288,7 @@ def check_resume(
         say(f"killed before {one.operation}: {one.difference or 'equal'}")
 
     try:
-        given = settings_of(settings, device=device, num_threads=num_threads)
+        given = settings_of({"settings": settings, "device": device, "num_threads": num_threads})
         found = resume_check.check_resume(resolved, kept, num_kills=kills, on_kill=tell, **given)
     except NipAstraError:
         if runs_dir is None:
@@ -450,7 +429,7 @@ def time_parts(
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
-    given = settings_of(device=device, num_threads=num_threads)
+    given = settings_of({"device": device, "num_threads": num_threads})
     with showing("Loading"):
         resolved = resolve_experiment(**experiment)
     prepared = prepare_experiment(resolved, **given)

@@ -130,7 +130,7 @@ def sweep(
     )
     directory = _folder_of(plan, sweep_dir)
     options = SweepOptions(
-        settings=settings_of(settings, device=device, wandb=wandb),
+        settings=settings_of({"settings": settings, "device": device, "wandb": wandb}),
         num_processes=num_processes,
         shard=shard,
         place=on,

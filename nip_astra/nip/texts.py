@@ -46,10 +46,10 @@ from nip_astra.scenario_base.text.models import PureTextSharedModelGroup as OurG
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import plain_numbers
-from nip_astra.trainers.pure_text_ei import PureTextEiTrainer as OurEiTrainer
-from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer as OurMaltTrainer
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as OurTrainer
 from nip_astra.trainers.rl_pure_text_base import Split
+from nip_astra.trainers.text.expert_iteration import PureTextEiTrainer as OurEiTrainer
+from nip_astra.trainers.text.malt import PureTextMaltTrainer as OurMaltTrainer
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.utils.nested_array_dict import (
     NestedArrayDict,

@@ -3,8 +3,9 @@
 Every estimate uses these names; a family adds counts of its own.
 
 - `num_iterations`; `num_parameters`, weights that learn.
-- `seconds_per_episode`: one tree, one problem with all its runs, or an iteration in one environment
-  of a protocol. `seconds_per_minibatch`, and `loss` of it (None without samples).
+- `seconds_per_episode`: one tree, one problem with all its runs, one rollout of chat models, or an
+  iteration in one environment of a protocol. `seconds_per_minibatch`, and its `loss` (None without
+  samples).
 - `predicted_peak_gib`: peak memory.
 - `estimated_training_hours`: an upper bound, since episodes share forward passes; for text
   protocols the hours of sampling, without fine-tuning jobs.

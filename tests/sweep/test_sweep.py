@@ -153,7 +153,7 @@ def test_figures_of_a_plug_in_are_checked_after_its_first_run(
 ) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
+        "from nip_astra.trainers.ast.dpo import AstDpoTrainer\n"
         "from nip_astra.trainers.registry import register_trainer\n"
         "@register_trainer('mine')\n"
         "class Mine(AstDpoTrainer):\n"

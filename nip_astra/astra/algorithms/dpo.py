@@ -18,14 +18,14 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.rewards import credit_of
-from nip_astra.trainers.ast_dpo import (
+from nip_astra.trainers.ast.dpo import (
     AstDpoTrainer,
     AstIpoTrainer,
     PairParameters,
     PairSelection,
     select_pairs,
 )
+from nip_astra.trainers.ast.rollouts import credit_of
 
 
 @dataclass

@@ -23,7 +23,7 @@ from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.trainers.ast_ppo import PpoParameters, ppo_loss, ppo_samples
+from nip_astra.trainers.ast.ppo import PpoParameters, ppo_loss, ppo_samples
 
 
 @dataclass

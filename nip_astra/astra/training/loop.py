@@ -25,7 +25,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.optimization import build_optimizer
 

@@ -184,6 +184,11 @@ class FailureReason(StrEnum):
         """Whether another attempt may succeed."""
         return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
 
+    @property
+    def is_of_service(self) -> bool:
+        """Whether the service, and not its answer, is the reason; runs stop then."""
+        return self.may_pass and self is not FailureReason.MALFORMED
+
 
 @dataclass(frozen=True)
 class ChatAnswer:

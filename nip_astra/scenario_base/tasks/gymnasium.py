@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, TaskError
+from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
@@ -111,13 +112,7 @@ class GymnasiumTask(SeededTask):
 def _maker(name: str, scenario_dir: Path | None) -> Callable[..., Any]:
     if ":" in name:
         return find_function(name, scenario_dir)[1]
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the environment {name!r} needs the package gymnasium: {error}. Install it with: pip "
-            "install 'nip_astra[gymnasium]', or give file.py:Class."
-        ) from error
+    gymnasium = import_extra("gymnasium", f"the environment {name!r}", "gymnasium")
 
     def make(**arguments: Any) -> Any:
         try:

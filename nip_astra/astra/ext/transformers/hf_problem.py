@@ -29,7 +29,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.scoring import require_finite
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.trainers.ast_ppo import ValueHead
+from nip_astra.trainers.ast.ppo import ValueHead
 from nip_astra.utils.devices import resolve_device
 
 MAX_CACHE_BYTES = 4 * 2**30

@@ -122,7 +122,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
         if not self.dev_prompts:
             return math.nan
         with torch.no_grad():
-            report = self._loop.evaluation.dev_report().to_dict()
+            report = self._loop.evaluation.dev_report()
         value = float(report[self.config.dev_metric])
         logger.info("%s %s=%.4g after iteration %d", tag, self.config.dev_metric, value, step)
         return value

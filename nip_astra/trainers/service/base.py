@@ -107,6 +107,7 @@ class ServiceTrainer(LanguageModelTrainer):
     )
     samples_in_training: ClassVar[bool] = True
     """Whether training samples the policy."""
+    _async: AsyncRollouts[CollectedRollout] | None
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
@@ -135,7 +136,6 @@ class ServiceTrainer(LanguageModelTrainer):
         self._is_checked = False
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
-        self._async: AsyncRollouts[CollectedRollout] | None = None
         self._staleness = 0
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
@@ -374,9 +374,6 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
-        # First: it waits for what is being played and rated.
-        if self._async is not None:
-            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
