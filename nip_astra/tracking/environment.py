@@ -77,7 +77,8 @@ def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
         # Resuming does not need it.
         logger.warning("the environment of the run's start cannot be read: %s", error)
         return
-    changes = changes_of_rounding(before, describe_environment() | computed)
+    now = {"processor": processor_name(), "packages": {"torch": _version_of("torch")}} | computed
+    changes = changes_of_rounding(before, now)
     if changes:
         logger.warning(
             "the run resumes in another environment, so last digits may differ from those of an "
