@@ -1,1 +1,1 @@
-"""Language-model backends: tokens in, tokens and log-probabilities out. They know no roles."""
+"""Language-model backends: tokens in, tokens and log-probabilities out; independent of roles."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft, and the files of trained weights."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) with peft, and files of trained weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nip_astra.checkpoints.shards import SHARDS, load_whole
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingDependencyError,
     nearest_names,
 )
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
 
@@ -31,7 +31,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class LoraParameters(SubParameters):
-    """Size and place of a low-rank adapter."""
+    """Size and target layers of a low-rank adapter."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update. Larger learns more and takes more memory."""
@@ -43,21 +43,18 @@ class LoraParameters(SubParameters):
 
 @contextmanager
 def adapters_drawn_from(seed: int) -> Iterator[None]:
-    """A block in which peft draws an adapter's first weights from a seed, as a service does."""
+    """Seed the initial weights of peft adapters within the block, as a service does."""
     with torch.random.fork_rng():
-        # Tinker's SDK knows seeds of 62 bits.
+        # Tinker's SDK supports seeds of up to 62 bits.
         torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
         yield
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:
-    """Wrap the model with a fresh adapter, whose weights are float32 and start as a no-op."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError.of("a LoRA adapter (lora)", "peft", "lora") from error
+    """Wrap the model with a new adapter, whose float32 weights initially have no effect."""
+    peft = import_extra("peft", "a LoRA adapter (lora)", "lora")
     _check_targets(module, parameters.target_modules)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=parameters.rank,
         lora_alpha=parameters.alpha,
         target_modules=parameters.target_modules,
@@ -65,11 +62,11 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(module, config)
+    return peft.get_peft_model(module, config)
 
 
 def _check_targets(module: Any, targets: str | list[str]) -> None:
-    """Refuse layers that the model lacks; peft ignores them if it finds another one."""
+    """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
     layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
@@ -89,7 +86,7 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
-    """A block in which a module computes with its adapter, if any, or without."""
+    """Return a context in which a module computes with its adapter, if any, or without."""
     if is_on or not has_adapter(module):
         return nullcontext()
     state: AbstractContextManager[None] = module.disable_adapter()
@@ -97,19 +94,19 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
 
 
 def merged_copy(module: Any) -> Any:
-    """A plain model with the adapter added into its weights; the original stays as it is."""
+    """Return a plain model with the adapter merged into its weights; the original is unchanged."""
     return copy.deepcopy(module).merge_and_unload()
 
 
 def save_weights(module: Any, directory: Path) -> None:
-    """Write a module's weights, or its adapter's alone, in Hugging Face layout."""
+    """Write a module's weights, or only its adapter's, in Hugging Face layout."""
     # peft would otherwise look for the base model's config to see whether embeddings changed.
     options = {"save_embedding_layers": False} if has_adapter(module) else {}
     module.save_pretrained(directory, **options)
 
 
 def learned_weights(module: Any) -> dict[str, Tensor]:
-    """The weights that training changes, by their names in a file; a shard's part if sharded."""
+    """Return the trained weights by their names in a file; this process's shards if sharded."""
     named = {name: weight.detach() for name, weight in module.named_parameters()}
     if not has_adapter(module):
         return named
@@ -129,7 +126,7 @@ def save_adapter_config(module: Any, directory: Path) -> None:
 
 
 def restore_weights(module: Any, directory: Path) -> None:
-    """Read back what `save_weights` wrote."""
+    """Restore the weights written by `save_weights`."""
     try:
         state = saved_weights(directory, is_adapter=has_adapter(module))
         if has_adapter(module):
@@ -153,7 +150,7 @@ def restore_weights(module: Any, directory: Path) -> None:
 
 
 def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Tensor]:
-    """All weights of a folder by name, whole or divided."""
+    """Read all weights of a folder by name, sharded or not."""
     if (directory / SHARDS).is_dir():
         return load_whole(directory / SHARDS)
     path = directory / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
@@ -172,7 +169,7 @@ def has_adapter(module: Any) -> bool:
 
 
 def write_joined(folder: Path, output: Path) -> None:
-    """Copy a model's folder of a checkpoint, with its shards joined."""
+    """Copy a checkpoint's model folder, with its shards joined."""
     weights = load_whole(folder / SHARDS) if (folder / SHARDS).is_dir() else None
     output.mkdir(parents=True, exist_ok=True)
     for file in (path for path in folder.iterdir() if path.is_file()):

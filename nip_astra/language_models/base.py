@@ -40,7 +40,7 @@ from nip_astra.utils.seeding import uniform_rows
 
 
 class GenerationSession(ABC):
-    """One rollout through a model: each call continues the turns of the last one.
+    """One rollout of a model, in which each call continues the turns of the last one.
 
     The weights must not change while a session is open.
     """
@@ -69,14 +69,14 @@ class GenerationSession(ABC):
         """
 
     def settle(self, generations: Sequence[Generation]) -> list[Generation]:
-        """The turns of all calls, in order, with log-probabilities by the path of the losses.
+        """Return the turns of all calls, in order, with log-probabilities as in the losses.
 
         Those of `generate` may be the sampler's own until then.
         """
         return list(generations)
 
     def keep(self, are_kept: Sequence[bool]) -> None:  # noqa: B027 - nothing is cached
-        """Drop rows of the last call, so that the next one continues the others alone."""
+        """Drop rows of the last call; the next call continues the others only."""
 
     def close(self) -> None:  # noqa: B027 - a session without caches frees nothing
         """Free the caches."""
@@ -93,20 +93,20 @@ class TokenModel(Counted, ABC):
     tokenizer: Any
     """A Hugging Face tokenizer."""
     context_window: int
-    """Most tokens of context and continuation together."""
+    """Maximum tokens of context and continuation together."""
     end_ids: tuple[int, ...]
     """Tokens that end a turn."""
     cache_bytes_per_token: int = 0
-    """Memory that a session keeps per token; 0 if none."""
+    """Memory of a session per token; 0 if none."""
     can_be_forked: bool = False
     """Whether a forked process may sample and score: the model has no connection, device or thread,
-    and changes nothing but `token_count`."""
+    and changes only `token_count`."""
     can_be_copied: bool = False
     """Whether a pickled copy in another process may sample and score."""
     is_in_this_process: bool = False
-    """Whether this process holds the weights, so that each process of a run has a model like it."""
+    """Whether this process holds the weights, so that each process of a run has such a model."""
     can_score_contexts: bool = True
-    """Whether sessions give log-probabilities of spans of contexts."""
+    """Whether sessions return log-probabilities of spans of contexts."""
     voices: Sequence[TokenModel] = ()
     """Models that generate in its place, each some of the turns."""
 
@@ -119,25 +119,25 @@ class TokenModel(Counted, ABC):
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """The number of weights, trainable or not."""
+        """Number of weights, trainable or not."""
 
     def shared_parts(self) -> list[object]:
-        """Objects that this model may share with others; copies of both share them too."""
+        """Return objects that this model may share with others; copies of both share them too."""
         return [self.tokenizer, self.token_count]
 
     def to_send(self) -> TokenModel:
-        """The model to pickle when this one is copied to another process."""
+        """Return the model to pickle when this one is copied to another process."""
         return self
 
     def base_for(self, parameters: Any) -> TokenModel | None:
-        """A frozen model on this one's weights, if `parameters` describe that; else None.
+        """Return a frozen model on this one's weights if `parameters` describe that; else None.
 
         Also None if training changes the weights that would be shared.
         """
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the backend's sampling since the last call."""
+        """Return metrics of the backend's sampling since the last call."""
         return {}
 
 
@@ -163,7 +163,7 @@ class TokenSampler(TokenModel):
     def complete(
         self, requests: Sequence[GenerationRequest], *, max_rows: int
     ) -> list[list[Progress]]:
-        """Answer requests, each by its own options and seeds: the final progress of each answer.
+        """Answer requests, each by its own options and seeds; return each answer's last progress.
 
         At most `max_rows` answers are generated at once. Raises `ModelAbilityError` if a request
         has a grammar and the model has no `grammars`.
@@ -182,7 +182,7 @@ class TokenSampler(TokenModel):
         for sequence in chain.from_iterable(sequences):
             alike.setdefault(sequence.request.options, []).append(sequence)
         for options, rows in alike.items():
-            # Neighbours that begin alike share their caches.
+            # Neighbours with a common prefix share its cache.
             rows.sort(key=lambda row: row.request.prompt)
             for start in range(0, len(rows), max_rows):
                 self._complete_rows(rows[start : start + max_rows], options)
@@ -191,7 +191,7 @@ class TokenSampler(TokenModel):
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars that `complete` can keep answers to.
+        """Return the grammars that `complete` can enforce.
 
         Raises `ModelAbilityError` if there are none, and as `Grammars`.
         """
@@ -217,7 +217,7 @@ class TokenSampler(TokenModel):
 
     @property
     def samples_as_it_scores(self) -> bool:
-        """Whether `generate` gives the log-probabilities of `logprobs`, up to float32 rounding.
+        """Whether `generate` returns the log-probabilities of `logprobs`, up to float32 rounding.
 
         If not, sampled tokens are scored again before they are compared with a loss's scores.
         """
@@ -253,13 +253,13 @@ class _UncachedSession(GenerationSession):
 
 
 class TokenScorer(TokenModel):
-    """A model that gives log-probabilities of tokens, as a reference or a teacher."""
+    """A model that returns log-probabilities of tokens, as a reference or a teacher."""
 
     @abstractmethod
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        """Log-probabilities of each continuation token, `[B, T]` float32 nats, 0 on padding.
+        """Return log-probabilities of the continuation tokens, `[B, T]` float32 nats, 0 on padding.
 
         The context is left-padded, the continuation right-padded. Gradients flow into the
         parameters of a trainable model if grad mode is on.
@@ -276,10 +276,10 @@ class TokenScorer(TokenModel):
         needs_hidden: bool = False,
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
-        """`logprobs` with entropies and hidden states from the same pass.
+        """Return `logprobs` with entropies and hidden states from the same pass.
 
-        They are of `distribution`, from which tokens were drawn, or by default of the model's own
-        (temperature 1, nothing cut off).
+        They are under `distribution`, from which tokens were drawn, or by default under the model's
+        own (temperature 1, no truncation).
 
         Raises `ModelLoadError` if the backend does not support an option.
         """
@@ -303,7 +303,7 @@ class TokenScorer(TokenModel):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> SupportMask:
-        """The tokens that `top_k` and `top_p` keep at each position, row by row, on the CPU.
+        """Return the tokens that `top_k` and `top_p` keep at each position, row by row, on the CPU.
 
         Raises `ModelLoadError` if the backend does not support it.
         """
@@ -320,7 +320,7 @@ class TokenScorer(TokenModel):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> Tensor | None:
-        """The log-probability with which `generate` draws each token at temperature 1.
+        """Return the log-probability with which `generate` draws each token at temperature 1.
 
         Special tokens, and ends before `min_new_tokens`, have no mass there. Temperature, top_k
         and top_p are ignored. `[B, T]` float32, nats, no gradient, 0 on padding; None if unknown.
@@ -338,14 +338,14 @@ class Learner(TokenModel):
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The trainable parameters; none for a frozen model."""
+        """Yield the trainable parameters; none for a frozen model."""
 
     @abstractmethod
     def frozen_reference(self) -> TokenModel:
-        """A model that stays as this one is now; shares weights if possible."""
+        """Return a frozen snapshot of this model; weights are shared if possible."""
 
     def sampler_copy(self) -> LanguageModel:
-        """An independent copy that samples as this model does now.
+        """Return an independent copy that samples as this model does now.
 
         Raises `ModelLoadError` if the backend cannot be held twice.
         """
@@ -355,7 +355,7 @@ class Learner(TokenModel):
         )
 
     def weight_copy(self) -> dict[str, Tensor]:
-        """A copy of the weights, for `take_weights` of a `sampler_copy`."""
+        """Return a copy of the weights, for `take_weights` of a `sampler_copy`."""
         return {}
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -367,7 +367,7 @@ class Learner(TokenModel):
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote. Raises `CheckpointError` if it does not fit."""
+        """Restore the weights written by `save`. Raises `CheckpointError` if they do not fit."""
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
@@ -379,28 +379,28 @@ class LanguageModel(TokenSampler, TokenScorer, Learner):
 
 
 def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
-    """The model as a `TokenSampler`. Raises `ModelAbilityError` if it cannot sample."""
+    """Return the model as a `TokenSampler`. Raises `ModelAbilityError` if it cannot sample."""
     if not isinstance(model, TokenSampler):
         raise _lacks(model, "TokenSampler", role, "sample")
     return model
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
-    """The model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score."""
+    """Return the model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score."""
     if not isinstance(model, TokenScorer):
         raise _lacks(model, "TokenScorer", role, to)
     return model
 
 
 def as_learner(model: TokenModel, *, role: str, to: str) -> Learner:
-    """The model as a `Learner`. Raises `ModelAbilityError` if it cannot learn."""
+    """Return the model as a `Learner`. Raises `ModelAbilityError` if it cannot learn."""
     if not isinstance(model, Learner):
         raise _lacks(model, "Learner", role, to)
     return model
 
 
 def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
-    """The model as one with all abilities. Raises `ModelAbilityError` if it lacks one."""
+    """Return the model with all abilities. Raises `ModelAbilityError` if it lacks one."""
     as_learner(model, role=role, to="learn")
     as_sampler(model, role=role)
     as_scorer(model, role=role, to="learn from log-probabilities of its samples")
@@ -426,5 +426,5 @@ LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry(
 def register_language_model(
     name: str,
 ) -> Callable[[type[TokenModel]], type[TokenModel]]:
-    """Register a `TokenModel` subclass under the `_type` by which parameter files name it."""
+    """Register a `TokenModel` subclass under its `_type` in parameter files; a decorator."""
     return LANGUAGE_MODELS.register(name)

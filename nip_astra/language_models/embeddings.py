@@ -1,4 +1,4 @@
-"""Texts as vectors of unit length, whose inner products say how alike the texts are.
+"""Text embeddings of unit length, whose inner products measure similarity.
 
     embedder = build_embedder(EmbedderParameters(), device=torch.device("cpu"))
     vectors_NX = embedder.embed(["hello", "good day"])
@@ -28,9 +28,9 @@ from nip_astra.utils.ngrams import character_sequences, ngrams, normalise
 CHARACTER_ORDERS = (3, 4, 5)
 """Lengths of the character n-grams of the kind "ngram"."""
 NUM_NGRAM_DIMENSIONS = 1024
-"""Dimensions of the kind "ngram". With fewer, unlike texts look more alike by chance."""
+"""Dimensions of the kind "ngram". With fewer, hash collisions make different texts similar."""
 MAX_CACHED = 10_000
-"""Texts whose vectors are kept; beyond it, those computed first are forgotten."""
+"""Maximum number of cached vectors; beyond it, the oldest are dropped."""
 _ADVICE = (
     "Give a folder that save_pretrained of an encoder wrote, package://name/folder, or a hub id "
     "that this machine can reach."
@@ -38,17 +38,17 @@ _ADVICE = (
 
 
 class EmbedderParameters(SubParameters):
-    """How texts become vectors."""
+    """Kind and model of a text embedder."""
 
     kind: Literal["ngram", "encoder"] = "ngram"
-    """ngram: counts of character n-grams, hashed; needs no weights and knows spelling, not meaning.
-    encoder: the mean of a Hugging Face encoder's last hidden states over the tokens."""
+    """ngram: hashed counts of character n-grams; needs no weights and captures spelling, not
+    meaning. encoder: the mean of a Hugging Face encoder's last hidden states over the tokens."""
     model: str | None = None
-    """Of kind encoder: hub id, folder, `scenario://file` or `package://package/folder`."""
+    """For the kind encoder: hub id, folder, `scenario://file` or `package://package/folder`."""
     batch_size: int = Field(default=64, ge=1)
-    """Texts at once. Larger is faster on a GPU and takes more memory."""
+    """Texts per batch. Larger is faster on a GPU and takes more memory."""
     device: Literal["auto", "cpu", "cuda"] | None = None
-    """Of kind encoder: where it runs; null for the run's device."""
+    """For the kind encoder: its device; null for the run's device."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> EmbedderParameters:
@@ -72,21 +72,23 @@ class Embedder(ABC):
         self._cache: dict[str, Tensor] = {}
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """The vectors of texts, float32 `[N, X]` on the CPU, from a cache if possible.
+        """Return the vectors of texts, float32 `[N, X]` on the CPU, from a cache if possible.
 
         An encoder's last digits may depend on earlier calls; see `compute`.
         """
         missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
         computed = dict(zip(missing, self.compute(missing), strict=True))
         rows = [computed[t] if t in computed else self._cache[t] for t in texts]
-        # Rows of their own: a view would keep the whole batch in memory.
+        # Copies: a view would keep the whole batch in memory.
         self._cache |= {text: row.clone() for text, row in computed.items()}
         for text in list(self._cache)[: max(0, len(self._cache) - MAX_CACHED)]:
             del self._cache[text]
         return torch.stack(rows) if rows else torch.zeros(0, self.num_dimensions)
 
     def compute(self, texts: Sequence[str]) -> Tensor:
-        """The vectors, whose digits depend on the texts of this call alone, as a resume needs."""
+        """Compute the vectors, whose digits depend on this call's texts only, as a
+        resume requires.
+        """
         # Texts of similar length share a batch, so that little padding is computed.
         distinct = sorted(set(texts), key=lambda text: (len(text), text))
         parts = [
@@ -100,20 +102,20 @@ class Embedder(ABC):
 
     @abstractmethod
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        """Float32 `[B, X]` of unit length on the CPU; hook."""
+        """Hook: return float32 `[B, X]` of unit length on the CPU."""
 
 
 class NgramEmbedder(Embedder):
     """Counts of character n-grams, each hashed to a dimension and a sign (arXiv:0902.2206).
 
-    Texts are compared without case. The same in every process, and for a text whatever is computed
-    beside it.
+    Texts are compared without case. The vector of a text is the same in every process and every
+    batch.
     """
 
     num_dimensions = NUM_NGRAM_DIMENSIONS
 
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        # Marked ends tell words at an end from the same letters inside, and leave no text empty.
+        # Boundary marks distinguish letters at the ends of a text, and leave no text empty.
         marked = character_sequences([f"\x02\x02{normalise(text)}\x03" for text in texts])
         counts = np.zeros((len(texts), NUM_NGRAM_DIMENSIONS))
         for grams in ngrams(marked, CHARACTER_ORDERS):
@@ -121,7 +123,7 @@ class NgramEmbedder(Embedder):
             sign_G = 1.0 - 2.0 * (grams.keys_G & np.uint64(1))
             cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + column_G.astype(np.int64)
             counts += np.bincount(cell_G, sign_G, minlength=counts.size).reshape(counts.shape)
-        # In a short text opposite signs may cancel everything.
+        # In a short text, opposite signs may cancel.
         counts[~counts.any(axis=1), 0] = 1.0
         units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return torch.from_numpy(units.astype(np.float32))
@@ -130,8 +132,8 @@ class NgramEmbedder(Embedder):
 class EncoderEmbedder(Embedder):
     """The mean of an encoder's last hidden states over a text's tokens, in float32.
 
-    Special tokens count as tokens, as sentence-transformers counts them. Texts longer than the
-    model's window are cut at their end.
+    Special tokens count as tokens, as in sentence-transformers. Texts longer than the model's
+    window are truncated at the end.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class EncoderEmbedder(Embedder):
 def build_embedder(
     parameters: EmbedderParameters, *, device: torch.device, scenario_dir: Path | None = None
 ) -> Embedder:
-    """The embedder that the parameters describe.
+    """Build the embedder that the parameters describe.
 
     Raises `ModelLoadError` if the encoder cannot be loaded.
     """

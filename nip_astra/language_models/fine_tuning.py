@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on examples: the one engine of jobs, in process and served.
+"""Fine-tuning of causal language models on examples, for jobs in process and served.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -43,29 +43,29 @@ LEARNING_RATES: dict[tuple[Method, bool], float] = {
     ("dpo", True): 2e-4,
     ("dpo", False): 2e-5,
 }
-"""By method and whether an adapter is trained; `lr_multiplier` multiplies it."""
+"""Learning rate by method and whether an adapter is trained; multiplied by `lr_multiplier`."""
 LR_SCHEDULES: Mapping[LrSchedule, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "constant": lambda progress: 1.0,
 }
-"""Factor of the learning rate by the share of steps that are done."""
+"""Factor of the learning rate by the share of completed steps."""
 MAX_GRAD_NORM = 1.0
 STATE = "state.safetensors"
-"""File of an unfinished job's weights, optimizer and step."""
+"""File with an unfinished job's weights, optimizer and step."""
 LARGE_STATE = 64 << 20
-"""Bytes of state up to which every step is saved; a larger one, every `LARGE_PERIOD` seconds."""
+"""State size, in bytes, up to which every step is saved; larger: every `LARGE_PERIOD` seconds."""
 LARGE_PERIOD = 60.0
 
 
 class TrainingText(NamedTuple):
-    """A conversation and the answers to learn from: one, or the preferred and the rejected one."""
+    """A conversation and its training answers: one, or the preferred and the rejected one."""
 
     messages: tuple[Mapping[str, str], ...]
     answers: tuple[str, ...]
 
 
 class TokenRow(NamedTuple):
-    """Tokens of a prompt, and those of an answer, the end of the turn included."""
+    """Tokens of a prompt, and those of an answer, including the end of the turn."""
 
     context: tuple[int, ...]
     answer: tuple[int, ...]
@@ -98,7 +98,7 @@ class FineTuningPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
-        """A stored plan; one of an older version has the values that it trained with."""
+        """Restore a stored plan; one of an older version gets the values that it trained with."""
         older: dict[str, Any] = {
             "nll_weight": 0.0,
             "freeze_embeddings": False,
@@ -109,11 +109,11 @@ class FineTuningPlan:
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether the weights of the model stay as they are."""
+        """Whether the model's own weights stay fixed."""
         return self.lora_rank is not None or self.start_from is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -121,10 +121,10 @@ class StepReport(NamedTuple):
     """Result of one optimizer step."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     metrics: dict[str, float]
     ends_epoch: int | None
-    """The epoch that ends with it, counted from 1."""
+    """The epoch that ends with the step, from 1."""
 
 
 class FineTuning:
@@ -170,7 +170,7 @@ class FineTuning:
 
     @property
     def num_tokens_trained(self) -> int:
-        """Answer tokens over all steps taken."""
+        """Number of answer tokens over all steps so far."""
         per_epoch = sum(len(row.answer) for rows in self.rows for row in rows)
         return round(per_epoch * self.step / self.steps_per_epoch)
 
@@ -223,8 +223,8 @@ class FineTuning:
     def _preferences(
         self, pairs: Sequence[Sequence[TokenRow]]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Log p(preferred) - log p(rejected), `[B]` nats; log-probabilities and mask of the
-        preferred answers' tokens.
+        """Return log p(preferred) - log p(rejected), `[B]` nats, with log-probabilities and mask of
+        the preferred answers' tokens.
         """
         rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
         logprobs_BT, mask_BT = self._logprobs(rows)
@@ -239,7 +239,7 @@ class FineTuning:
 
     @torch.no_grad()
     def evaluate(self, texts: Sequence[TrainingText]) -> float:
-        """Mean negative log-probability of a token of the first answers, nats."""
+        """Return the mean negative log-probability per token of the first answers, nats."""
         rows = [pair[0] for pair in self._rows_of(texts)]
         total = count = 0.0
         for start in range(0, len(rows), self.plan.batch_size):
@@ -257,7 +257,7 @@ class FineTuning:
             self.model.tokenizer.save_pretrained(folder)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, optimizer, step and reference, from which another process continues."""
+        """Return weights, optimizer, step and reference, to continue in another process."""
         state = {f"weight.{index}": one.detach() for index, one in enumerate(self.weights)}
         for index, one in enumerate(self.weights):
             for name, value in self.optimizer.state.get(one, {}).items():
@@ -283,7 +283,7 @@ class FineTuning:
         self.reference = state["reference"].tolist()
 
     def save_progress(self, folder: Path, report: StepReport, *, is_needed: bool = False) -> None:
-        """Save the state and the report of its step; a large state only from time to time."""
+        """Save the state and the report of its step; a large state only occasionally."""
         state = {name: value.contiguous() for name, value in self.state().items()}
         is_small = sum(value.nbytes for value in state.values()) <= LARGE_STATE
         if is_small or is_needed or time.monotonic() - self._saved_at > LARGE_PERIOD:
@@ -338,9 +338,9 @@ def token_rows(
     window: int,
     truncate_prompts: bool = False,
 ) -> list[list[TokenRow]]:
-    """The tokens of each text's answers, as the model reads and generates them.
+    """Return the tokens of each text's answers, as the model reads and generates them.
 
-    With `truncate_prompts` a prompt that does not fit loses its first tokens.
+    With `truncate_prompts` a prompt that does not fit is truncated from the left.
     """
     rows_of_texts = []
     for number, text in enumerate(texts, 1):
@@ -366,7 +366,7 @@ def _token_row(tokenizer: Any, text: TrainingText, answer: str, end_ids: Sequenc
 
     ids = encode(whole[len(before) :]) if whole.startswith(before) else []
     ends = [place for place, token in enumerate(ids) if token in end_ids]
-    # Some templates end turns by text, or open answers as they do not write them down.
+    # Some templates end turns by text, or open answers in another way than they render them.
     ids = ids[: ends[0] + 1] if ends else [*encode(answer), *end_ids[:1]]
     return TokenRow(tuple(encode(before)), tuple(ids))
 

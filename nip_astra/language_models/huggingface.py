@@ -83,7 +83,7 @@ from nip_astra.parameters.types import LanguageModelType
 logger = logging.getLogger(__name__)
 
 SMALLEST_RELEASED = 50_000_000
-"""Frozen models with at least as many weights are kept only in the fastest layout."""
+"""Size, in weights, from which frozen models are kept only in the fastest layout."""
 
 
 @register_language_model(LanguageModelType.HUGGINGFACE)
@@ -102,8 +102,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Source and precision of the model."""
 
         model: str
-        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. An adapter's
-        folder, as peft writes it, is added into its base's weights."""
+        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. A peft
+        adapter folder is merged into its base's weights."""
         base_model: str | None = None
         """The model before training: source of the tokenizer if `model` has none, and of the
         weights under an adapter; null for the one that the adapter names."""
@@ -116,7 +116,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Train a low-rank adapter instead of the weights; the base serves as the reference, and as
         the target if that is the same model."""
         max_batch_tokens: int = Field(default=8192, ge=256)
-        """Most positions in one forward pass without gradients (on a GPU also with). Larger is
+        """Maximum positions in one forward pass without gradients (on a GPU also with). Larger is
         faster and takes more memory."""
         decode_graphs: DecodeGraphs = "auto"
         """Whether to capture decoding steps as CUDA graphs. auto: on a GPU if possible; always:
@@ -157,7 +157,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
-        # A subclass must allow it itself.
+        # Subclasses must opt in.
         self.is_in_this_process = True
         self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None
@@ -193,7 +193,7 @@ class HuggingFaceLanguageModel(LanguageModel):
     def _load_whole(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
-        """The model with its module, whose matrices may be freed afterwards."""
+        """Load the model with its module, whose matrices may be freed afterwards."""
         source = parameters.model, parameters.base_model, scenario_dir
         module = load_model(*source).to(device)
         # Before rounding, so that its exactness can be checked.
@@ -232,7 +232,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return self.module.get_base_model() if self.has_adapter else self.module
 
     def without_adapter(self) -> HuggingFaceLanguageModel:
-        """The base model under the adapter, on the same weights."""
+        """Return the base model under the adapter, on the same weights."""
         twin = copy.copy(self)
         twin.use_adapter, twin.trainable, twin.token_count = False, False, TokenCount()
         twin._steps = self._steps.anew() if self._steps is not None else None
@@ -456,7 +456,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             self._reader = None
 
     def logits_of(self, hidden_NX: Tensor) -> Tensor:
-        """Logits `[N, V]`, float32, of hidden states from `token_scores`; gradients flow."""
+        """Return logits `[N, V]`, float32, of hidden states from `token_scores`; gradients flow."""
         if self._decoder is None:
             with adapter_state(self.module, is_on=self.use_adapter):
                 return self._module_head(hidden_NX).float()
@@ -521,7 +521,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         save_weights(self.module, directory)
 
     def save_description(self, directory: Path) -> None:
-        """Write the files of the model except its weights."""
+        """Write the model's files except its weights."""
         if self.has_adapter:
             save_adapter_config(self.module, directory)
             return

@@ -1,4 +1,4 @@
-"""Sampling and scoring through a module's own `generate` and `forward`, row by row.
+"""Sampling and scoring with a module's own `generate` and `forward`, row by row.
 
 For models that `Decoder` does not support.
 
@@ -31,7 +31,7 @@ from nip_astra.language_models.tokens import (
 
 
 class _Draw:
-    """Draws the token itself, and forces `generate` to take it."""
+    """Samples the token itself, and forces `generate` to use it."""
 
     def __init__(self, draw: Draw, uniforms_BT: Tensor, options: SamplingOptions) -> None:
         self.draw, self.uniforms_BT, self.options = draw, uniforms_BT, options
@@ -59,7 +59,7 @@ def generate_turns(
     end_ids: tuple[int, ...],
     max_batch_tokens: int,
 ) -> tuple[Generation, TokenCount]:
-    """Sample a turn for each row's context, and count the work."""
+    """Sample a turn for each row's context; return it and the work done."""
     parts, order, spent = [], [], TokenCount()
     for part in _parts([len(row) + options.max_new_tokens for row in rows], max_batch_tokens):
         context_BC, mask_BC = pad_left([rows[i] for i in part], module.device)
@@ -115,7 +115,7 @@ def _generate_batch(
 class RowReader(torch.nn.Module):
     """A causal language model's forward pass over rows, as one module.
 
-    FSDP, which watches a module's calls, sees whole passes; the head is applied to the scored
+    FSDP, which hooks a module's calls, wraps whole passes; the head is applied to the scored
     positions only.
     """
 
@@ -128,20 +128,20 @@ class RowReader(torch.nn.Module):
         self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
     def forward(self, *rows: Tensor, **needs: Any) -> TokenScores:
-        """Scores of each continuation token; see `score_rows`."""
+        """Return scores of each continuation token; see `score_rows`."""
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
             return _score_batch(self.causal_lm, *rows, **needs)
 
 
 def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which a module computes in `dtype`."""
+    """Return a function that creates a context in which a module computes in `dtype`."""
     if next(module.parameters()).dtype == dtype:
         return nullcontext
     return partial(torch.autocast, module.device.type, dtype=dtype)
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model of transformers."""
+    """Return the layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
@@ -179,7 +179,9 @@ def score_rows(
     needs_hidden: bool = False,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token, in one pass without `max_batch_tokens`; count the work."""
+    """Score each continuation token, in one pass without `max_batch_tokens`; also count
+    the work.
+    """
     context_BC, context_mask_BC, ids_BT, mask_BT = rows
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
@@ -252,7 +254,7 @@ def _score_batch(
 
 
 def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
-    """Indices of the scored positions of some rows, counted row by row."""
+    """Return indices of the scored positions of some rows, counted row by row."""
     lengths = mask_BT.sum(dim=1)
     ends = lengths.cumsum(0).tolist()
     starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]
@@ -262,7 +264,7 @@ def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
 def spread(
     mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
 ) -> TokenScores:
-    """Spread the values of scored positions over `[B, T]`, 0 elsewhere."""
+    """Scatter the values of scored positions over `[B, T]`, 0 elsewhere."""
 
     def placed(values: Tensor | None) -> Tensor | None:
         if values is None:

@@ -36,11 +36,11 @@ class RemoteLanguageModel(LanguageModel):
 
         model: str
         """Folder or hub id of its tokenizer, which must be that of the service's model. Weights
-        there are not read. Also the name of the model at the service, unless train_service.model
+        there are not loaded. Also the name of the model at the service, unless train_service.model
         gives one."""
         context_window: int | None = Field(default=None, ge=2)
-        """Most tokens of prompt and answer together, at most the service's; null reads the folder's
-        config.json."""
+        """Maximum tokens of prompt and answer together, at most the service's; null uses the
+        folder's config.json."""
         lora: LoraParameters | None = None
         """The adapter that the service trains; null trains all weights (not supported by the
         backend tinker). With http, target_modules names layers of the service's model."""

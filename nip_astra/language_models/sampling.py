@@ -1,8 +1,8 @@
-"""How a token is drawn: options, the tokens that may be drawn, the distribution and the draw.
+"""Token sampling: options, allowed tokens, the distribution and the draw.
 
-Two draws share these rules: by inverting the cumulative distribution at a uniform number
-(`sample_tokens`, for trees of conversations), and by Gumbel noise (`sample_with_noise`, for answers
-to requests).
+Two methods share these rules: inverting the cumulative distribution at a uniform number
+(`sample_tokens`, for trees of conversations), and Gumbel noise (`sample_with_noise`, for answers to
+requests).
 
 Shape suffixes: `B` row, `T` continuation position, `S` scored position, `V` vocabulary, `C` chunk
 of the vocabulary, `K` token kept at any position.
@@ -21,13 +21,13 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 
 _NUM_LIKELY = (256, 4096)
-"""Sizes tried for a nucleus before a row is sorted in full."""
+"""Nucleus sizes tried before a row is sorted in full."""
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn from the model's distribution."""
+    """Options of sampling from the model's distribution."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -67,54 +67,54 @@ class SupportMask(NamedTuple):
     """int64; number of tokens kept at each position, at least 1."""
 
     def at(self, positions: Sequence[int]) -> SupportMask:
-        """The mask of some positions, in the given order."""
+        """Return the mask at some positions, in the given order."""
         parts = torch.split(self.ids_K, self.counts_S.tolist())
         ids = [parts[position] for position in positions]
         index = torch.tensor(positions, dtype=torch.long, device=self.counts_S.device)
         return SupportMask(torch.cat([self.ids_K[:0], *ids]), self.counts_S[index])
 
     def to(self, device: torch.device) -> SupportMask:
-        """The same on a device."""
+        """Move the mask to a device."""
         return SupportMask(self.ids_K.to(device), self.counts_S.to(device))
 
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """The distribution that tokens were drawn from, under which they are to be scored.
+    """The distribution that tokens were drawn from, for scoring.
 
     It is the model's at `temperature`, without special tokens, without an end before
-    `min_new_tokens`, and without what `top_k` and `top_p` cut off.
+    `min_new_tokens`, and truncated by `top_k` and `top_p`.
     """
 
     options: SamplingOptions
     """Temperature 0 has no distribution."""
     support: SupportMask | None = None
-    """For each scored token in turn; needed if the options cut. See `TokenScorer.support_mask`."""
+    """One entry per scored token, required to truncate. See `TokenScorer.support_mask`."""
 
 
 @dataclass(frozen=True)
 class LogitsTransform:
-    """Turns the model's logits at scored positions into those of the sampling distribution."""
+    """Transforms the model's logits at scored positions into those of the sampling distribution."""
 
     temperature: float
     """> 0; logits are divided by it."""
     banned_ids: Tensor
     """Tokens that are never drawn."""
     end_ids: Tensor
-    """Tokens that are not drawn where a turn may not end yet."""
+    """Tokens that are not drawn while a turn may not end yet."""
     is_early_S: Tensor
     """bool; True at those positions."""
     support: SupportMask | None = None
-    """None if nothing is cut."""
+    """None without truncation."""
 
     def at(self, positions: Sequence[int]) -> LogitsTransform:
-        """The transform of some of the positions."""
+        """Return the transform at some positions."""
         index = torch.tensor(positions, dtype=torch.long, device=self.is_early_S.device)
         support = None if self.support is None else self.support.at(positions)
         return replace(self, is_early_S=self.is_early_S[index], support=support)
 
     def apply(self, logits_SV: Tensor) -> Tensor:
-        """Logits of the sampling distribution; gradients flow.
+        """Return logits of the sampling distribution; gradients flow.
 
         The support stays fixed while the logits change, so that the distributions before and after
         a step are over the same tokens.
@@ -133,10 +133,10 @@ class LogitsTransform:
     def find_support(
         self, logits_SV: Tensor, ids_S: Tensor, *, top_k: int | None, top_p: float
     ) -> SupportMask:
-        """The tokens that the cuts keep, always including the token that was drawn.
+        """Return the tokens kept by the truncation, always including the drawn token.
 
-        Sampling may take another path through the model, whose rounding moves that token across
-        the cut.
+        Sampling may take another path through the model, whose rounding moves that token across the
+        threshold.
         """
         is_kept_SV = keep_likely(self.apply(logits_SV), top_k=top_k, top_p=top_p)
         is_kept_SV.scatter_(1, ids_S.unsqueeze(1), True)
@@ -144,15 +144,15 @@ class LogitsTransform:
 
 
 def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a turn: those of the checkpoint and of the tokenizer."""
+    """Return the tokens that end a turn: those of the checkpoint and of the tokenizer."""
     configured = getattr(generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
 
 
 def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    """Special tokens except ends (a model that generated a role marker could forge a turn), and
-    rows of the vocabulary without a token.
+    """Return special tokens except ends (a model that generated a role marker could forge a turn),
+    and vocabulary rows without a token.
     """
     special = set(tokenizer.all_special_ids)
     special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -161,11 +161,11 @@ def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -
 
 
 Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
-"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may use up the logits."""
+"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may overwrite logits."""
 
 
 class ConstrainedSampler:
-    """Draws tokens of a model, never a banned one, and no end before `min_new_tokens`."""
+    """Samples tokens of a model, never a banned one, and no end before `min_new_tokens`."""
 
     def __init__(
         self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
@@ -178,7 +178,7 @@ class ConstrainedSampler:
     def draw(
         self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row; the logits are used up."""
+        """Sample a token for each row; overwrites the logits."""
         logprobs_BV = logits_BV.log_softmax(dim=1)
         logits_BV.index_fill_(1, self.banned_ids, float("-inf"))
         if position < options.min_new_tokens:
@@ -193,7 +193,7 @@ class ConstrainedSampler:
         return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
 
     def transform(self, distribution: SamplingDistribution, mask_BT: Tensor) -> LogitsTransform:
-        """The transform from the model's logits to a distribution, at the tokens of a mask."""
+        """Return the transform from the model's logits to a distribution, at masked tokens."""
         options, support = distribution.options, distribution.support
         return LogitsTransform(
             temperature=options.temperature,
@@ -204,7 +204,7 @@ class ConstrainedSampler:
         )
 
     def _ends(self, options: SamplingOptions) -> Tensor:
-        """The end tokens on the device, kept there: a copy at each step would wait for it."""
+        """Return the end tokens on the device, cached: a copy at each step would synchronise."""
         ids = (*self._own_end_ids, *options.end_ids)
         if ids not in self._end_ids:
             self._end_ids[ids] = torch.tensor(ids, device=self._device)
@@ -238,7 +238,7 @@ def sample_tokens(
         return _draw_any(logits_BV, uniforms_B)
     mass_B = logits_BV.logsumexp(dim=-1).double()
     if logits_BV.device.type != "cpu":
-        # A sort is cheap there, and checking whether a row needs one would wait for the device.
+        # A sort is cheap on a GPU, and checking whether a row needs one would synchronise.
         values, tokens = logits_BV.sort(dim=-1, descending=True)
         return _draw_likely(values, mass_B, tokens, uniforms_B, top_p)
     drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
@@ -262,13 +262,14 @@ def sample_with_noise(
     *,
     temperatures: Sequence[float],
     cuts: Sequence[tuple[int | None, float]],
-    generators: Sequence[torch.Generator],
+    generators: Callable[[int], torch.Generator],
 ) -> Tensor:
     """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
 
     The noise is the row's own, so that a draw does not depend on the batch. A sum, by which a
     cumulative distribution is inverted, would: its last digit depends on the batch size. Logits are
-    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`.
+    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`;
+    `generators` gives that of a row, for rows that are not greedy.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
@@ -286,7 +287,7 @@ def sample_with_noise(
         logits_RV[same] = logits_RV[same].masked_fill(~kept, float("-inf"))
     noise_RV = torch.empty_like(logits_RV)
     for noise_V, row in zip(noise_RV, rows, strict=True):
-        noise_V.exponential_(generator=generators[row])
+        noise_V.exponential_(generator=generators(row))
     smallest = torch.finfo(noise_RV.dtype).tiny
     tokens_B[index] = (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
     return tokens_B
@@ -295,7 +296,7 @@ def sample_with_noise(
 def _draw_likely(
     values: Tensor, mass_B: Tensor, tokens: Tensor, uniforms_B: Tensor, top_p: float
 ) -> Tensor:
-    """Draw among tokens in falling order, cut to the share `top_p` of `exp(mass_B)`."""
+    """Sample among tokens in descending order, truncated to the share `top_p` of `exp(mass_B)`."""
     probabilities = (values.double() - mass_B[:, None]).exp()
     if top_p < 1.0:
         probabilities = probabilities.masked_fill(_is_beyond(probabilities, top_p), 0.0)
@@ -304,12 +305,12 @@ def _draw_likely(
 
 
 def _is_beyond(probabilities: Tensor, top_p: float) -> Tensor:
-    """Which probabilities, sorted in falling order, lie beyond the nucleus."""
+    """Return which probabilities, in descending order, lie beyond the nucleus."""
     return probabilities.cumsum(dim=-1) - probabilities >= top_p
 
 
 def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
-    """Which tokens can be drawn at temperature 1, bool `[B, V]`."""
+    """Return which tokens can be drawn at temperature 1, bool `[B, V]`."""
     size = logits_BV.shape[-1] if top_k is None else min(top_k, logits_BV.shape[-1])
     values, tokens = logits_BV.topk(size, dim=-1)
     probabilities = (values.double() - values.double().logsumexp(dim=-1, keepdim=True)).exp()
@@ -318,7 +319,7 @@ def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor
 
 
 def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Draw a chunk of the vocabulary, then a token in it."""
+    """Sample a chunk of the vocabulary, then a token in it."""
     vocab_size = logits_BV.shape[-1]
     highest_B1 = logits_BV.max(dim=-1, keepdim=True).values
     weights_BV = F.pad((logits_BV - highest_B1).exp_(), (0, -vocab_size % _CHUNK))
@@ -331,7 +332,7 @@ def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
     within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
     inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
-    # NaN logits lead past the end; `require_finite` rejects their log-probability.
+    # NaN logits give an index past the end; `require_finite` rejects their log-probability.
     return (chunk_B * _CHUNK + inside).clamp_(max=vocab_size - 1)
 
 

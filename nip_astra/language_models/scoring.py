@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states, without logits of all positions at once.
+"""Log-probabilities of tokens from hidden states, without materialising all logits at once.
 
 Shape suffixes: `S` scored position, `X` hidden unit, `V` vocabulary.
 """
@@ -16,13 +16,13 @@ from nip_astra.language_models.sampling import LogitsTransform
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_LOGITS = 1 << 24
-"""Logits computed at once without gradients: 64 MiB of float32."""
+"""Maximum logits computed at once without gradients: 64 MiB of float32."""
 MAX_KEPT_LOGITS = 1 << 26
-"""Logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
+"""Maximum logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
 
 
 def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
-    """Log-probabilities of one token per position, float32 `[S]` nats."""
+    """Return the log-probability of one token per position, float32 `[S]` nats."""
     logprobs_S, _ = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=False)
     return logprobs_S
 
@@ -35,7 +35,7 @@ def token_logprobs_and_entropy(
     needs_entropy: bool = True,
     transform: LogitsTransform | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of one token and entropy at each position, float32 `[S]` nats.
+    """Return the log-probability of one token and the entropy at each position, float32 `[S]` nats.
 
     Gradients flow through both. The entropy is None unless requested.
     """
@@ -72,7 +72,7 @@ def chosen_logprobs(
     *,
     needs_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_logprobs_and_entropy` from logits."""
+    """Compute `token_logprobs_and_entropy` from logits."""
     logits_SV = logits_SV.float()
     if transform is not None:
         logits_SV = transform.apply(logits_SV)
@@ -130,7 +130,7 @@ class _ChosenLogprobsAndEntropy(torch.autograd.Function):
 def require_finite(
     logprobs_BT: Tensor, mask_BT: Tensor, *, role: str, model: object, during: object
 ) -> None:
-    """Reject log-probabilities of a turn that are NaN; padding is not checked.
+    """Raise for NaN log-probabilities of a turn; padding is not checked.
 
     One logit that is NaN or +inf makes all log-probabilities of its position NaN.
     """

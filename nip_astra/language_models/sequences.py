@@ -1,11 +1,12 @@
-"""Requests to a language model, and the answers that grow token by token."""
+"""Generation requests, and answers that grow token by token."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from nip_astra.utils.seeding import SeedPart, derived_generator
 FinishReason = Literal["stop", "length", "error"]
 _NUMBERS = itertools.count()
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for an incomplete character."""
+"""Output of a tokenizer for an incomplete character."""
 
 
 class TokenRecord(NamedTuple):
@@ -26,25 +27,25 @@ class TokenRecord(NamedTuple):
 
     token: int
     logprob: float
-    """Under the model's own distribution (temperature 1, nothing cut off), nats; NaN for the first
-    token of a prompt."""
+    """Under the model's own distribution (temperature 1, no truncation), nats; NaN for the first
+    token of a prompt and where none are requested."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens with their log-probabilities, in falling order."""
+    """The most likely tokens with their log-probabilities, in descending order."""
     text: str = ""
     """The text that the token completes: the texts of all tokens join to that of the answer."""
     before: tuple[int, ...] = ()
-    """The last tokens before it, on which the text of a token in its place may depend."""
+    """The preceding tokens, on which the text of a token in its place may depend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step added to one answer."""
+    """The additions of one step to one answer."""
 
     request: GenerationRequest
     index: int
     """Number of the answer within its request."""
     text: str
-    """Text that will not change; may lag behind the tokens."""
+    """Text that is final; may lag behind the tokens."""
     tokens: tuple[TokenRecord, ...] = ()
     """If log-probabilities are requested, tokens whose text `text` completes. All tokens drawn,
     including the end of the turn, if the request `keeps_tokens` or `returns_token_ids`."""
@@ -67,16 +68,16 @@ class GenerationRequest:
     """A prompt to continue."""
 
     prompt: tuple[int, ...]
-    """At least one token."""
+    """Tokens of the prompt, at least one."""
     max_tokens: int
-    """Longest answer; prompt and answer must fit into the model's window. 0 with `echo` only."""
+    """Maximum answer length; prompt and answer must fit the window. 0 with `echo` only."""
     seed: int = 0
-    """With the index of an answer it determines all its draws, whatever else is in the batch."""
+    """With the index of an answer it determines all of its draws, independently of the batch."""
     listener: Listener | None = None
     sample_seeds: tuple[int, ...] = ()
     """If given, one seed per answer: answer i is drawn as answer 0 of a request with that seed."""
     num_samples: int = 1
-    """Answers, drawn independently."""
+    """Number of independent answers."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
@@ -88,29 +89,31 @@ class GenerationRequest:
     end_ids: tuple[int, ...] = ()
     """Tokens that end an answer, in addition to the model's."""
     returns_token_ids: bool = False
-    """Return all tokens, special ones and the end included, in place of text."""
+    """Return all tokens, including special ones and the end, instead of text."""
     keeps_tokens: bool = False
-    """Return all tokens beside the text."""
+    """Return all tokens in addition to the text."""
     echo: bool = False
     """The answer begins with the prompt and, if log-probabilities are requested, its tokens."""
     prompt_tokens: list[TokenRecord] = field(default_factory=list)
-    """For `echo`: the prompt's tokens with their log-probabilities, as the engine finds them."""
+    """For `echo`: the prompt's tokens with their log-probabilities, filled in by the engine."""
     grammar: str | None = None
-    """Grammar that the answer keeps to, if it is not cut; see `structured.Grammars`."""
+    """Grammar of the answer, unless it is truncated; see `structured.Grammars`."""
+    shown_ids: tuple[int, ...] = ()
+    """Special tokens that may be drawn and that the text shows, such as marks of calls."""
     adapter: Adapter | None = None
-    """Low-rank adapter that prompt and answer go through."""
+    """Low-rank adapter for prompt and answer."""
     is_cancelled: bool = False
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
     def seed_key(self, index: int) -> tuple[SeedPart, ...]:
-        """What the draws of an answer are derived from."""
+        """Return the key from which the draws of an answer are derived."""
         if self.sample_seeds:
             return self.sample_seeds[index], "answer", 0
         return self.seed, "answer", index
 
     @property
     def options(self) -> SamplingOptions:
-        """How its tokens are drawn."""
+        """Return its sampling options."""
         return SamplingOptions(
             self.max_tokens,
             temperature=self.temperature,
@@ -134,7 +137,7 @@ class RunningSequence:
         matcher: Any = None,
     ) -> None:
         self.request, self.index, self.matcher = request, index, matcher
-        self.generator = derived_generator(*request.seed_key(index), device=device)
+        self._device = device
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -142,12 +145,11 @@ class RunningSequence:
         self.is_request_fault = False
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
-        self._detokenizer = IncrementalDetokenizer(tokenizer, ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, (), request.shown_ids)
         # Unless somebody needs the text on the way, it is decoded once, at the end.
         self._has_tokens = request.num_top is not None or request.keeps_tokens
         is_read = request.is_streamed or request.stop or self._has_tokens
         self._undecoded: list[int] | None = None if is_read else []
-        self._tokenizer = tokenizer
         self._text = ""
         self._records: list[TokenRecord] = []
         self._held_back: list[TokenRecord] = []
@@ -159,6 +161,11 @@ class RunningSequence:
             if request.max_tokens == 0:
                 self._finish("length")
         self._detokenizer.stop = [text for text in request.stop if text]
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The source of its draws."""
+        return derived_generator(*self.request.seed_key(self.index), device=self._device)
 
     def append(self, record: TokenRecord) -> None:
         """Add the next token."""
@@ -202,12 +209,12 @@ class RunningSequence:
         self._release(text)
 
     def fail(self, error: str) -> None:
-        """Give up."""
+        """End with an error."""
         self.finish_reason, self.error = "error", error
 
     def _finish(self, reason: FinishReason) -> None:
         if self._undecoded is not None:
-            self._text = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            self._text = self._detokenizer.decode(self._undecoded)
         else:
             text = self._detokenizer.finish()
             if self._held_back:
@@ -233,7 +240,7 @@ class RunningSequence:
         self._num_uncovered -= covered
 
     def _cut_tokens(self) -> None:
-        """Report the remaining tokens, without their text from a stop text on."""
+        """Report the remaining tokens, with their text truncated before a stop text."""
         for record in self._held_back:
             text = record.text[: self._num_uncovered]
             self._num_uncovered -= len(text)
@@ -242,7 +249,7 @@ class RunningSequence:
         self._held_back = []
 
     def take_progress(self) -> Progress | None:
-        """The item to report now, if any."""
+        """Return the progress to report now, if any."""
         if not self.request.is_streamed and self.finish_reason is None:
             return None
         if not (self._text or self._records or self.finish_reason):
@@ -262,14 +269,17 @@ class RunningSequence:
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text that will not change any more.
+    """Converts tokens to text that is final.
 
-    Text is held back while it may be the beginning of a stop text, or part of a character whose
-    other bytes are missing.
+    Text is held back while it may be the beginning of a stop text, or part of an incomplete
+    character.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str], shown_ids: Collection[int] = ()
+    ) -> None:
         self.tokenizer = tokenizer
+        self._shown_ids = frozenset(shown_ids)
         self.stop = [text for text in stop if text]
         self.is_stopped = False
         self.added = ""
@@ -279,11 +289,11 @@ class IncrementalDetokenizer:
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """The text that a token completes."""
+        """Return the text completed by a token."""
         self._ids.append(token)
         # A token's text may depend on the token before it (spaces), and on no earlier one.
-        before = self._decode(self._ids[self._first : self._read])
-        now = self._decode(self._ids[self._first :])
+        before = self.decode(self._ids[self._first : self._read])
+        now = self.decode(self._ids[self._first :])
         self.added = ""
         if now.endswith(_REPLACEMENT) or len(now) <= len(before):
             return ""
@@ -293,20 +303,25 @@ class IncrementalDetokenizer:
 
     @property
     def last_ids(self) -> tuple[int, ...]:
-        """The tokens that the text of the next one depends on."""
+        """Return the tokens that the text of the next one depends on."""
         return tuple(self._ids[self._first :])
 
     def finish(self) -> str:
-        """The text still held back, if the answer ends without a stop text."""
-        before = self._decode(self._ids[self._first : self._read])
-        self.added = self._decode(self._ids[self._first :])[len(before) :]
+        """Return the text still held back, if the answer ends without a stop text."""
+        before = self.decode(self._ids[self._first : self._read])
+        self.added = self.decode(self._ids[self._first :])[len(before) :]
         text = self._release(self.added) + ("" if self.is_stopped else self._pending)
         self._pending = ""
         return text
 
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, with those special ones that are shown."""
+        if self._shown_ids.isdisjoint(ids):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        parts = []
+        for is_shown, some in itertools.groupby(ids, self._shown_ids.__contains__):
+            parts.append(self.tokenizer.decode([*some], skip_special_tokens=not is_shown))
+        return "".join(parts)
 
     def _release(self, added: str) -> str:
         text = self._pending + added
@@ -320,7 +335,7 @@ class IncrementalDetokenizer:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of a text that may begin a stop text."""
+    """Return the number of final characters of a text that may begin a stop text."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

@@ -1,4 +1,4 @@
-"""Find and load Hugging Face models: a hub id, a folder, a GGUF file, or a file in a package."""
+"""Loading of Hugging Face models: a hub id, a folder, a GGUF file, or a file in a package."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from urllib.request import getproxies
 
 import torch
 
-from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError, reason_of
+from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
 from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 MODEL_CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
-"""Below this many weights nothing is gained from bfloat16."""
+"""Size, in weights, from which bfloat16 is faster."""
 ADVICE = (
     "Give a folder that save_pretrained wrote, a .gguf file, package://name/file, or a hub id "
     "that this machine can reach."
@@ -40,7 +41,7 @@ _READING_GGUF = threading.RLock()
 
 
 def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str | None]:
-    """The folder or hub id of a model and, for a GGUF file, the file's name."""
+    """Return the folder or hub id of a model and, for a GGUF file, the file's name."""
     source = resolve_reference(reference, scenario_dir)
     if isinstance(source, Path):
         if not source.exists():
@@ -48,7 +49,7 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
                 f"the model {reference!r} is missing: {source} does not exist. {ADVICE}"
             )
         if source.suffix == ".gguf":
-            _require_gguf(reference)
+            import_extra("gguf", f"the GGUF file {reference!r}", "gguf")
             return str(source.parent), source.name
         if not is_model_folder(source):
             raise ModelLoadError(f"{source} holds no model: it has no config.json. {ADVICE}")
@@ -58,7 +59,7 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
 
 
 def _require_hub(name: str) -> None:
-    """Refuse a hub id at once if the hub is out of reach, and use the cache if that has the model.
+    """Raise at once for a hub id if the hub is unreachable and the model is not cached.
 
     huggingface_hub tries each file six times, which takes a minute.
     """
@@ -81,7 +82,7 @@ def _require_hub(name: str) -> None:
 
 @lru_cache(maxsize=1)
 def _hub_problem(address: str) -> str:
-    """Why the hub cannot be reached; empty if it can."""
+    """Return why the hub cannot be reached; empty if it can."""
     place = urlsplit(address)
     port = place.port or (80 if place.scheme == "http" else 443)
     try:
@@ -97,12 +98,12 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _is_adapter(name: str) -> bool:
-    """Whether this is a folder of an adapter without its base."""
+    """Whether a folder holds an adapter without its base."""
     return (Path(name) / ADAPTER_CONFIG).is_file() and not (Path(name) / MODEL_CONFIG).is_file()
 
 
 def _base_of(folder: str) -> str:
-    """The model that an adapter was trained on, by the adapter's configuration."""
+    """Return the base model in an adapter's configuration."""
     try:
         base = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -117,7 +118,7 @@ def _base_of(folder: str) -> str:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
-    """Load a tokenizer; equal arguments share one object. An adapter has that of its base."""
+    """Load a tokenizer, cached by its arguments; an adapter has its base's tokenizer."""
     from transformers import AutoTokenizer
 
     name = _base_of(name) if _is_adapter(name) else name
@@ -127,7 +128,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
     if is_empty:
-        # transformers makes one without words if a folder has a model alone.
+        # transformers creates an empty one if a folder has only a model.
         raise ModelLoadError(
             f"the tokenizer of {name!r} turns texts into nothing: its files are missing. Save it "
             "beside the model: tokenizer.save_pretrained(folder)."
@@ -136,9 +137,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> Any:
-    """Load a causal language model in float32; an adapter is added into its base's weights.
+    """Load a causal language model in float32; an adapter is merged into its base's weights.
 
-    `base` is the model under an adapter, by default the one that the adapter names.
+    `base` is the model under an adapter, by default the one named by the adapter.
     """
     name, gguf_file = resolve_model(reference, scenario_dir)
     if not _is_adapter(name):
@@ -150,7 +151,7 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     """Load a causal language model in float32 with SDPA attention, in eval mode.
 
-    The folder of an adapter gives the model that it was trained on, with the adapter added.
+    An adapter's folder gives its base model with the adapter merged.
     """
     if _is_adapter(name):
         return load_model(name, None, None)
@@ -187,7 +188,7 @@ def load_pretrained(
     advice: str,
     from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
 ) -> tuple[Any, Any]:
-    """Tokenizer and model of a reference; GGUF files and missing weights are refused.
+    """Load tokenizer and model of a reference; GGUF files and missing weights are refused.
 
     `from_name` loads tokenizer, model and transformers' loading info from a folder or hub id.
     """
@@ -210,16 +211,16 @@ def load_pretrained(
 
 
 def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
-    """Most tokens of a text, and the text to read in place of one without words."""
+    """Return the maximum tokens of a text, and a replacement for a text without words."""
     limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
-    # Without special tokens around it, such a text would have no tokens at all.
+    # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
     return limit if window is None else min(limit, int(window)), blank
 
 
 def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:
-    """Refuse a model that lacks weights, which transformers initialises at random."""
+    """Raise for a model with missing weights, which transformers initialises at random."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(
@@ -228,10 +229,10 @@ def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: st
 
 
 def round_weights(module: Any, dtype: torch.dtype) -> None:
-    """Hold a module's weights in a precision.
+    """Convert a module's weights to a precision.
 
-    `module.to(dtype)` would round the frequencies of rotary embeddings too, which turns tokens a
-    thousand positions from the first by half a radian.
+    `module.to(dtype)` would also round the frequencies of rotary embeddings, which rotates tokens
+    at position 1,000 by half a radian.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -241,7 +242,7 @@ def round_weights(module: Any, dtype: torch.dtype) -> None:
 
 
 class ModelDescription(NamedTuple):
-    """Facts of a model that are known without its weights."""
+    """Properties of a model that are known without its weights."""
 
     context_window: int
     vocab_size: int
@@ -289,7 +290,7 @@ def computing_dtype(
     *,
     trainable: bool,
 ) -> torch.dtype:
-    """The precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
+    """Return the precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
     dtype = DTYPES.get(asked, torch.float32)
     if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
         module, device
@@ -300,13 +301,6 @@ def computing_dtype(
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:
     return {"gguf_file": gguf_file} if gguf_file else {}
-
-
-def _require_gguf(reference: str) -> None:
-    try:
-        import gguf  # noqa: F401 - an optional package that transformers imports itself
-    except ImportError as error:
-        raise MissingDependencyError.of(f"the GGUF file {reference!r}", "gguf", "gguf") from error
 
 
 def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
@@ -338,7 +332,7 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     source = resolve_reference(reference, scenario_dir)
     if not isinstance(source, Path) or not source.is_dir():
         return load_tokenizer(*resolve_model(reference, scenario_dir))
-    # transformers makes an empty tokenizer for a folder without one.
+    # transformers creates an empty tokenizer for a folder without one.
     if any((source / name).exists() for name in TOKENIZER_FILES):
         return load_tokenizer(str(source))
     if base is None and _is_adapter(str(source)):
@@ -352,15 +346,12 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
 
 
 def _with_adapter(module: Any, folder: Path) -> Any:
-    """The model with an adapter of peft added into its weights."""
+    """Merge a peft adapter into the model's weights."""
+    peft = import_extra("peft", f"the adapter in {folder}", "lora")
     try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError.of(f"the adapter in {folder}", "peft", "lora") from error
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = module.name_or_path  # the one that is in use
-        adapted = get_peft_model(module, config)
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.base_model_name_or_path = module.name_or_path  # the active adapter
+        adapted = peft.get_peft_model(module, config)
         restore_weights(adapted, folder)
         # peft freezes the model that it wraps.
         return adapted.merge_and_unload().requires_grad_(True).eval()

@@ -1,7 +1,7 @@
-"""Answers in a given form: grammars, and masks over the vocabulary that enforce them.
+"""Grammars for structured answers, and vocabulary masks that enforce them.
 
-A grammar is a text in llguidance's variant of Lark, whose rules may hold JSON schemas. A mask
-leaves the tokens after which the answer can still become a whole text of the grammar.
+A grammar is a text in llguidance's variant of Lark, whose rules may contain JSON schemas. A mask
+allows the tokens after which the answer can still become a complete text of the grammar.
 
 Shape suffixes: `R` row, `V` vocabulary, `W` group of 32 tokens.
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelAbilityError
 
 WHITESPACE = r"[ \n\t]{0,12}"
-"""Between the parts of JSON. Without a limit, a weak model may generate nothing else."""
+"""Whitespace between the parts of JSON. Without a limit, a weak model may generate nothing else."""
 MAX_COMPILED = 64
-"""Grammars kept for later requests."""
+"""Maximum number of cached grammars."""
 _PROBE = '{"key": [-1.5, true, null, "\u00e9\\n"]}'
 
 
 def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The JSON schema of a `response_format` of OpenAI's protocol; None if it allows any text.
+    """Return the JSON schema of an OpenAI `response_format`; None if it allows any text.
 
     Raises `ConfigurationError` for any other type.
     """
@@ -46,17 +46,17 @@ def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | Non
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON texts of a schema."""
+    """Return the grammar of JSON texts of a schema."""
     return f"start: {json_rule(schema)}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema as part of a rule; its references begin at this schema."""
+    """Return a rule for JSON of a schema; its references are relative to this schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary; for any thread.
+    """Compiles grammars for one vocabulary; thread-safe.
 
     Raises `MissingDependencyError` without llguidance, and `ModelAbilityError` if the vocabulary
     cannot express JSON.
@@ -67,7 +67,7 @@ class Grammars:
             import llguidance.hf
         except ImportError as error:
             raise MissingDependencyError.of(
-                "an answer in a given form", "llguidance", "structured"
+                "a structured answer", "llguidance", "structured"
             ) from error
         self._arguments = tokenizer, end_ids, vocab_size
         self._library = llguidance
@@ -94,7 +94,7 @@ class Grammars:
         return Grammars, self._arguments
 
     def matcher(self, grammar: str) -> Any:
-        """A matcher at the beginning of a text; `ConfigurationError` for an invalid grammar."""
+        """Return a matcher at the start of a text; `ConfigurationError` for an invalid grammar."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
@@ -131,7 +131,7 @@ class Grammars:
 
 
 def advance(matcher: Any, token: int) -> str | None:
-    """Take a token of the answer; the reason if no text of the grammar goes on with it."""
+    """Advance by a token of the answer; return the reason if the grammar rejects it."""
     return None if matcher.consume_token(token) else _reason(matcher)
 
 

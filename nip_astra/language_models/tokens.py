@@ -22,10 +22,10 @@ class Generation:
     ids_BT: Tensor
     """int64; the last token of a row is its end token, if it ended; padding is 0."""
     mask_BT: Tensor
-    """bool; True on sampled tokens, the end token included."""
+    """bool; True on sampled tokens, including the end token."""
     logprobs_BT: Tensor
     """float32, nats, no gradient: log p of each sampled token under the unmodified distribution
-    (temperature 1, nothing cut off); 0 on padding."""
+    (temperature 1, no truncation); 0 on padding."""
 
 
 TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -58,7 +58,7 @@ class TokenCount:
     """Work of a backend so far."""
 
     forwarded: int = 0
-    """Positions that went through the model, padding included."""
+    """Positions forwarded through the model, including padding."""
     generated: int = 0
     """Tokens sampled."""
     scored: int = 0
@@ -82,7 +82,7 @@ class Counted:
 
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
-        """The work done within the block, filled in when it ends."""
+        """Yield the work done within the block, filled in when it ends."""
         before = replace(self.token_count)
         spent = TokenCount()
         try:
@@ -105,12 +105,12 @@ class Counted:
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
+    """Return ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
     return _pad(rows, device, "left")
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
+    """Return ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
     return _pad(rows, device, "right")
 
 

@@ -67,7 +67,7 @@ SCORE_ONE = SamplingOptions(max_new_tokens=1, temperature=0.0)
 """vLLM samples at least one token of every text that it scores; a greedy one needs no seed, for
 which vLLM draws row by row."""
 MAX_PADDED = 1 << 24
-"""Tokens, padding included, that are scored again at once: 128 MiB of ids."""
+"""Maximum tokens, including padding, that are rescored at once: 128 MiB of ids."""
 
 
 @register_language_model(LanguageModelType.VLLM)
@@ -87,7 +87,7 @@ class VllmLanguageModel(LanguageModel):
         """Share of the GPU's memory for vLLM's weights and caches. Larger samples more turns at
         once and leaves less to training."""
         max_model_len: int | None = Field(default=None, ge=2)
-        """Longest conversation in tokens; null for the model's window. Smaller uses less memory."""
+        """Maximum conversation in tokens; null for the model's window. Smaller uses less memory."""
         sleep_during_updates: bool = False
         """Whether vLLM releases its memory during updates of a model that learns; costs the time to
         copy the weights twice per rollout."""
@@ -190,7 +190,7 @@ class VllmLanguageModel(LanguageModel):
         )
 
     def _twin(self, scorer: HuggingFaceLanguageModel | None) -> VllmLanguageModel:
-        """A frozen model on the same engine, without adapter."""
+        """Return a frozen model on the same engine, without adapter."""
         twin = copy.copy(self)
         twin.scorer, twin.use_adapter = scorer, False
         twin.token_count, twin.gap, twin.weights = TokenCount(), SamplerGap(), None
@@ -260,10 +260,10 @@ class VllmLanguageModel(LanguageModel):
         return replies
 
     def rescored(self, contexts: Sequence[Sequence[int]], said: Generation) -> Generation:
-        """Turns, one per context, with log-probabilities by the path of the losses.
+        """Return turns, one per context, with log-probabilities computed as in the losses.
 
-        Tokens that rows share, as the turns of a conversation do, are forwarded once. vLLM's
-        differences are noted.
+        Tokens that rows share, as the turns of a conversation do, are forwarded once. Differences
+        to vLLM's log-probabilities are recorded.
         """
         if self.scorer is None or not contexts:
             return said
@@ -381,9 +381,9 @@ class VllmLanguageModel(LanguageModel):
 
 
 class VllmSession(GenerationSession):
-    """Turns by vLLM, whose prefix cache replaces our own caches.
+    """Turns sampled by vLLM, whose prefix cache replaces our own caches.
 
-    They are scored again all at once: after each turn, a pass would repeat those before it.
+    They are rescored all at once: a pass after each turn would repeat the turns before it.
     """
 
     def __init__(self, model: VllmLanguageModel) -> None:
@@ -438,7 +438,7 @@ class VllmSession(GenerationSession):
 
 
 class LearntWeights:
-    """The weights of a model that learns, sent to an engine when they have changed."""
+    """The weights of a learning model, sent to an engine when they have changed."""
 
     def __init__(self, scorer: HuggingFaceLanguageModel) -> None:
         self.scorer = scorer
@@ -447,21 +447,21 @@ class LearntWeights:
 
     @property
     def version(self) -> tuple[object, int, tuple[int, ...]]:
-        """Differs whenever the weights may."""
+        """Return a value that differs whenever the weights may."""
         # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version:
         # passes with gradients are counted too.
         versions = tuple(parameter._version for parameter in self.scorer.parameters())
         return self._identity, self.num_passes, versions
 
     def send(self, engine: SamplingEngine, *, use_adapter: bool) -> Any:
-        """Send changes to an engine; the adapter to sample with, if any."""
+        """Send changes to an engine; return the adapter to sample with, if any."""
         module = self.scorer.module
         if self.scorer.has_adapter:
             if not use_adapter:
                 return None
             return engine.hold_adapter(self.version, lambda folder: save_weights(module, folder))
 
-        # The engine would round them in the same way, after twice as many bytes have travelled.
+        # The engine would round them in the same way, after a transfer of twice the size.
         dtype = getattr(torch, engine.options.dtype)
 
         def weights() -> Iterable[tuple[str, Tensor]]:
@@ -472,14 +472,14 @@ class LearntWeights:
 
 
 def _engine_dtype(asked: str, num_parameters: int) -> str:
-    """The precision of an engine without a scorer."""
+    """Return the precision of an engine without a scorer."""
     if asked == "fastest":
         return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
     return "float32" if asked == "auto" else asked
 
 
 def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
-    """Whether an engine fits a model's parameters, those at their defaults aside."""
+    """Whether an engine fits a model's parameters, ignoring those at their defaults."""
     fields = type(parameters).model_fields
     held = {
         "max_model_len": options.max_model_len,
@@ -501,12 +501,12 @@ def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
 
 
 SUSPICIOUS_GAP = 0.1
-"""Mean difference, nats per token, beyond which the engine can hardly hold the trainer's weights;
-0.012 has been reported for bfloat16 (huggingface/trl issue 4772)."""
+"""Mean difference, nats per token, beyond which the engine is unlikely to have the trainer's
+weights; 0.012 has been reported for bfloat16 (huggingface/trl issue 4772)."""
 
 
 class SamplerGap:
-    """Differences between two log-probabilities of the same sampled tokens, since last taken."""
+    """Differences between two log-probabilities of sampled tokens, since the last reset."""
 
     def __init__(self) -> None:
         self._reset()
@@ -516,7 +516,7 @@ class SamplerGap:
         self._sum = self._sum_absolute = self._largest = 0.0
 
     def note(self, sampler_S: Tensor, trainer_S: Tensor) -> None:
-        """Count tokens in: log p as sampled, and as scored by the trainer, nats."""
+        """Add tokens: log p as sampled, and as scored by the trainer, nats."""
         if len(sampler_S) == 0:
             return
         gap_S = sampler_S.double() - trainer_S.double()
@@ -526,7 +526,7 @@ class SamplerGap:
         self._largest = max(self._largest, float(gap_S.abs().max()))
 
     def take(self) -> dict[str, float]:
-        """Return and reset the figures, nats per token; empty if nothing was counted.
+        """Return and reset the metrics, nats per token; empty if there were no tokens.
 
         `kl` estimates the divergence of the sampler from the trainer: a mean over sampled tokens.
         """

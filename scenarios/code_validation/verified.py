@@ -250,7 +250,7 @@ def solutions(
     num_wrong: int,
     rng: random.Random,
 ) -> list[Solution]:
-    """Return a correct solution and at most `num_wrong` that pass some tests (at least half).
+    """Return a correct solution and at most `num_wrong` that fail some tests, at most half of them.
 
     Wrong solutions have as many kinds of mutation as possible.
     """

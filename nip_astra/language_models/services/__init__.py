@@ -1,1 +1,1 @@
-"""Models as services: chat models, fine-tuning jobs, and what trains a policy."""
+"""Models as services: chat models, fine-tuning jobs, and training services."""

@@ -1,4 +1,4 @@
-"""Chat models: messages in, messages out, asynchronously, without a tokenizer."""
+"""Asynchronous chat models: messages in, messages out, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def render_chat(
     opens_answer: bool,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """A conversation as the tokenizer's chat template writes it.
+    """Render a conversation with the tokenizer's chat template.
 
     With `opens_answer` the text ends where the assistant's next message begins. Messages and
     `tools` have OpenAI's form; templates expect the arguments of calls as objects.
@@ -63,11 +63,12 @@ def render_chat(
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
-    for call in calls:
-        if isinstance(call["arguments"], str):
-            call["arguments"] = json.loads(call["arguments"])
-    parts = [{"type": "function", "function": call} for call in calls]
+    parts = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+        parts.append({**call, "type": "function", "function": function})
     return {**message, "tool_calls": parts} if parts else dict(message)
 
 
@@ -119,17 +120,17 @@ class ChatRequest:
 
     @property
     def sample_numbers(self) -> range:
-        """The number of each sample."""
+        """Return the number of each sample."""
         return range(self.first_sample, self.first_sample + self.num_samples)
 
     def seed_from(self, sample: int) -> int | None:
-        """The seed of a request that starts at a sample, for every kind of model."""
+        """Return the seed of a request that starts at a sample, for every kind of model."""
         if self.seed is None:
             return None
         return (derive_seed(self.seed, "sample", sample) if sample else self.seed) % NUM_SEEDS
 
     def parts(self, size: int | None) -> list[ChatRequest]:
-        """The request in parts of at most `size` samples each; None for no limit."""
+        """Split the request into parts of at most `size` samples each; None for no limit."""
         if size is None or self.num_samples <= size:
             return [self]
         end = self.first_sample + self.num_samples
@@ -147,7 +148,7 @@ class ChatUsage(NamedTuple):
 
 
 NUM_SEEDS = 2**31
-"""Seeds that every service accepts; larger ones are taken modulo this."""
+"""Number of seeds that every service accepts; larger ones are taken modulo this."""
 NOTHING_USED = ChatUsage()
 CPU = torch.device("cpu")
 
@@ -168,7 +169,7 @@ class FailureReason(StrEnum):
 
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
-    """No or a lost connection, or a server error, in all attempts."""
+    """No connection, a lost one, or a server error in all attempts."""
     RATE_LIMITED = "rate_limited"
     """The service refused all attempts because of its limits."""
     REFUSED = "refused"
@@ -182,6 +183,11 @@ class FailureReason(StrEnum):
     def may_pass(self) -> bool:
         """Whether another attempt may succeed."""
         return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
+
+    @property
+    def is_of_service(self) -> bool:
+        """Whether the service, and not its answer, is the reason; runs stop then."""
+        return self.may_pass and self is not FailureReason.MALFORMED
 
 
 @dataclass(frozen=True)
@@ -219,7 +225,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class ChatFailure:
-    """A failed sample: data of the experiment, not an error of the run.
+    """A failed sample: part of the experiment's data, not an error of the run.
 
     Attributes
     ----------
@@ -264,7 +270,7 @@ class ChatOutcome:
 
 
 def join_outcomes(outcomes: Sequence[ChatOutcome]) -> ChatOutcome:
-    """The outcome of a request from those of its parts."""
+    """Join the outcomes of a request's parts."""
     return ChatOutcome(
         tuple(sample for outcome in outcomes for sample in outcome.samples),
         sum_usage(outcome.usage for outcome in outcomes),
@@ -275,7 +281,7 @@ def join_outcomes(outcomes: Sequence[ChatOutcome]) -> ChatOutcome:
 
 
 def sum_usage(usages: Iterable[ChatUsage]) -> ChatUsage:
-    """The tokens of several requests."""
+    """Sum the tokens of several requests."""
     return ChatUsage(*map(sum, zip(*usages, strict=True)))
 
 
@@ -287,24 +293,23 @@ class LimitParameters(SubParameters):
     """Rate limits, timeouts and retries of a chat model."""
 
     concurrency: int = Field(default=16, ge=1)
-    """Open requests at once. Larger is faster if the service allows it."""
+    """Maximum concurrent requests. Larger is faster if the service allows it."""
     requests_per_minute: float | None = Field(default=None, gt=0)
-    """Attempts per minute, evenly spread; null for no limit."""
+    """Attempts per minute, evenly spaced; null for no limit."""
     tokens_per_minute: float | None = Field(default=None, gt=0)
-    """Tokens per minute, evenly spread; until its answer a request counts as its messages and
+    """Tokens per minute, evenly spaced; until its answer a request counts as its messages and
     `max_tokens`. null for no limit."""
     num_retries: int = Field(default=5, ge=0)
-    """Further attempts if a service is busy, late, unavailable, or violates its protocol."""
+    """Maximum retries if a service is busy, late, unavailable, or violates its protocol."""
     backoff: float = Field(default=1.0, ge=0)
-    """Seconds before the first further attempt, doubled for each next one, at most 60, minus a
-    random share of up to half; a longer Retry-After of the service wins."""
+    """Seconds before the first retry, doubled for each next one, at most 60, minus a random share
+    of up to half; a longer Retry-After of the service wins."""
     max_retry_after: float = Field(default=300.0, ge=0)
-    """Longest Retry-After in seconds; a request with a longer one fails at once."""
+    """Maximum Retry-After in seconds; a request with a longer one fails at once."""
     attempt_timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which an attempt is given up, even if data still arrives."""
+    """Seconds after which an attempt is aborted, even if data still arrives."""
     request_timeout: float | None = Field(default=None, gt=0)
-    """Seconds for all attempts of a request and the pauses between them. null for twice
-    `attempt_timeout`."""
+    """Seconds for all attempts of a request including pauses. null for twice `attempt_timeout`."""
 
     def pause_before(
         self,
@@ -314,7 +319,7 @@ class LimitParameters(SubParameters):
         spent: float,
         jitter: Callable[[], float] = lambda: 0.0,
     ) -> float | None:
-        """Seconds to wait before a further attempt; None for no further attempt.
+        """Return the seconds to wait before a retry; None for no retry.
 
         Parameters
         ----------
@@ -392,7 +397,7 @@ class ChatModel(ABC):
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> ChatModel:
-        """Build the model of some parameters.
+        """Build the model that the parameters describe.
 
         Parameters
         ----------
@@ -407,7 +412,7 @@ class ChatModel(ABC):
 
     @abstractmethod
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        """Answer a request. May be called many times at once.
+        """Answer a request. Concurrent calls are allowed.
 
         Raises
         ------
@@ -427,29 +432,29 @@ CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
 
 
 def register_chat_model(name: str) -> Callable[[type[ChatModel]], type[ChatModel]]:
-    """Register a `ChatModel` subclass under the `_type` by which parameter files name it."""
+    """Register a `ChatModel` subclass under its `_type` in parameter files; a decorator."""
     return CHAT_MODELS.register(name)
 
 
 CHARACTERS_PER_TOKEN = 4.0
-"""For English text with usual vocabularies; a rough estimate."""
+"""Rough estimate for English text with common vocabularies."""
 TOKENS_PER_MESSAGE = 4
-"""Tokens that a chat template adds to a message, roughly."""
+"""Rough number of tokens that a chat template adds to a message."""
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:
-    """The text before the first stop text; None without one."""
+    """Return the text before the first stop text; None without one."""
     places = [place for one in stop if (place := text.find(one)) >= 0]
     return text[: min(places)] if places else None
 
 
 def estimate_tokens(text: str) -> int:
-    """Estimated number of tokens of a text."""
+    """Estimate the number of tokens of a text."""
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
 def estimate_usage(messages: Iterable[ChatMessage], answers: Iterable[str]) -> ChatUsage:
-    """Estimated tokens of a request and its answers."""
+    """Estimate the tokens of a request and its answers."""
     prompt = sum(TOKENS_PER_MESSAGE + estimate_tokens(message["content"]) for message in messages)
     return ChatUsage(prompt, sum(estimate_tokens(answer) for answer in answers))
 
@@ -461,24 +466,24 @@ _LOOP = BackgroundLoop()
 
 
 def complete_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutcome]:
-    """Send all requests at once, and wait for all outcomes; errors as of `ChatModel.answer`."""
+    """Send all requests concurrently and wait for all outcomes; raises as `ChatModel.answer`."""
     return run_sync(gather_all([model.answer(request) for request in requests]))
 
 
 def close_all(models: Iterable[ChatModel]) -> None:
-    """Close the connections of models, and stop the services that they started."""
+    """Close the connections of models, and stop the services started by them."""
     endings = [model.close() for model in models]
     if endings:
         run_sync(gather_all(endings))
 
 
 def run_sync(task: Coroutine[Any, Any, T]) -> T:
-    """The result of an asynchronous task; a signal that ends the wait cancels the task."""
+    """Return the result of an asynchronous task; a signal that ends the wait cancels the task."""
     return _LOOP.run(task)
 
 
 async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all tasks; the error of a failed one is raised after the others end."""
+    """Return the results of all tasks; raise the error of a failed one after the others end."""
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

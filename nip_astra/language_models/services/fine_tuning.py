@@ -1,4 +1,4 @@
-"""Fine-tuning by jobs, and the jobs of any service with OpenAI's protocol, a local one included."""
+"""Fine-tuning jobs, at any service with OpenAI's protocol, including a local one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FineTuningOptions:
     seed: int | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """All values, by name, with `DEFAULTS` in place of None."""
+        """Return all values by name, with `DEFAULTS` in place of None."""
         return {
             name: DEFAULTS[name] if value is None else value for name, value in asdict(self).items()
         }
@@ -111,7 +111,7 @@ DEFAULTS: Mapping[str, Any] = {
     "truncate_prompts": False,
     "seed": 0,
 }
-"""Defaults of options that a job does not set."""
+"""Default values of options that are None."""
 HYPERPARAMETERS: Mapping[str, str] = {
     "num_epochs": "n_epochs",
     "batch_size": "batch_size",
@@ -129,7 +129,7 @@ DPO_OPTIONS = ("beta", "nll_weight")
 
 @dataclass(frozen=True)
 class FineTuningJob:
-    """A job as its service describes it.
+    """A job as described by its service.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class FineTuningJob:
 
 
 class FineTuningService(ABC):
-    """Trains models by jobs."""
+    """Trains models through jobs."""
 
     @abstractmethod
     async def submit(
@@ -157,15 +157,15 @@ class FineTuningService(ABC):
         *,
         key: str,
     ) -> FineTuningJob:
-        """Start a job that trains `model`, or return the one that was started under its key."""
+        """Start a job that trains `model`, or return the existing one with its key."""
 
     @abstractmethod
     async def job(self, job_id: str) -> FineTuningJob:
-        """The current state of a job; an unknown one has failed."""
+        """Return the current state of a job; an unknown one counts as failed."""
 
     @abstractmethod
     async def cancel(self, job_id: str) -> FineTuningJob:
-        """Stop a job that has not ended."""
+        """Cancel a job that has not ended."""
 
     def place_of(self, model: str) -> str:
         """Return the path of a model with local files, else its name."""
@@ -180,7 +180,7 @@ class FineTuningService(ABC):
 
 
 def check_length(number: int, num_tokens: int, window: int) -> None:
-    """Refuse an example that is longer than the model's window."""
+    """Raise for an example that is longer than the model's window."""
     if num_tokens > window:
         raise ContextLengthError(
             f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
@@ -191,7 +191,7 @@ def check_length(number: int, num_tokens: int, window: int) -> None:
 T = TypeVar("T")
 
 KEY_FIELD = "nip_astra_key"
-"""Field of a job's metadata with its key."""
+"""Metadata field with a job's key."""
 LONGEST_KEY = 64
 STATUSES = {
     "validating_files": JobStatus.QUEUED,
@@ -205,7 +205,7 @@ STATUSES = {
 
 
 class FineTuningParameters(SubParameters):
-    """A service that trains models by jobs."""
+    """A service that trains models through jobs."""
 
     base_url: Url = Field(default="https://api.openai.com/v1", pattern=r"^https?://")
     """Address of the service up to `/fine_tuning/jobs`."""
@@ -292,14 +292,14 @@ class OpenAIFineTuning(FineTuningService):
         await self._connection.close()
 
     async def _find(self, key: str) -> FineTuningJob | None:
-        """The newest job that was submitted under a key."""
+        """Return the newest job that was submitted under a key."""
         async for job in self._connection.client().fine_tuning.jobs.list(limit=100):
             if (getattr(job, "metadata", None) or {}).get(KEY_FIELD) == key:
                 return _job_of(job)
         return None
 
     async def _upload(self, content: bytes) -> str:
-        """The id of a file with this content; an uploaded one is used again."""
+        """Return the id of a file with this content; an uploaded one is reused."""
         files = self._connection.client().files
         name = f"nip_astra-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
         async for file in files.list(purpose="fine-tune"):
@@ -352,7 +352,7 @@ class OpenAIFineTuning(FineTuningService):
 def jsonl_of(
     examples: Sequence[SupervisedExample] | Sequence[PreferenceExample], method: str
 ) -> bytes:
-    """Examples as JSON Lines in OpenAI's form."""
+    """Convert examples to JSON Lines in OpenAI's format."""
     wanted = SupervisedExample if method == "supervised" else PreferenceExample
     if not examples or not all(isinstance(example, wanted) for example in examples):
         raise ConfigurationError(
@@ -373,7 +373,7 @@ def jsonl_of(
 
 
 def _method_of(options: FineTuningOptions) -> Any:
-    """The method with its hyper-parameters, without those left to the service."""
+    """Return the method with its hyper-parameters, without service defaults."""
     given = {
         theirs: getattr(options, name)
         for name, theirs in HYPERPARAMETERS.items()
@@ -399,6 +399,6 @@ def _job_of(job: Any) -> FineTuningJob:
 
 
 def _short(key: str) -> str:
-    """A key that metadata can hold."""
+    """Shorten a key to the limit of metadata."""
     is_short = len(key) <= LONGEST_KEY
     return key if is_short else hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""HTTP clients that limit responses, and the official client of OpenAI's protocol.
+"""HTTP clients with limited response sizes, and the official OpenAI client.
 
 The package `openai` (versions 2 and 3) handles connections, credentials and the form of requests,
 without retries and without redirections, which could leak a key.
@@ -32,7 +32,7 @@ without limit."""
 
 
 def check_address(address: str, what: str) -> SplitResult:
-    """The parts of an HTTP address; `ConfigurationError` for an invalid one."""
+    """Return the parts of an HTTP address; raise `ConfigurationError` for an invalid one."""
     try:
         parts = urlsplit(address)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -46,7 +46,7 @@ def check_address(address: str, what: str) -> SplitResult:
 
 
 def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
-    """A subclass of an HTTP client that raises if a response is longer than `max_bytes`.
+    """Return a subclass of an HTTP client that raises if a response is longer than `max_bytes`.
 
     Without streaming: `send` returns the complete response.
     """
@@ -78,7 +78,7 @@ def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncCl
 
 
 async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
-    """The body, uncompressed; `AnswerTooLargeError` as soon as the limit is exceeded."""
+    """Return the uncompressed body; raise `AnswerTooLargeError` once the limit is exceeded."""
     encoding = answer.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *ENCODINGS):
         raise AnswerTooLargeError(
@@ -100,13 +100,13 @@ async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
 
 
 LARGEST_ANSWER = 64 * MIB
-"""Largest response in bytes; those of chat models have a few kilobytes."""
+"""Maximum response in bytes; those of chat models have a few kilobytes."""
 NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
-"""Statuses besides 5xx after which another attempt may succeed."""
+"""Statuses besides 5xx that may be retried."""
 MISCONFIGURED = frozenset({401, 403, 404, 405})
 WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
-"""Codes of a 400 that every request of this run would get."""
+"""Codes of a 400 that would recur for every request of this run."""
 FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
 
 
@@ -148,7 +148,7 @@ class OpenAIConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def client(self) -> AsyncOpenAI:
-        """The client of the running event loop, to which connections belong."""
+        """Return the client of the running event loop, to which connections belong."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             openai = _import_openai()
@@ -174,13 +174,13 @@ class OpenAIConnection:
         self._client = self._loop = None
 
     def shown(self, text: str) -> str:
-        """The start of a text on one line, without the key."""
+        """Return the start of a text on one line, without the key."""
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return " ".join(text.split())[:200]
 
     def failure_of(self, error: Exception) -> ChatFailure:
-        """The failure that an error means for a request; raises if every request would fail."""
+        """Return a request's failure for an error; raise if every request would fail."""
         openai = _import_openai()
         for one in (error, error.__cause__):
             # Versions of the package wrap it differently.
@@ -224,7 +224,7 @@ class OpenAIConnection:
 
 
 def read_key(variable: str | None, *, what: str = "the chat model") -> str | None:
-    """The key in an environment variable; None without a variable."""
+    """Read the key from an environment variable; None without a variable."""
     if variable is None:
         return None
     key = (read_variable(variable) or "").strip()
@@ -242,7 +242,7 @@ async def _drop_key(request: Any) -> None:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds of a Retry-After header; 0 for a date or an invalid one."""
+    """Parse the seconds of a Retry-After header; 0 for a date or an invalid one."""
     try:
         seconds = float(retry_after)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Client of the training routes of `nip-astra serve --train`, and the form of their messages.
+"""Client of the training routes of `nip-astra serve --train`, and its message format.
 
 Operations have consecutive numbers. They and their results are messages of
-`checkpoints.tensors.pack_state`, which keep every bit of a number.
+`checkpoints.tensors.pack_state`, which are bit-exact.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -66,16 +66,16 @@ if TYPE_CHECKING:
 
 ROUTE = "/training/v1/models"
 KEY_HEADER = "Idempotency-Key"
-"""A repeated request has the key of the first, and gets the same response."""
+"""Header with a request's key; a retried request has the same key, and gets the same response."""
 DONE_HEADER = "X-Operation"
-"""Header of the response to an operation that ran, or was refused when its turn came."""
+"""Header of the response to an operation that ran, or was refused in its turn."""
 MESSAGE = "application/octet-stream"
 SECONDS_BETWEEN_REPORTS = 20.0
-"""Reports distinguish a client that computes from one that has ended."""
+"""Period of the reports that show that a computing client is alive."""
 SECONDS_WITHOUT_A_BYTE = 60.0
-"""A service answers within 20 seconds, even if it is still working."""
+"""Maximum seconds without data; a working service answers within 20 seconds."""
 SECONDS_OF_ONE_REQUEST = 600.0
-"""From the first byte of a request to the last byte of the response."""
+"""Maximum seconds from the first byte of a request to the last byte of the response."""
 SECONDS_BETWEEN_POLLS = 0.05
 SECONDS_TO_NOTIFY = 2.0
 KINDS: Mapping[int, type[ServiceError]] = {
@@ -92,7 +92,7 @@ PASSING = (429, 502, 503, 504)
 
 @register_training_service(TrainingServiceType.HTTP)
 class HttpTrainingService(TrainingService):
-    """Trains at a service that `nip-astra serve --train` runs.
+    """Trains at a service started by `nip-astra serve --train`.
 
     The service returns log-probabilities and receives the loss's gradients by them. Numbers and
     saved states equal those of `LocalTrainingService`. The service's model must be the policy's.
@@ -198,12 +198,12 @@ class HttpTrainingService(TrainingService):
         self._delete()
 
     def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """Have an operation run once, however often it must be sent."""
+        """Execute an operation exactly once, with retries."""
         number = self._number + 1
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # A refused operation keeps its number.
+        # A refused operation does not use up its number.
         self._number = number
         if answer.status_code != 200:
             raise self.connection.error(answer)
@@ -240,7 +240,7 @@ def _delete(connection: TrainingConnection, path: str, ended: threading.Event) -
 
 
 def adapter_of(policy: LanguageModel) -> dict[str, Any] | None:
-    """Size and place of a policy's adapter; None where all its weights learn."""
+    """Return size and target layers of a policy's adapter; None if all its weights are trained."""
     if isinstance(policy, RemoteLanguageModel):
         return None if policy.lora is None else policy.lora.model_dump()
     config = adapter_config(policy)
@@ -303,7 +303,7 @@ class TrainingConnection:
         return found
 
     def operate(self, path: str, message: bytes, *, key: str) -> httpx.Response:
-        """Have an operation run once, and return its result or refusal."""
+        """Execute an operation exactly once, and return its result or refusal."""
         sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
         answer = run_sync(self._operate(path, sent, key, polls="GET"))
         if answer.status_code == 200 or DONE_HEADER in answer.headers:
@@ -311,7 +311,7 @@ class TrainingConnection:
         raise self.error(answer)
 
     def notify(self, method: str, path: str) -> None:
-        """Send a short request, whether or not the service answers."""
+        """Send a short request and ignore failures."""
         with suppress(self._httpx.HTTPError):
             # At interpreter exit the event loop takes no more work.
             self._httpx.request(
@@ -322,7 +322,7 @@ class TrainingConnection:
             )
 
     def unreadable(self, problem: str) -> ServiceError:
-        """The error for a response that violates the protocol."""
+        """Return the error for a response that violates the protocol."""
         return ServiceError(
             f"unreadable response of the training service {self.base_url}: {problem}. Check that "
             "base_url is the address of `nip-astra serve --train`, of this version."
@@ -340,7 +340,7 @@ class TrainingConnection:
                     raise ServiceUnreachableError(
                         f"the training service {self.base_url} has worked on one request for "
                         f"{self.options.operation_timeout:g} s. Check the service or raise "
-                        "train_service.operation_timeout, then go on with: nip-astra resume RUN."
+                        "train_service.operation_timeout, then continue with: nip-astra resume RUN."
                     )
                 # The service has waited for the result already.
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)
@@ -351,7 +351,7 @@ class TrainingConnection:
     async def _patiently(
         self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
     ) -> httpx.Response:
-        """Repeat a request while the service does not answer or is full."""
+        """Retry a request while the service does not answer or is full."""
         deadline = time.monotonic() + self.options.patience_seconds
         headers = {KEY_HEADER: key, **sent.get("headers", {})}
         pause = 0.05
@@ -388,7 +388,7 @@ class TrainingConnection:
             pause = min(2 * pause, 2.0)
 
     def _open(self) -> httpx.AsyncClient:
-        """The client of the running event loop; a forked process has another loop."""
+        """Return the client of the running event loop; a forked process has another loop."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             kind = bounded(self._httpx.AsyncClient, int(self.options.max_answer_mib * MIB))
@@ -411,7 +411,7 @@ class TrainingConnection:
 
 
 def pack_folder(folder: Path) -> dict[str, Tensor]:
-    """The files of a folder as bytes, by their paths in it."""
+    """Return the files of a folder as bytes, by relative path."""
     return {
         path.relative_to(folder).as_posix(): torch.frombuffer(
             bytearray(path.read_bytes()), dtype=torch.uint8
@@ -422,7 +422,7 @@ def pack_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the result of `pack_folder`, and nothing outside the folder."""
+    """Write the result of `pack_folder`, only inside the folder."""
     root = folder.resolve()
     for name, content in files.items():
         path = (root / name).resolve()
@@ -441,7 +441,7 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def weights_digest(module: Any) -> str:
-    """Digest of a model's weights, adapters left out."""
+    """Return a digest of a model's weights, without adapters."""
     weights = [
         tensor.detach().to("cpu", torch.float32).contiguous().numpy()
         for name, tensor in module.named_parameters()
@@ -452,6 +452,6 @@ def weights_digest(module: Any) -> str:
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Digest of a vocabulary."""
+    """Return a digest of a vocabulary."""
     items = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(repr(items).encode()).hexdigest()

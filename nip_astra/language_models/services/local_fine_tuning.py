@@ -1,4 +1,4 @@
-"""Fine-tuning jobs in this process: a folder for each job and the model that it trains."""
+"""Fine-tuning jobs in this process: a folder for each job and its trained model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 JOB, EXAMPLES, MODEL, ERROR = "job.json", "examples.jsonl", "model", "error"
 CANCELLED = "cancelled"
-"""Content of the file `error` of a job that was cancelled."""
+"""Content of a cancelled job's file `error`."""
 
 
 class LocalFineTuningService(FineTuningService):
-    """Runs `FineTuning` on a small model of transformers when a job's status is first requested.
+    """Runs `FineTuning` on a small transformers model when a job's status is first requested.
 
     A killed job continues after its last saved step. Equal jobs give equal weights on the CPU. The
     name of a trained model is its path from the parent of `directory`, so that it stays valid when
@@ -142,7 +142,7 @@ class LocalFineTuningService(FineTuningService):
         return self._name_of(path.parent) if path.parent.parent == self.directory else model
 
     def place_of(self, model: str) -> str:
-        """Return the path of a model that a job of this service trained, any other name unchanged.
+        """Return the path of a model trained by a job of this service, any other name unchanged.
 
         A path from before the run was moved or copied leads to the model in its current folder.
         """
@@ -189,7 +189,7 @@ class LocalFineTuningService(FineTuningService):
             (folder / STATE).unlink(missing_ok=True)
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel | None:
-        """The trained model; None when the job was cancelled."""
+        """Train and return the model; None if the job was cancelled."""
         job, examples = _read_job(folder)
         parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
         lora = getattr(parameters, "lora", None)
@@ -235,7 +235,7 @@ class LocalFineTuningService(FineTuningService):
 
 @contextmanager
 def _raising_run_directory_error(folder: Path) -> Iterator[None]:
-    """Turn errors of writing a job's files into one that names the job."""
+    """Convert errors of writing a job's files to one that names the job."""
     try:
         yield
     except NipAstraError:
@@ -255,7 +255,7 @@ def _digest(job: Mapping[str, Any], examples: str) -> str:
 
 
 def _read_job(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The job and its examples."""
+    """Read the job and its examples."""
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         text = (folder / EXAMPLES).read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -41,13 +41,13 @@ from nip_astra.language_models.services.chat import (
     join_outcomes,
     sum_usage,
 )
-from nip_astra.progress import count_request, waiting_for
+from nip_astra.progress import count_requests, waiting_for
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 
 TOTAL_SUFFIX = ".total"
-"""Suffix of the file beside a usage log that holds the total."""
+"""Suffix of the file beside a usage log with the total usage."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ServiceUse:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most that a run may spend on services; None for no bound."""
+    """Maximum spending of a run on services; None for no bound."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
@@ -115,14 +115,14 @@ class Budget:
 
 
 class Usage(NamedTuple):
-    """A sum of requests, tokens and money."""
+    """A sum of requests, tokens and cost."""
 
     requests: int = 0
     tokens: int = 0
     cost: float = 0.0
 
     def plus(self, other: Usage, sign: int = 1) -> Usage:
-        """The sum, or with sign -1 the difference."""
+        """Return the sum, or with sign -1 the difference."""
         return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
 
     def at_least(self, other: Usage) -> Usage:
@@ -152,7 +152,7 @@ _FAILURES = (
 
 
 class UsageLog:
-    """Every attempt of a run, in a SQLite file or in memory; for several threads."""
+    """Every attempt of a run, in a SQLite file or in memory; thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -176,7 +176,7 @@ class UsageLog:
 
     @classmethod
     def of(cls, path: Path | None) -> UsageLog:
-        """The log of a file, opened once per process."""
+        """Return the log of a file, opened once per process."""
         if path is None:
             return cls()
         log = _OPEN_LOGS.get(path.resolve())
@@ -189,7 +189,7 @@ class UsageLog:
         return self._spent
 
     async def reserve(self, most: Usage, budget: Budget) -> None:
-        """Reserve the most that a request may use; waits for open requests if necessary.
+        """Reserve the maximum usage of a request; wait for open requests if necessary.
 
         Raises `BudgetExhaustedError` if none is open and the rest may not suffice.
         """
@@ -207,7 +207,7 @@ class UsageLog:
             await freed
 
     def release(self, reserved: Usage, record: RequestRecord | None) -> None:
-        """Replace a reservation by the actual usage; None for a request that was cut off."""
+        """Replace a reservation by the actual usage; None for an aborted request."""
         took = Usage()
         if record is not None:
             tokens = record.prompt_tokens + record.completion_tokens
@@ -226,12 +226,12 @@ class UsageLog:
                 freed.set_result(None)
 
         for loop, freed in waiting:
-            # In a closed loop nobody waits.
+            # Nobody waits on a closed event loop.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(free, freed)
 
     def set_aside(self, label: str) -> None:
-        """Leave the usage under a label to the budget only."""
+        """Exclude the usage under a label from everything but the budget."""
         with self._lock, guarded(self.path):
             self._database.execute(
                 "UPDATE requests SET label = label || ' (before)' WHERE label = ?", (label,)
@@ -247,7 +247,7 @@ class UsageLog:
             )
 
     def use(self, label: str, model: str) -> ServiceUse:
-        """Usage under a label."""
+        """Return the usage under a label."""
         with self._lock, guarded(self.path):
             totals = self._database.execute(_TOTALS, (label,)).fetchone()
             failures = self._database.execute(_FAILURES, (label,)).fetchall()
@@ -279,12 +279,12 @@ class UsageLog:
             self._database.execute("COMMIT")
 
     def _open(self) -> sqlite3.Connection:
-        """The database; a damaged one is renamed if the total is known."""
+        """Open the database; a damaged one is renamed if the total is known."""
         try:
             return _open_tables(self.path)
         except RunDirectoryError as error:
             path = self.path
-            # A subclass of this error means that it is locked, or that there is no space left.
+            # A subclass of this error means a locked database or a full disk.
             is_damaged = type(error.__cause__) is sqlite3.DatabaseError
             if path is None or not is_damaged or self._total.read() == Usage():
                 raise
@@ -317,7 +317,7 @@ class _TotalFile:
         self.path = None if log is None else log.with_suffix(TOTAL_SUFFIX)
 
     def read(self) -> Usage:
-        """The total; zero if the file is new or invalid."""
+        """Read the total; zero if the file is new or invalid."""
         if self.path is None or not self.path.exists():
             return Usage()
         try:
@@ -347,7 +347,7 @@ def _open_tables(path: Path | None) -> sqlite3.Connection:
 
 
 def connect(path: Path | None) -> sqlite3.Connection:
-    """A SQLite database that survives kills and that several processes may use."""
+    """Open a SQLite database that survives kills and may be used by several processes."""
     with guarded(path):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -365,7 +365,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
 
 @contextmanager
 def guarded(path: Path | None) -> Iterator[None]:
-    """Turn errors of SQLite and of the disk into one that names the file."""
+    """Convert errors of SQLite and of the disk to one that names the file."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -376,7 +376,7 @@ def guarded(path: Path | None) -> Iterator[None]:
 
 
 def _exceeded(planned: Usage, budget: Budget) -> str | None:
-    """The first setting that would be exceeded, if any."""
+    """Return the first setting that would be exceeded, if any."""
     bounds: dict[str, tuple[float, float | None]] = {
         "max_service_requests": (planned.requests, budget.max_requests),
         "max_service_tokens": (planned.tokens, budget.max_tokens),
@@ -398,7 +398,7 @@ def _budget_text(setting: str, spent: Usage) -> str:
 
 
 class ResponseCache:
-    """Answers by model, place, request and sample number, in a file for threads and processes."""
+    """Answers by model, place, request and sample number, in a file; thread- and process-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -421,7 +421,7 @@ class ResponseCache:
         return answers
 
     def usage_of(self, keys: Sequence[str]) -> ChatUsage:
-        """Tokens of the requests with these answers, as far as known."""
+        """Return the tokens of the requests with these answers, as far as known."""
         marks = ", ".join("?" * len(keys))
         with self._lock, guarded(self.path):
             rows = self._database.execute(
@@ -442,7 +442,7 @@ class ResponseCache:
 
 
 def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
-    """The key of an answer in the cache."""
+    """Return the key of an answer in the cache."""
     fields = asdict(request)
     del fields["num_samples"], fields["first_sample"], fields["key"]
     whole = {"model": model.name, "place": model.place, "sample": sample, **fields}
@@ -466,7 +466,7 @@ def _read(text: str) -> ChatAnswer | None:
 
 
 SECONDS_OF_AN_ANSWER = 10.0
-"""Longer attempts are shown on the progress bar."""
+"""Attempts longer than this are shown on the progress bar."""
 ANSWER_TOKENS = 1024
 """Tokens reserved for an answer without `max_tokens`."""
 USAGE_FILE = "service_requests.sqlite"
@@ -474,7 +474,7 @@ CACHE_FILE = "service_answers.sqlite"
 
 
 class RateLimiter:
-    """Spreads attempts evenly over time."""
+    """Spaces attempts evenly in time."""
 
     def __init__(
         self,
@@ -501,11 +501,11 @@ class RateLimiter:
             now, start = max(start, self.clock()), max(start, self._not_before)
 
     def correct(self, planned: int, taken: int) -> None:
-        """Replace the planned tokens of an attempt by those it took."""
+        """Replace the planned tokens of an attempt by the actual ones."""
         self._next_by_tokens += (taken - planned) * self._seconds_a_token
 
     def pause(self, seconds: float) -> None:
-        """Start no attempt for some time."""
+        """Delay all further attempts for some seconds."""
         self._not_before = max(self._not_before, self.clock() + seconds)
 
 
@@ -559,7 +559,7 @@ class RetryingChatModel(ChatModel):
         self.cache = cache if model.can_be_remembered else None
         self._remembers_run_alone = is_cache_of_run
         self._limiter = RateLimiter(limits, clock=clock, sleep=sleep)
-        # It changes when an attempt starts, and no answer.
+        # It affects the start of attempts, not the answers.
         self._jitter = jitter or random.random
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -576,11 +576,11 @@ class RetryingChatModel(ChatModel):
 
     @property
     def use(self) -> ServiceUse:
-        """Usage of the model so far, including the run before it was resumed."""
+        """Return the usage of the model so far, including the run before it was resumed."""
         return self.usage_log.use(self.account, self.name)
 
     def max_usage(self, request: ChatRequest) -> Usage:
-        """Estimated upper bound of the usage of one attempt."""
+        """Estimate an upper bound of the usage of one attempt."""
         prompt = estimate_usage(request.messages, ()).prompt_tokens
         usage = ChatUsage(prompt, (request.max_tokens or ANSWER_TOKENS) * request.num_samples)
         return Usage(1, sum(usage), self.prices.cost(usage) if self.prices else 0.0)
@@ -594,14 +594,14 @@ class RetryingChatModel(ChatModel):
             self._num_open -= 1
             if not self._num_open:
                 self._end = None
-        count_request()
+        count_requests()
         return join_outcomes(outcomes)
 
     async def close(self) -> None:
         await self.model.close()
 
     async def _answer_part(self, request: ChatRequest) -> ChatOutcome:
-        """Take responses from the cache if it has all of them; else request and store them."""
+        """Return responses from the cache if it has all of them; else request and store them."""
         if self.cache is None:
             return await self._request_with_retries(request)
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
@@ -648,7 +648,7 @@ class RetryingChatModel(ChatModel):
         return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
 
     def _with_attempts(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
-        """The failure, with its number of attempts in the message."""
+        """Return the failure, with its number of attempts in the message."""
         message = failure.message
         if failure.retry_after > self.limits.max_retry_after:
             message += (
@@ -656,7 +656,7 @@ class RetryingChatModel(ChatModel):
                 f"({self.limits.max_retry_after:g})"
             )
         if num_attempts > 1:
-            message += f" ({num_attempts} attempts)"
+            message += f" ({counted(num_attempts, 'attempt')})"
         self.last_failure = message
         return replace(failure, message=message)
 
@@ -681,7 +681,7 @@ class RetryingChatModel(ChatModel):
     async def _attempt(
         self, request: ChatRequest, seconds_left: float
     ) -> tuple[ChatOutcome, float]:
-        """Make one attempt, within the limits, and measure its seconds."""
+        """Make one attempt, within the limits, and measure its duration."""
         most = self.max_usage(request)
         async with self._free_slots():
             self._raise_if_ended()
@@ -759,7 +759,7 @@ def open_chat_model(
     scenario_dir: Path | None = None,
     label: str = "chat",
 ) -> RetryingChatModel:
-    """The chat model of some parameters, with retries, rate limits, a budget and a cache.
+    """Build a chat model with retries, rate limits, a budget and a cache.
 
     Parameters
     ----------

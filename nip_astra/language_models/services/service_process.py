@@ -1,4 +1,4 @@
-"""A text service in its own process, and the one that chat models start for themselves."""
+"""A text service in a separate process, started by a user or by a chat model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from nip_astra.utils.children import start_program
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_START = 180.0
-"""Loading models takes most of it."""
+"""Maximum start time, most of which is loading models."""
 SECONDS_TO_STOP = 15.0
-"""After the signal; then the process is killed."""
+"""Seconds after the signal until the process is killed."""
 
 
 class ServiceProcess:
     """A text service in its own process; see `nip_astra.serve.LocalService` for the parameters.
 
-    A signal to the terminal's process group does not reach it, so that an interrupted run can
-    finish its step.
+    Signals to the terminal's process group do not reach it, so that an interrupted run can finish
+    its step.
 
     Attributes
     ----------
@@ -96,11 +96,11 @@ class ServiceProcess:
         return self._process.pid
 
     def log(self) -> str:
-        """The output of the service so far."""
+        """Output of the service so far."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def stop(self) -> None:
-        """End the service, if it has not ended."""
+        """Stop the service if it is running."""
         if not self._process.stop(SECONDS_TO_STOP):
             logger.warning("the text service did not end at the signal, and was killed")
         if self._process.program is not None and self._process.program.stdin is not None:
@@ -120,7 +120,7 @@ class ServiceProcess:
 
 
 def digest_of_files(place: str) -> str:
-    """A short text that changes with the files of a model; empty for a hub id."""
+    """Return a short text that changes with the files of a model; empty for a hub id."""
     path = Path(place)
     files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
     facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
@@ -133,7 +133,7 @@ _SHARED: weakref.WeakValueDictionary[tuple[str, str, str], OwnService] = (
 
 
 class OwnService:
-    """A service of one model that starts when it is first needed, and ends with its last user."""
+    """A service of one model that starts on first use and stops with its last user."""
 
     def __init__(self, name: str, weights: str, device: str) -> None:
         self.name, self.weights, self.device = name, weights, device
@@ -142,7 +142,7 @@ class OwnService:
 
     @classmethod
     def shared(cls, name: str, weights: str, device: str) -> OwnService:
-        """The service of this process for a model."""
+        """Return this process's service for a model."""
         key = (name, weights, device)
         found = _SHARED.get(key)
         if found is None:
@@ -151,12 +151,12 @@ class OwnService:
 
     @property
     def address(self) -> str | None:
-        """Its address; None while it does not run."""
+        """Its address; None while it is not running."""
         process = self._process
         return process.base_url if process is not None and process.is_alive else None
 
     def start(self) -> str:
-        """Its address; starts it if it does not run."""
+        """Start it if it is not running; return its address."""
         with self._lock:
             if self.address is None:
                 if self._process is not None:
@@ -176,7 +176,7 @@ class OwnService:
             return self._process.base_url
 
     def stop(self) -> None:
-        """End it; it starts again when it is needed."""
+        """Stop it; the next use starts it again."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -1,4 +1,4 @@
-"""A policy trained by several processes, each with whole weights or with a part (FSDP2)."""
+"""Training of a policy by several processes, each with full weights or with a shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class DataParallelService(LocalTrainingService):
     def _part_of_step(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
-        """The gradient of this process' rows, and their share in the means of the step."""
+        """Compute the gradient of this process's rows, and their share of the step's means."""
         batches = parts_of(batches, self.team)
         if not batches:
             return {}
@@ -127,7 +127,7 @@ class DataParallelService(LocalTrainingService):
 
 
 def parts_of(batches: Sequence[TensorDict], team: Team) -> list[TensorDict]:
-    """A process' part of a step's batches: whole ones, and rows of the last ones."""
+    """Return a process's part of a step's batches: whole ones, and rows of the last ones."""
     num_whole = len(batches) // team.size * team.size
     found: list[TensorDict] = [batches[number] for number in team.shard_of(num_whole)]
     for batch in batches[num_whole:]:
@@ -141,7 +141,7 @@ _SAVE = "save_sharded_state"
 
 
 class ShardedService(DataParallelService):
-    """A model of which each process of a team holds a part: weights, gradients and optimizer.
+    """A model sharded over the processes of a team: weights, gradients and optimizer.
 
     Layers are gathered when they are read. The numbers are those of `DataParallelService` up to
     rounding. The weights under an adapter are divided too; further modules are whole everywhere.
@@ -182,7 +182,7 @@ class ShardedService(DataParallelService):
         self.learned = [*self._parts, *self._beside]
 
     def handlers(self) -> dict[str, Handler]:
-        """The requests of the leader."""
+        """Return the handlers of the leader's requests."""
         return {_SAVE: lambda directory: self._save_parts(Path(directory))}
 
     # ---- learning
@@ -201,10 +201,10 @@ class ShardedService(DataParallelService):
         return accumulate(((batch, rows / num_samples) for batch, rows in parts), loss)
 
     def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
-        """The own part of a step's batches, each with the number of rows that count.
+        """Yield this process's part of a step's batches, each with its number of counting rows.
 
-        Equally many in each process, since a pass waits for all; a process without rows reads one
-        that does not count.
+        Equally many in each process, since a pass waits for all; a process without rows computes
+        one that does not count.
         """
         num_whole = len(batches) // self.team.size * self.team.size
         for number in self.team.shard_of(num_whole):
@@ -241,7 +241,7 @@ class ShardedService(DataParallelService):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Update the leader's whole model; called in all processes."""
+        """Update the leader's full model; a collective call."""
         if self._is_gathered:
             return
         for number, part in enumerate(self._parts):
@@ -259,7 +259,7 @@ class ShardedService(DataParallelService):
     # ---- saving
 
     def save_state(self, directory: Path) -> None:
-        """Have each process write its part; called by the leader while it may send requests."""
+        """Let each process write its shard; called by the leader while it may send requests."""
         assert self.team.can_request
         self.team.request(_SAVE, [str(directory)] * self.team.size)
         _, state = split_optimizer(self.optimizer)
@@ -284,7 +284,7 @@ class ShardedService(DataParallelService):
 
     @torch.no_grad()
     def _load_weights(self, folder: Path) -> None:
-        """Load this process' part of weights that were saved divided or whole."""
+        """Load this process's shard of weights saved with or without sharding."""
         parts = self._named_parts()
         if (folder / SHARDS).is_dir():
             load_shards(folder / SHARDS, parts)
@@ -303,13 +303,13 @@ class ShardedService(DataParallelService):
 
 
 def learner_of(model: object) -> HuggingFaceLanguageModel | None:
-    """The holder of a policy's weights: its scorer, if an engine samples, else itself."""
+    """Return the model with a policy's weights: its scorer, if an engine samples, else itself."""
     learner = getattr(model, "scorer", model)
     return learner if isinstance(learner, HuggingFaceLanguageModel) else None
 
 
 def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:
-    """Leave each process of a team a part of a reader's weights, by layers."""
+    """Shard a reader's weights over a team, layer by layer."""
     options: dict[str, Any] = {"mesh": team.mesh(model.device)}
     mixed = options
     if model.dtype != next(reader.parameters()).dtype:
@@ -323,7 +323,7 @@ def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> No
 
 
 def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state: its divided tensors by weight and name, and the rest."""
+    """Split an optimizer's state into sharded tensors, by weight and name, and the rest."""
     state = optimizer.state_dict()
     divided: dict[str, Tensor] = {}
     rest: dict[int, dict[str, Any]] = {}

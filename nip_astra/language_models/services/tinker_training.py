@@ -1,4 +1,4 @@
-"""Tinker, or a local server of its protocol, as a training service, through Tinker's own SDK.
+"""Training at Tinker, or a local server of its protocol, through Tinker's SDK.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -52,7 +52,7 @@ from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
 LORA_ALPHA = 32.0
-"""Scale of all adapters of Tinker's protocol."""
+"""LoRA alpha of all adapters in Tinker's protocol."""
 ADDRESS = "tinker.json"
 """File with the path of a saved state at the service."""
 ADDRESS_VARIABLE = "TINKER_BASE_URL"
@@ -60,15 +60,15 @@ ADDRESS_VARIABLE = "TINKER_BASE_URL"
 SECONDS_BETWEEN_CHECKS = 0.2
 SECONDS_OF_A_CHECK = 10.0
 SECONDS_TO_FINISH = 2.0
-"""How long to wait for a service to confirm the end of a session."""
+"""Maximum wait for a service to confirm the end of a session."""
 ERROR_KINDS: Mapping[str, type[ServiceError]] = {
     "service was restarted": ServiceModelError,
     "one client at a time": ServiceConflictError,
     "higher max_training_models": ServiceBusyError,
 }
-"""Parts of a local server's messages for which the SDK has no error class."""
+"""Parts of a local server's messages without an error class in the SDK, and their errors."""
 DEFAULT_KEY = "tml-local"
-"""Sent when no key is named; a local server without a token needs none."""
+"""Key sent if none is named; a local server without a token needs none."""
 
 
 @register_training_service(TrainingServiceType.TINKER)
@@ -162,7 +162,7 @@ class TinkerTrainingService(TrainingService):
         return self._leaves.leaf(rows, logprobs_BT)
 
     def _data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
-        """Rows with tokens to score, in the SDK's form."""
+        """Convert rows with tokens to score to the SDK's format."""
         data = []
         for context, context_mask, ids, mask, weights in zip(*rows, weights_BT, strict=True):
             answer = ids[mask]
@@ -258,7 +258,7 @@ class TinkerTrainingService(TrainingService):
         return self._result(self._call(request))
 
     def _result(self, future: Any) -> Any:
-        """The result of a request, awaited while the service is alive."""
+        """Return the result of a request, waiting while the service is alive."""
         while True:
             try:
                 return self._call(future.result, self.options.patience_seconds)
@@ -284,7 +284,7 @@ class TinkerTrainingService(TrainingService):
                 time.sleep(SECONDS_BETWEEN_CHECKS)
 
     def _call(self, request: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the SDK, and turn its errors into ours."""
+        """Call the SDK, and convert its errors to ours."""
         sdk = self._tinker
         try:
             return request(*arguments)
@@ -314,7 +314,7 @@ class TinkerTrainingService(TrainingService):
 
 
 def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
-    """Size and place of a policy's adapter, in the terms of Tinker's protocol."""
+    """Return size and target layers of a policy's adapter, in the terms of Tinker's protocol."""
     is_remote = isinstance(policy, RemoteLanguageModel)
     config: Any = getattr(policy, "lora", None) if is_remote else adapter_config(policy)
     alpha = None if config is None else config.alpha if is_remote else config.lora_alpha
@@ -354,7 +354,7 @@ def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
 
 
 def _fault_of(url: str) -> str | None:
-    """Why a service does not answer; None if it does."""
+    """Return why a service does not answer; None if it does."""
     import httpx
 
     async def status_of() -> int:
@@ -398,7 +398,7 @@ def _key(token_variable: str | None) -> str | None:
 
 
 def _finish(client: Any) -> None:
-    """End a client's session, and the thread that reports to the service."""
+    """End a client's session, and its reporting thread."""
     # Whatever fails here, the run has ended.
     with suppress(Exception):
         closed = client.close("success").future()

@@ -1,4 +1,4 @@
-"""Training services: they train and sample a policy here, in another process or at a provider.
+"""Training services, which train and sample a policy here, in another process or at a provider.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -34,9 +34,9 @@ Loss = Callable[[TensorDict], LossOutput]
 """The loss of a batch, a mean over its samples, and scalars to log. It differentiates
 log-probabilities of `TrainingService.logprobs`, or of a local service's model."""
 OPTIMIZER = "optimizer"
-"""Name, in a folder of `LocalTrainingService.save_state`, of the optimizer's files."""
+"""Name of the optimizer's files in a folder of `LocalTrainingService.save_state`."""
 OPTIMIZER_SHARDS = "optimizer_shards"
-"""Name, in the same folder, of the folder with each process' part."""
+"""Name of the folder with the optimizer's shards."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OptimizerFigures:
 
 
 def check_step(lr: float, max_grad_norm: float | None) -> None:
-    """Refuse a learning rate outside 0 to `MAX_LR`, and a bound of the norm that is not above 0."""
+    """Raise for a learning rate outside 0 to `MAX_LR`, or a norm bound that is not positive."""
     if not 0 <= lr <= MAX_LR:
         raise ServiceRequestError(f"lr is {lr}; give a learning rate from 0 to {MAX_LR:g}.")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -76,35 +76,35 @@ TRAINING_SERVICES: Registry[type[TrainingService]] = Registry(
 def register_training_service(
     name: str,
 ) -> Callable[[type[TrainingService]], type[TrainingService]]:
-    """Register a `TrainingService` subclass under the name that `train_service.backend` gives."""
+    """Register a `TrainingService` subclass for `train_service.backend`; a decorator."""
     return TRAINING_SERVICES.register(name)
 
 
 class TrainServiceParameters(SubParameters):
-    """Where the policy learns and samples."""
+    """Training service of the policy."""
 
     backend: Annotated[str, RegisteredName(TRAINING_SERVICES)] = TrainingServiceType.LOCAL
-    """local: in this process, on the settings' device. http: at a service that `nip-astra serve
-    --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
-    `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
+    """local: in this process, on the settings' device. http: a service started by `nip-astra serve
+    --train`, which has the weights of the policy's model. tinker: Tinker, or a service started by
+    `nip-astra serve --tinker`; it trains adapters (lora.alpha 32) and samples without
     min_new_tokens. Others: `register_training_service`."""
     base_url: Annotated[Url | None, where_not("backend", "local")] = None
-    """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
+    """Address of the service, for instance http://127.0.0.1:8000; null for Tinker's own."""
     model: Annotated[str | None, where_not("backend", "local")] = None
-    """Name of the policy's model at the service; null for the path by which the policy names it."""
+    """Name of the policy's model at the service; null for the path in the policy's parameters."""
     token_variable: Annotated[str | None, where_not("backend", "local")] = None
     """Environment variable with the service's token; null for none."""
     patience_seconds: Annotated[float, where_not("backend", "local")] = Field(default=60.0, ge=0)
-    """How long requests to a service that does not answer, or is full, are repeated."""
+    """Seconds for which requests are retried if a service does not answer or is full."""
     operation_timeout: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=3600.0, gt=0
     )
-    """Seconds that one operation, such as a gradient or a rollout, may take."""
+    """Maximum seconds of one operation, such as a gradient or a rollout."""
     max_answer_mib: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=4096.0, gt=0
     )
-    """Largest response of the service. A saved state of full weights in float32 with Adam takes 12
-    bytes per weight."""
+    """Maximum response size. A saved state of full weights in float32 with Adam takes 12 bytes per
+    weight."""
     options: Annotated[dict[str, JsonValue], where_not("backend", "local", "http", "tinker")] = {}
     """Values for a registered service, which reads `request.parameters.options`."""
 
@@ -147,7 +147,7 @@ class TrainingServiceRequest:
     scenario_dir: Path | None
 
     def remote_model(self) -> str:
-        """Name of the policy's model at a service that trains no further modules."""
+        """Return the name of the policy's model at a service that trains no further modules."""
         names = [name for name, _ in self.modules.named_children()]
         if names:
             raise ConfigurationError(
@@ -168,13 +168,12 @@ class TrainingServiceRequest:
 class TrainingService(ABC):
     """Holds the weights of a policy: accumulates gradients, steps, samples and scores, in order.
 
-    A class that parameter files name as `train_service.backend` (`register_training_service`)
-    implements `open`.
+    A class registered for `train_service.backend` (`register_training_service`) implements `open`.
     """
 
     @classmethod
     def open(cls, request: TrainingServiceRequest) -> TrainingService:
-        """The service for a trainer's policy; hook.
+        """Hook: open the service for a trainer's policy.
 
         Raises
         ------
@@ -202,7 +201,7 @@ class TrainingService(ABC):
 
     @abstractmethod
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        """Step along the accumulated gradients, and drop them.
+        """Take a step along the accumulated gradients, and clear them.
 
         Parameters
         ----------
@@ -221,13 +220,13 @@ class TrainingService(ABC):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        """As `LanguageModel.logprobs`, with gradient within the loss of `forward_backward`."""
+        """Return `LanguageModel.logprobs`, with gradient within the loss of `forward_backward`."""
 
     @torch.no_grad()
     def compute_logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        """As `logprobs`, without gradient, on the CPU."""
+        """Return `logprobs` without gradient, on the CPU."""
         return self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT).detach().cpu()
 
     @abstractmethod
@@ -238,15 +237,15 @@ class TrainingService(ABC):
         uniforms_BT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        """As `LanguageModel.generate`; a remote sampler derives its seeds from the uniforms."""
+        """Sample as `LanguageModel.generate`; remote samplers derive seeds from the uniforms."""
 
     @abstractmethod
     def save_state(self, directory: Path) -> None:
-        """Write what an exact continuation needs: weights and optimizer, or their address."""
+        """Write the state for an exact continuation: weights and optimizer, or their address."""
 
     @abstractmethod
     def load_state(self, directory: Path) -> None:
-        """Load the state of `save_state`; `CheckpointError` if it is damaged or does not fit."""
+        """Load the state of `save_state`; raise `CheckpointError` if it is damaged or unfit."""
 
     @abstractmethod
     def save_weights_for_sampler(self, directory: Path) -> None:
@@ -319,7 +318,7 @@ class LocalTrainingService(TrainingService):
         return figures
 
     def _clip(self, max_grad_norm: float | None) -> float:
-        """Scale the gradients down to a norm; returns their norm before."""
+        """Clip the gradient norm; return the norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
         return float(norm.double())
 
@@ -360,7 +359,7 @@ def accumulate(
     loss: Loss,
     backward: Callable[[Tensor], None] = torch.autograd.backward,
 ) -> dict[str, float]:
-    """Backpropagate the loss of each batch times its share; returns the sums of all figures."""
+    """Backpropagate the loss of each batch times its share; return the sums of all metrics."""
     sums: dict[str, Tensor] = {}
     for batch, share in batches:
         value, metrics = loss(batch)
@@ -378,7 +377,7 @@ def load_optimizer(
     shards: Path,
     place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
 ) -> None:
-    """Load an optimizer's state: `shards` holds divided tensors, `place` divides whole ones."""
+    """Load an optimizer's state: `shards` holds sharded tensors, `place` shards full ones."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     found = {
         number: {
@@ -420,7 +419,7 @@ class LogprobLeaves:
         self._is_open = False
 
     def leaf(self, rows: Rows, logprobs_BT: Tensor) -> Tensor:
-        """The log-probabilities as a leaf while a loss is computed, otherwise unchanged."""
+        """Return the log-probabilities as a leaf while a loss is computed, otherwise unchanged."""
         if not (self._is_open and torch.is_grad_enabled()):
             return logprobs_BT
         leaf_BT = logprobs_BT.detach().requires_grad_()
@@ -480,7 +479,7 @@ class LogprobLeaves:
 
 
 def adapter_config(policy: LanguageModel) -> Any:
-    """PEFT's configuration of a policy's adapter; None without one."""
+    """Return PEFT's configuration of a policy's adapter; None without one."""
     module: Any = getattr(policy, "module", None)
     if not hasattr(module, "peft_config"):
         return None

@@ -1,1 +1,1 @@
-"""Parts of the backend that samples with vLLM."""
+"""vLLM engines, in this process and in Ray actors."""

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process, and requests to it; the names exist in vLLM 0.30 to 0.33."""
+"""A vLLM engine in this process, and requests to it; for vLLM 0.30 to 0.33."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from nip_astra.errors import (
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that an engine can be started for; an adapter may have a lower one."""
+"""Maximum ranks that an engine can be started with."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is started."""
+    """Start options of an engine."""
 
     dtype: str
     max_model_len: int
@@ -41,7 +41,7 @@ class EngineOptions:
 
 
 class SamplingEngine:
-    """Samples turns. This class itself stands in for one in processes of a run that sample none."""
+    """Samples turns. The base class is a placeholder in processes that do not sample."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -50,7 +50,7 @@ class SamplingEngine:
         """Raise `ModelLoadError` if its tokens differ from the trainer's."""
 
     def note_weights(self, version: Hashable) -> None:
-        """Note the version of the weights that it was started with."""
+        """Record the version of the initial weights."""
 
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
@@ -58,7 +58,7 @@ class SamplingEngine:
         """Load full weights, by their names in the checkpoint, unless this version is loaded."""
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """The adapter for `generate`, loaded unless this version is; `write` saves it as peft."""
+        """Return the adapter for `generate`, loaded if new; `write` saves it with peft."""
 
     def sleep(self) -> None:
         """Release memory until the next use."""
@@ -66,7 +66,7 @@ class SamplingEngine:
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        """Sample a turn for each request, with what `hold_adapter` returned or the base weights."""
+        """Sample a turn for each request, with an adapter of `hold_adapter` or the base weights."""
         raise ConfigurationError(
             f"process {rank_of_process()} of the run cannot sample: the first process alone has "
             "the vLLM engines (num_engines). Set the language model's _type to huggingface."
@@ -74,7 +74,7 @@ class SamplingEngine:
 
 
 def start_engine(name: str, options: EngineOptions) -> VllmEngine:
-    """Load a model into an engine of its own."""
+    """Load a model into a new engine."""
     # Weights are passed as tensors, which requires an engine in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
@@ -141,7 +141,7 @@ class VllmEngine(SamplingEngine):
         refuse_other_vocabulary(*self.vocabulary(), tokenizer, vocab_size)
 
     def vocabulary(self) -> tuple[int, dict[str, int]]:
-        """The rows of the engine's vocabulary, and its tokens."""
+        """Return the size of the engine's vocabulary, and its tokens."""
         return (
             self.llm.llm_engine.model_config.get_vocab_size(),
             self.llm.get_tokenizer().get_vocab(),
@@ -202,7 +202,7 @@ class VllmEngine(SamplingEngine):
     # ---- memory
 
     def sleep(self) -> None:
-        # Level 2, which drops weights, has lost some that no sync restores.
+        # Level 2, which drops weights, has lost weights that no sync restores.
         if self.options.can_sleep and self._awake:
             self.llm.sleep(level=1)
             self._awake = set()
@@ -277,9 +277,9 @@ def refuse_other_vocabulary(
 
 
 MAX_BANNED = 1024
-"""Most tokens for which vLLM takes a bias."""
+"""Maximum number of tokens for which vLLM accepts a bias."""
 TEMPERATURES = (0.01, 2.0)
-"""Range of temperatures in vLLM; it raises lower ones silently and refuses higher ones."""
+"""Range of temperatures in vLLM; it silently raises lower ones and refuses higher ones."""
 
 
 class Request(NamedTuple):
@@ -294,8 +294,8 @@ class Request(NamedTuple):
 class Reply(NamedTuple):
     """The result of a request.
 
-    Log-probabilities are at temperature 1 with nothing cut off, nats; 0 for a context's first
-    token. `num_forwarded` excludes tokens of the prefix cache.
+    Log-probabilities are at temperature 1 without truncation, nats; 0 for a context's first token.
+    `num_forwarded` excludes tokens of the prefix cache.
     """
 
     ids: list[int]
@@ -307,7 +307,7 @@ class Reply(NamedTuple):
 def sampling_arguments(
     options: SamplingOptions, *, end_ids: Sequence[int], banned_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The arguments of `SamplingParams` for `options`; vLLM applies them in the same order."""
+    """Return the arguments of `SamplingParams` for `options`; vLLM applies them in equal order."""
     low, high = TEMPERATURES
     if options.temperature != 0.0 and not low <= options.temperature <= high:
         raise ConfigurationError(
@@ -329,14 +329,14 @@ def sampling_arguments(
         "stop_token_ids": sorted({*end_ids, *options.end_ids}),
         "ignore_eos": True,
         "logit_bias": dict.fromkeys(banned_ids, float("-inf")) or None,
-        # Of the drawn token only.
+        # Log-probability of the sampled token only.
         "logprobs": 0,
         "detokenize": False,
     }
 
 
 def scoring_request(text: Sequence[int], window: int) -> Request:
-    """A request for log p of a text's tokens: those of the context, then those of the turn."""
+    """Return a request for log p of a text's tokens: of the context, then of the turn."""
     if len(text) < window:
         return Request(text, seed=0, scores_context=True)
     # No room for the token that vLLM samples after a text: the last one is sampled, forced.
@@ -344,7 +344,7 @@ def scoring_request(text: Sequence[int], window: int) -> Request:
 
 
 def read_reply(request: Request, output: Any) -> Reply:
-    """The reply in a `RequestOutput` of vLLM."""
+    """Return the reply in a `RequestOutput` of vLLM."""
     reply = output.outputs[0]
     if reply.finish_reason not in ("stop", "length"):
         raise ModelLoadError(
@@ -362,13 +362,13 @@ def read_reply(request: Request, output: Any) -> Reply:
 
 
 def seed_of(uniforms_T: Tensor) -> int:
-    """The seed of a row, which its uniform numbers alone decide."""
+    """Return the seed of a row, derived from its uniform numbers."""
     digest = hashlib.sha256(uniforms_T.cpu().contiguous().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
-    """Replies as turns, padded to a width."""
+    """Convert replies to turns, padded to a width."""
     ids, mask = pad_right([reply.ids for reply in replies], torch.device("cpu"))
     padding = (0, width - ids.shape[1])
     logprobs = padded_rows([reply.logprobs for reply in replies])
@@ -377,7 +377,7 @@ def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
 
 
 def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Numbers of several lengths as one tensor, 0 on padding."""
+    """Pad number sequences of different lengths to one tensor, 0 on padding."""
     if not rows:
         return torch.zeros(0, 0)
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -1,6 +1,6 @@
-"""vLLM engines in Ray actors: each samples a part of the requests with the current weights.
+"""vLLM engines in Ray actors; each samples a part of the requests with the current weights.
 
-Run with vLLM for CPUs, two engines on one machine; not on GPUs yet.
+Tested with vLLM for CPUs, two engines on one machine; not on GPUs yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nip_astra.utils.ray_cluster import open_ray
 
 
 class _Held(NamedTuple):
-    """Weights or files of an adapter, in Ray's object store, and their number."""
+    """Weights or adapter files in Ray's object store, and their number."""
 
     version: int
     reference: Any
@@ -36,7 +36,7 @@ class _Held(NamedTuple):
 class EngineActor:
     """An engine in a Ray process; current weights arrive with the first request that needs them.
 
-    So does an actor that replaces one that died get them.
+    This also holds for an actor that replaces a dead one.
     """
 
     def __init__(self, name: str, options: EngineOptions) -> None:
@@ -44,7 +44,7 @@ class EngineActor:
         self._engine.note_weights(0)
 
     def vocabulary(self) -> tuple[int, dict[str, int]]:
-        """The rows and tokens of the engine's vocabulary."""
+        """Return the size and tokens of the engine's vocabulary."""
         return self._engine.vocabulary()
 
     def generate(
@@ -57,7 +57,7 @@ class EngineActor:
         return self._engine.generate(requests, arguments, adapter=adapter)
 
     def sleep(self) -> None:
-        """Give memory back until the next request."""
+        """Release memory until the next request."""
         self._engine.sleep()
 
     def _hold(self, held: _Held) -> Any:
@@ -77,7 +77,7 @@ class EngineActor:
 class RemoteEngines(SamplingEngine):
     """Engines of one model in Ray actors, used like one `VllmEngine`.
 
-    Which of them samples a turn does not matter: each request has its own seed.
+    Turns do not depend on the engine: each request has its own seed.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any], options: EngineOptions) -> None:
@@ -120,7 +120,7 @@ class RemoteEngines(SamplingEngine):
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        # Each engine takes neighbours, which begin alike.
+        # Each engine gets neighbouring requests, which share prefixes.
         held = [one for one in (self._weights, adapter) if one is not None]
         count = len(self._actors)
         ends = [len(requests) * place // count for place in range(count + 1)]

@@ -1,4 +1,4 @@
-"""A language model in this process as a chat model."""
+"""A chat model in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from nip_astra.utils.processor import split_evenly
 
 DEFAULT_MAX_TOKENS = 1024
 TURNS_TO_GATHER = 3
-"""Turns of the event loop for which a batch waits for further requests."""
+"""Event-loop iterations for which a batch waits for further requests."""
 
 
 class _Pending(NamedTuple):
@@ -68,7 +68,7 @@ class LocalLimitParameters(LimitParameters):
     """Limits of a model in this process."""
 
     concurrency: int = Field(default=1024, ge=1)
-    """Open requests at once. Larger is faster if the service allows it."""
+    """Maximum concurrent requests."""
     attempt_timeout: float = Field(default=86400.0, gt=0)
     """Seconds after which an attempt fails."""
 
@@ -78,7 +78,7 @@ class LocalChatModel(ChatModel):
     """A language model in this process; requests that wait at the same time are answered together.
 
     Models of the Llama family answer as `nip-astra serve` does: equal seeds give equal texts. An
-    answer depends on the request's seed and the sample's number only. A `response_format` needs
+    answer depends only on the request's seed and the sample's number. A `response_format` needs
     llguidance and such a model. If the run has Ray actors, they share the batches. For the
     arguments see `Parameters`.
     """
@@ -95,10 +95,10 @@ class LocalChatModel(ChatModel):
         """Requests in a batch, and samples generated at once. Larger is faster and takes more
         memory."""
         num_batches: int = Field(default=1, ge=1)
-        """Least number of batches, all of one size, into which requests that wait together are cut,
-        so that as many actors (settings.num_actors) work at once; 1 fills one batch after the
-        other. In one process larger is slower. The last digits of log-probabilities depend on this
-        number, but not on the number of actors."""
+        """Minimum number of equal batches into which waiting requests are split, so that as many
+        actors (settings.num_actors) work in parallel; 1 fills one batch after the other. In one
+        process larger is slower. The last digits of log-probabilities depend on this number, but
+        not on the number of actors."""
         limits: LocalLimitParameters = LocalLimitParameters()
         """Limits of waiting requests."""
 
@@ -180,7 +180,7 @@ class LocalChatModel(ChatModel):
         )
 
     def _grammar(self, request: ChatRequest) -> str | None:
-        """The grammar of the answer; raises the reason why it cannot be kept to."""
+        """Return the grammar of the answer; raise the reason if it cannot be enforced."""
         if request.response_format is None:
             return None
         schema = answer_schema(request.response_format)
@@ -230,7 +230,7 @@ class LocalChatModel(ChatModel):
         return are_actors_used() and self.language_model.can_be_copied
 
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Pending]]:
-        """All requests of an event loop that wait, in batches."""
+        """Return all waiting requests of an event loop, in batches."""
         with self._queue_lock:
             own = [one for one in self._waiting if one.answers.get_loop() is loop]
             self._waiting = [one for one in self._waiting if one.answers.get_loop() is not loop]
@@ -241,7 +241,7 @@ class LocalChatModel(ChatModel):
         return [own[part.start : part.stop] for part in split_evenly(range(count), num_batches)]
 
     def _complete(self, batches: Sequence[Sequence[_Pending]]) -> list[list[Progress]]:
-        """The answers of each request; actors, if there are any, share the batches."""
+        """Return the answers of each request; actors, if there are any, share the batches."""
         model = self.language_model
         calls = [
             partial(_complete_batch, model, [one.request for one in batch], self.max_batch_size)

@@ -1,4 +1,4 @@
-"""A model behind any service that speaks OpenAI's chat-completions protocol."""
+"""A chat model behind any service with OpenAI's chat-completions protocol."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, JsonValue, model_validator
 
+from nip_astra.errors import counted
 from nip_astra.language_models.services.chat import (
     CPU,
     NUM_SEEDS,
@@ -58,12 +59,12 @@ class OpenAIChatModel(ChatModel):
         api_key_variable: Annotated[str | None, where("service", "address")] = None
         """Environment variable with the key; null sends none. The key is never stored."""
         token_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-        """Field for the longest answer. Newer models of OpenAI require max_completion_tokens; most
-        other services support max_tokens."""
+        """Name of the field for the maximum answer length. Newer models of OpenAI require
+        max_completion_tokens; most other services support max_tokens."""
         sends_seed: bool = True
         """Whether requests have a seed; false for services that refuse it."""
         samples_per_request: int = Field(default=1, ge=1)
-        """Samples per request (`n`). Larger pays once for the messages of several samples, if the
+        """Samples per request (`n`). Larger pays once for the prompt of several samples, if the
         service supports `n`."""
         extra_body: dict[str, JsonValue] = {}
         """Additional fields of each request, for instance `reasoning_effort`."""
@@ -115,7 +116,7 @@ class OpenAIChatModel(ChatModel):
         )
 
     async def _open(self) -> OpenAIConnection:
-        """The connection; starts a local service if necessary."""
+        """Open the connection; start a local service if necessary."""
         if self._own is not None:
             base_url = self._own.address
             if base_url is None:
@@ -168,7 +169,9 @@ class OpenAIChatModel(ChatModel):
                 FailureReason.MALFORMED,
                 f"{shown!r} is not a chat completion",
             )
-        missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
+        missing = ChatFailure(
+            FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
+        )
         read = [_read_choice(choice) for choice in choices[: request.num_samples]]
         samples = (*read, *[missing] * (request.num_samples - len(read)))
         usage = _read_usage(found.get("usage"))
@@ -180,7 +183,7 @@ class OpenAIChatModel(ChatModel):
         )
 
     def _fields(self, request: ChatRequest) -> dict[str, Any]:
-        """Fields of a request besides model and messages, without those left to the service."""
+        """Return the fields of a request besides model and messages, without service defaults."""
         fields: dict[str, Any] = {
             self.parameters.token_field: request.max_tokens,
             "temperature": request.temperature,
@@ -196,14 +199,14 @@ class OpenAIChatModel(ChatModel):
 
 
 def _find_weights(reference: str, scenario_dir: Path | None) -> str:
-    """Location of weights: a hub id or an absolute path."""
+    """Return the location of weights: a hub id or an absolute path."""
     source, file = resolve_model(reference, scenario_dir)
     found = Path(source) / file if file else Path(source)
     return str(found.resolve()) if found.exists() else source
 
 
 def _headers(request: ChatRequest) -> dict[str, str]:
-    """The name of the request, at a length that every service accepts."""
+    """Return the key of the request as headers, at a length that every service accepts."""
     if request.key is None:
         return {}
     part = f"{request.key}/{request.first_sample}/{request.num_samples}"
@@ -250,7 +253,7 @@ def _read_logprobs(found: Any) -> tuple[float, ...] | None:
 
 
 def _read_usage(found: Any) -> ChatUsage | None:
-    """The tokens counted by the service; None if missing or invalid."""
+    """Return the tokens counted by the service; None if missing or invalid."""
     if not isinstance(found, Mapping):
         return None
     counts = [found.get(name) for name in ChatUsage._fields]

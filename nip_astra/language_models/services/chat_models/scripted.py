@@ -28,7 +28,7 @@ from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 Script = Callable[[ChatRequest, int], str | ChatAnswer | ChatFailure]
-"""`(request, sample_number) -> answer`; a text is an answer that ended by itself."""
+"""`(request, sample_number) -> answer`; a text is an answer with the finish reason "stop"."""
 
 
 @register_chat_model(ChatModelType.SCRIPTED)
@@ -112,7 +112,7 @@ def _script_of(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Scr
 
 
 def _ended(given: str | ChatAnswer | ChatFailure, request: ChatRequest) -> ChatAnswer | ChatFailure:
-    """The answer up to a stop text or `max_tokens` words."""
+    """Return the answer up to a stop text or `max_tokens` words."""
     if not isinstance(given, str):
         return given
     text = cut_at_stop(given, request.stop)
