@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of
 from nip_astra.evaluation.tables import TableRow, figure_rows, matrix_rows
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text, words
@@ -325,8 +325,7 @@ def _by_turn(
     if threshold is None:
         return []
     for node in nodes:
-        outcome = outcome_of(node.response_score, node.is_error, threshold)
-        conversations.setdefault(node.conversation, []).append(outcome)
+        conversations.setdefault(node.conversation, []).append(node.outcome(threshold))
     survival = kaplan_meier(follow_up_of([*conversations.values()])).survival
     rows = []
     for turn, survived in enumerate(survival, start=1):

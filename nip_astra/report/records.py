@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
+from nip_astra.evaluation.outcomes import Outcome, outcome_of
 from nip_astra.parameters.conversion import current_name, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
@@ -89,10 +90,14 @@ class Node:
             return None
         return -self.probe_nll * self.num_tokens
 
+    def outcome(self, threshold: float | None) -> Outcome:
+        """The outcome of the turn; without a threshold no score is a failure."""
+        limit = math.inf if threshold is None else threshold
+        return outcome_of(self.response_score, self.is_error, limit)
+
     def is_failure(self, threshold: float | None) -> bool:
         """Whether the response's score reaches the threshold."""
-        score = self.response_score
-        return threshold is not None and score is not None and score >= threshold
+        return self.outcome(threshold) is Outcome.FAILURE
 
 
 class Columns:

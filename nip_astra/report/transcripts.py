@@ -286,12 +286,7 @@ def _linked(turns: list[Turn]) -> list[Turn]:
 
 
 def _turn(node: Node, scale: Scale, threshold: float | None) -> Turn:
-    if node.is_error:
-        outcome = "error"
-    elif node.response_score is None:
-        outcome = "undetermined"
-    else:
-        outcome = "failure" if node.is_failure(threshold) else "none"
+    outcome = str(node.outcome(threshold))
     scores = {"score": node.response_score, "with probe": node.combined_score}
     shown = [(name, f"{value:.3f}") for name, value in scores.items() if value is not None]
     figures = {"reward": node.reward, "NLL": node.probe_nll, **node.reward_parts}
