@@ -388,14 +388,14 @@ def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
         for (_, prompt), turns in sorted(conversations.items()):
             seen[prompt] += 1
             # A prompt that was played several times is paired time by time.
-            side = _attacked(sorted(turns, key=lambda node: node.depth), run.threshold)
+            side = _attacked(sorted(turns, key=lambda node: node.depth))
             found[name].append(Entry(f"{prompt}/{seen[prompt]}", prompt, "", [], side))
     return found
 
 
-def _attacked(turns: Sequence[Node], threshold: float | None) -> Side:
+def _attacked(turns: Sequence[Node]) -> Side:
     scores = [node.response_score for node in turns if node.response_score is not None]
-    outcomes = [node.outcome(threshold) for node in turns]
+    outcomes = [node.outcome for node in turns]
     outcome = episode_outcome(outcomes)
     failed = outcome is Outcome.FAILURE
     facts = f"highest score {decimal(max(scores))}" if scores else "no score"

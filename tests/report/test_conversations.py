@@ -20,7 +20,7 @@ from tests.report.runs import THRESHOLD, chains, failing, row, tree
 
 def tables(**rows: list[dict]) -> list[Table]:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {name: [node_of(one) for one in table] for name, table in rows.items()}
+    run.tables = {name: [node_of(one, THRESHOLD) for one in table] for name, table in rows.items()}
     return tables_of(run, max_nodes=MAX_NODES, max_characters=MAX_CHARACTERS)
 
 
@@ -110,7 +110,8 @@ def test_turns_and_conversations_have_the_outcomes_of_an_evaluation() -> None:
     parameters = {"ast_chat": {"failure_threshold": THRESHOLD}}
     run = RunRecord(Path("run"), hyper_params=parameters)
     run.tables = {
-        name: [node_of(one) for one in [rated, *late]] for name in ("before", "evaluation")
+        name: [node_of(one, THRESHOLD) for one in [rated, *late]]
+        for name in ("before", "evaluation")
     }
     (group,) = groups_of(run)
     assert [item.kind for item in group.items] == ["right both times", "without a verdict"]
