@@ -29,12 +29,12 @@ from nip_astra.evaluation.families.base import (
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
 from nip_astra.evaluation.run_results import frame_of
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, plain
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import Printable, as_text, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory, finite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,7 +110,7 @@ class Comparison(Printable):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no NaN."""
         names = ("baseline", "comparisons", "warnings")
-        found: dict[str, Any] = plain({name: getattr(self, name) for name in names})
+        found: dict[str, Any] = finite({name: getattr(self, name) for name in names})
         return found
 
     def values(self, label: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_directory import RunDirectory, finite
 
 EVALUATIONS = "evaluations"
 FIGURES = "evaluation.json"
@@ -73,7 +73,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Rows as lines; NaN and infinities become null, and half a surrogate pair its escape."""
-    lines = [to_json(plain(row), allow_nan=False) for row in rows]
+    lines = [to_json(finite(row), allow_nan=False) for row in rows]
     return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
 
 
@@ -146,15 +146,6 @@ def number(row: Mapping[str, Any], name: str) -> float:
     """A numeric column of a row, NaN if it is null or absent."""
     value = row.get(name)
     return math.nan if value is None else float(value)
-
-
-def plain(value: Any) -> Any:
-    """Nested values with None in place of NaN and infinities, which JSON has not."""
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class EvaluationFolder:

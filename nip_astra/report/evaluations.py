@@ -191,7 +191,8 @@ def by_evaluation(
     run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[TableRow]]
 ) -> list[tuple[str, list[TableRow]]]:
     """The rows of each evaluation that has any."""
-    groups = [(name, rows_of(one)) for name, one in run.evaluations.items()]
+    has_several = len(run.evaluations) > 1
+    groups = [(name * has_several, rows_of(one)) for name, one in run.evaluations.items()]
     return [(name, rows) for name, rows in groups if rows]
 
 

@@ -135,7 +135,7 @@ def _print_table(
     shown = [row for row in rows if not row.label.startswith("std ")]
     if not shown:
         return
-    console.print(lined_table(None, corner, headings, ((row.label, row.cells) for row in shown)))
+    console.print(lined_table(None, corner, headings, shown))
 
 
 def _value(value: Any) -> str:

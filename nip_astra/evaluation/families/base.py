@@ -162,7 +162,8 @@ class Evaluation(Printable):
     @property
     def run(self) -> Path:
         """Directory of the run."""
-        return run_of_stored(self.path)
+        is_run = (self.path / HYPER_PARAMETERS).is_file()
+        return self.path if is_run else self.path.resolve().parent.parent
 
     @property
     def label(self) -> str:
