@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import JsonValue
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, TaskError
@@ -82,11 +81,9 @@ class GymnasiumTask(SeededTask):
         arguments: dict[str, JsonValue] = {}
         """Keyword arguments of the class."""
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
-        self._maker = _maker(parameters.environment, scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._maker = _maker(parameters.environment, self.scenario_dir)
         try:
             first = self._make()
         except TypeError as error:
