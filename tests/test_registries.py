@@ -30,7 +30,7 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_ha
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
-from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
+from nip_astra.scenario_base.tasks.base import TASKS, Environment, Task, register_task
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scenario_base.tasks.tools import TOOLS
 from nip_astra.scenario_base.text.analysers import (
@@ -64,7 +64,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "rollout_analyser": types.RolloutAnalyserType,
     "training_service": types.TrainingServiceType,
 }
-BASES: dict[str, type] = {
+BASES: dict[str, Any] = {
     "trainer": Trainer,
     "scenario": Scenario,
     "scorer": Scorer,
@@ -74,7 +74,7 @@ BASES: dict[str, type] = {
     "protocol_handler": ProtocolHandler,
     "message_regressor": MessageRegressor,
     "pretrained_model": PretrainedModel,
-    "task": Task,
+    "task": (Environment, Task),
     "rollout_analyser": RolloutAnalyser,
     "training_service": TrainingService,
 }
@@ -195,15 +195,17 @@ def test_every_member_has_a_file(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_name_that_a_file_registers_has_a_member(kind: str) -> None:
-    decorator = f"register_{kind}"
+    decorators = [f"register_{kind}(", *(["register_environment("] if kind == "task" else [])]
     registered = []
     for path in folder_of(kind).rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         calls = [ast.unparse(item) for node in classes for item in node.decorator_list]
-        registered += [call for call in calls if call.startswith(f"{decorator}(")]
+        registered += [
+            call.partition("(")[2] for call in calls if call.startswith(tuple(decorators))
+        ]
     enum = ENUMS[kind]
-    assert sorted(registered) == sorted(f"{decorator}({enum.__name__}.{m.name})" for m in enum)
+    assert sorted(registered) == sorted(f"{enum.__name__}.{m.name})" for m in enum)
 
 
 @pytest.mark.parametrize("kind", KINDS)
