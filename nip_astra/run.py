@@ -535,19 +535,19 @@ def stop_on_signals() -> Iterator[Callable[[], str | None]]:
             f"{name}: finishing the step, then saving and stopping; once more stops without saving"
         )
 
-    with _handled_by(note):
+    with signals_handled_by(note):
         yield lambda: received[0] if received else None
 
 
 @contextmanager
 def signals_left_to_leader() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM: the leading process stops all others."""
-    with _handled_by(signal.SIG_IGN):
+    with signals_handled_by(signal.SIG_IGN):
         yield
 
 
 @contextmanager
-def _handled_by(handler: Any) -> Iterator[None]:
+def signals_handled_by(handler: Any) -> Iterator[None]:
     """Handle SIGINT and SIGTERM with `handler`, in the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

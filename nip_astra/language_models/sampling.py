@@ -262,13 +262,14 @@ def sample_with_noise(
     *,
     temperatures: Sequence[float],
     cuts: Sequence[tuple[int | None, float]],
-    generators: Sequence[torch.Generator],
+    generators: Callable[[int], torch.Generator],
 ) -> Tensor:
     """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
 
     The noise is the row's own, so that a draw does not depend on the batch. A sum, by which a
     cumulative distribution is inverted, would: its last digit depends on the batch size. Logits are
-    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`.
+    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`;
+    `generators` gives that of a row, for rows that are not greedy.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
@@ -286,7 +287,7 @@ def sample_with_noise(
         logits_RV[same] = logits_RV[same].masked_fill(~kept, float("-inf"))
     noise_RV = torch.empty_like(logits_RV)
     for noise_V, row in zip(noise_RV, rows, strict=True):
-        noise_V.exponential_(generator=generators[row])
+        noise_V.exponential_(generator=generators(row))
     smallest = torch.finfo(noise_RV.dtype).tiny
     tokens_B[index] = (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
     return tokens_B

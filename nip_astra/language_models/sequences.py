@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class TokenRecord(NamedTuple):
     token: int
     logprob: float
     """Under the model's own distribution (temperature 1, no truncation), nats; NaN for the first
-    token of a prompt."""
+    token of a prompt and where none are requested."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log-probabilities, in descending order."""
     text: str = ""
@@ -136,7 +137,7 @@ class RunningSequence:
         matcher: Any = None,
     ) -> None:
         self.request, self.index, self.matcher = request, index, matcher
-        self.generator = derived_generator(*request.seed_key(index), device=device)
+        self._device = device
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -160,6 +161,11 @@ class RunningSequence:
             if request.max_tokens == 0:
                 self._finish("length")
         self._detokenizer.stop = [text for text in request.stop if text]
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The source of its draws."""
+        return derived_generator(*self.request.seed_key(self.index), device=self._device)
 
     def append(self, record: TokenRecord) -> None:
         """Add the next token."""

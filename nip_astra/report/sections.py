@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rich import filesize
+
 from nip_astra.errors import counted
-from nip_astra.evaluation.tables import model_label
+from nip_astra.evaluation.tables import (
+    AGREEMENT_HEADINGS,
+    QUALITY_HEADINGS,
+    SERVICE_HEADINGS,
+    agreement_rows,
+    quality_rows,
+    service_rows,
+)
 from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
 from nip_astra.report import answers, evaluations, summary, transcripts
 from nip_astra.report.charts import (
@@ -40,7 +49,6 @@ from nip_astra.utils.formatting import NOTHING, count, decimal, value_text
 HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
 ROLES = ("attacker", "target")
 _NOT_STATED = "not stated"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -178,26 +186,17 @@ def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
     name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
+    size = number(card.get("size_bytes"))
     cells = [
         name or NOTHING,
         ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
         text(card.get("licence")) or _NOT_STATED,
         count(card.get("num_parameters")),
-        _size(card.get("size_bytes")),
+        NOTHING if size is None else filesize.decimal(int(size)),
         text(card.get("sha256")) or NOTHING,
         decimal(card.get("threshold")),
     ]
     return text(card.get("role")), cells
-
-
-def _size(value: Any) -> str:
-    size = number(value)
-    if size is None:
-        return NOTHING
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{decimal(size)} {_UNITS[unit]}"
 
 
 Context = dict[str, Any]
@@ -209,10 +208,6 @@ MAX_WITH_BEFORE = 3
 """Agents up to which figures before training stand beside those after."""
 _CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
 """Units over which intervals are computed."""
-_SERVICE_HEADINGS = (
-    *("model", "requests", "from cache", "refusals", "failures", "tokens read"),
-    *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
-)
 
 
 @dataclass(frozen=True)
@@ -373,10 +368,10 @@ def _evaluations(run: RunRecord) -> Context | None:
         "groups": evaluations.figures_table(run),
         "matrix": evaluations.transfer_matrix(run),
         "kinds": evaluations.kinds_found(run),
-        "quality_headings": evaluations.QUALITY_HEADINGS,
-        "quality": evaluations.quality_rows(run),
-        "agreement_headings": evaluations.AGREEMENT_HEADINGS,
-        "agreement": evaluations.agreement_rows(run),
+        "quality_headings": QUALITY_HEADINGS,
+        "quality": evaluations.by_evaluation(run, quality_rows),
+        "agreement_headings": AGREEMENT_HEADINGS,
+        "agreement": evaluations.by_evaluation(run, agreement_rows),
     }
 
 
@@ -480,37 +475,23 @@ def _environment(run: RunRecord) -> Context | None:
 
 def _services(run: RunRecord) -> Context | None:
     """The use of chat models by a run and its evaluations; None without any."""
-    rows = _service_rows("the run", run.results)
-    for name, evaluation in run.evaluations.items():
-        rows += _service_rows(f"evaluation {name}", evaluation)
+    used = {"the run": run.results}
+    used |= {f"evaluation {name}": one for name, one in run.evaluations.items()}
+    services = {where: mapping(one.get("services")) for where, one in used.items()}
+    rows = [
+        (f"{label}, {where}", cells)
+        for where, one in services.items()
+        for label, cells in service_rows(one)
+    ]
+    every = [mapping(use) for one in services.values() for use in one.values()]
     if not rows:
         return None
     return {
-        "headings": _SERVICE_HEADINGS,
+        "headings": SERVICE_HEADINGS,
         "rows": rows,
-        "is_guessed": any(cells[-1] for _, cells in rows),
-        "has_prices": any(cells[7] != NOTHING for _, cells in rows),
+        "is_guessed": any(number(use.get("num_estimated")) for use in every),
+        "has_prices": any(number(use.get("cost")) is not None for use in every),
     }
-
-
-def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """A heading and the cells of each chat model, and last whether its tokens were guessed."""
-    rows = []
-    for name, value in mapping(figures.get("services")).items():
-        use = mapping(value)
-        failures = mapping(use.get("failures"))
-        written = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
-        cells = [
-            model_label(text(use.get("model"))) or NOTHING,
-            *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
-            count(number(use.get("num_refusals"))),
-            written or "0",
-            *(count(number(use.get(key))) for key in ("prompt_tokens", "completion_tokens")),
-            *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
-            "guessed" if number(use.get("num_estimated")) else "",
-        ]
-        rows.append((f"{text(name)}, {where}", cells))
-    return rows
 
 
 _OVERVIEWS = {

@@ -57,8 +57,7 @@ class Tile:
     whiskers: Sequence[Whisker] = ()
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a table: a label and a cell for each column."""
 
     label: str

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
 from nip_astra.errors import counted
-from nip_astra.evaluation.tables import services_table
+from nip_astra.evaluation.tables import lined_table, services_table
 from nip_astra.report import summary
 from nip_astra.report.evaluations import planted
 from nip_astra.report.records import PROTOCOL, RunRecord, words
@@ -80,10 +80,6 @@ def print_dry_run(
 
 def _print_placement(plans: Sequence[Plan], console: Console, price: float | None) -> None:
     """Print a column for each number of devices, and say what was measured."""
-    table = Table()
-    table.add_column("devices")
-    for plan in plans:
-        table.add_column(f"{plan.num_devices:,}", justify="right")
     rows = {
         "with work to do": [f"{plan.num_used:,}" for plan in plans],
         **{
@@ -101,8 +97,7 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
     }
     if price is not None:
         rows["cost"] = [decimal(plan.device_hours * price) for plan in plans]
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
+    table = lined_table(None, "devices", (f"{one.num_devices:,}" for one in plans), rows.items())
     console.print("", "on devices such as this one", table, sep="\n")
     console.print(
         "Measured: seconds, tokens and memory of one episode and its step on this device. "
@@ -140,13 +135,7 @@ def _print_table(
     shown = [row for row in rows if not row.label.startswith("std ")]
     if not shown:
         return
-    table = Table()
-    table.add_column(corner)
-    for heading in headings:
-        table.add_column(Text(heading), justify="right")
-    for row in shown:
-        table.add_row(Text(row.label), *(Text(cell) for cell in row.cells))
-    console.print(table)
+    console.print(lined_table(None, corner, headings, shown))
 
 
 def _value(value: Any) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError, reason_of
+from nip_astra.errors import ModelLoadError, reason_of
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import PlainText
@@ -61,12 +62,7 @@ class DetoxifyScorer(ModelScorer):
 
     def __init__(self, parameters: Any, **given: Any) -> None:
         super().__init__(parameters, **given)
-        try:
-            import detoxify  # noqa: F401 - imported where it is used
-        except ImportError as error:
-            raise MissingDependencyError.of(
-                "the scorer 'detoxify'", "detoxify", "detoxify"
-            ) from error
+        import_extra("detoxify", "the scorer 'detoxify'", "detoxify")
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(
             resolve_reference(parameters.config_path, self.scenario_dir)

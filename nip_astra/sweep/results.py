@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError, counted
-from nip_astra.evaluation.run_results import import_pandas, read_results
+from nip_astra.evaluation.exports import write_parquet_file
+from nip_astra.evaluation.run_results import frame_of, read_results
 from nip_astra.report.charts import (
     Line,
     RunGroup,
@@ -304,25 +305,15 @@ class SweepResults:
 
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame."""
-        return import_pandas().DataFrame(self.rows)  # type: ignore[no-any-return]
+        return frame_of(self.rows)
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
         """`summary` as a pandas frame."""
-        return import_pandas().DataFrame(self.summary(names))  # type: ignore[no-any-return]
+        return frame_of(self.summary(names))
 
     def write_parquet(self, path: str | Path) -> None:
         """Write the rows as a Parquet file."""
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"a Parquet file needs the package pyarrow: {error}. Install it with: "
-                "pip install 'nip_astra[sweep]'"
-            ) from error
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        columns = {name: [row.get(name) for row in self.rows] for name in names}
-        parquet.write_table(pyarrow.table(columns), Path(path))
+        write_parquet_file(self.rows, Path(path))
 
     def write(self) -> None:
         """Write the tables and the page into the sweep's folder."""

@@ -33,8 +33,15 @@ from nip_astra.evaluation.families.base import (
     service_settings,
     target_label,
 )
-from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome, known_turns
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    episode_outcome,
+    judge,
+    known_turns,
+    mean_score,
+    nats_per_token,
+    outcomes_of,
+)
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
     PROBABILITY_ROWS,
@@ -618,8 +625,8 @@ def _final_episodes(source: Path, run: Path) -> list[Episode]:
 def _episodes(evaluation: Evaluation) -> list[Episode]:
     """The judged episodes of an evaluation, or of a run's own test."""
     path, figures = evaluation.path, evaluation.figures
-    is_run = (path / HYPER_PARAMETERS).is_file()
-    episodes = episodes_of(read_rows(path / (OWN_TABLE if is_run else ROWS)))
+    rows = read_rows(path / (OWN_TABLE if evaluation.run == path else ROWS))
+    episodes = episodes_of(rows)
     if not episodes:
         raise DataError(f"{path} holds no conversations. Evaluate it: nip-astra evaluate {path}")
     judge(episodes, float(figures.get("failure_threshold", 0.5)))

@@ -32,6 +32,7 @@ from nip_astra.evaluation.families.base import (
     register_evaluation_family,
     resolve_stored,
     run_fields,
+    run_of_stored,
     service_settings,
 )
 from nip_astra.evaluation.families.protocols import (
@@ -206,7 +207,7 @@ class TextProtocols(EpisodeFamily):
                 f"{path} has no scorer of its own. Give one, for instance --scorer detoxify, or a "
                 "YAML file with _type: judge and a rubric."
             )
-        run = _run_of(path)
+        run = run_of_stored(path)
         resolved = resolve_stored(run, request)
         settings = service_settings(settings, run)
         scorers, parameters = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
@@ -247,7 +248,7 @@ class TextProtocols(EpisodeFamily):
         from nip_astra.protocols.registry import build_protocol_handler
         from nip_astra.trainers.text.analysis import stored_samplings
 
-        run = _run_of(path)
+        run = run_of_stored(path)
         directory = RunDirectory.open(run)
         resolved = resolve_stored(run, request)
         protocol = build_protocol_handler(resolved.hyper_params)
@@ -471,18 +472,13 @@ def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
     return {**head, "name": folder.path.name, "run": run_id}
 
 
-def _run_of(path: Path) -> Path:
-    """The run directory of a run, or of an evaluation of one."""
-    return path.parent.parent if (path / FIGURES).is_file() else path
-
-
 def _results(directory: RunDirectory) -> dict[str, Any]:
     has_ended = (directory.path / RESULTS).is_file()
     return dict(directory.read_json(RESULTS)) if has_ended else {}
 
 
 def _file_of(evaluation: Evaluation) -> NestedArrayDict:
-    is_run = (evaluation.path / HYPER_PARAMETERS).is_file()
+    is_run = evaluation.run == evaluation.path
     path = _source_of(evaluation.path).path if is_run else evaluation.path / ROLLOUTS
     return NestedArrayDict.load(path)
 
