@@ -277,12 +277,10 @@ def _of_conversations(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         spread = f" ({decimal(q.get('0.05'))} to {decimal(q.get('0.95'))})" if len(q) > 1 else ""
         yield f"score of {what}, mean (5 % to 95 %)", mean + spread
     for name in ("reference", "target"):
-        value, of_words = (group("nll").get(key) for key in (name, f"perplexity_{name}"))
-        perplexity = "" if of_words is None else f" ({decimal(of_words)})"
-        yield (
-            f"probe NLL under the {name}, nats per token (perplexity)",
-            decimal(value) + perplexity,
-        )
+        perplexity = decimal(group("nll").get(f"perplexity_{name}"))
+        cell = decimal(group("nll").get(name))
+        cell += "" if perplexity == NOTHING else f" ({perplexity})"
+        yield f"probe NLL under the {name}, nats per token (perplexity)", cell
     yield from _variety(figures, group)
     chances = group("probability_of_failure")
     yield "ordinary conversation fails: Monte Carlo", format_figure(chances, "monte_carlo")
@@ -292,7 +290,8 @@ def _of_conversations(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if weighed.get("is_refused") or not weighed:
         cell = "refused" if weighed else NOTHING
     yield "  importance sampling", cell
-    for name, scorer in group("scorers").items():
+    for name in group("scorers"):
+        scorer = mapping(group("scorers")[name])
         agreement = f"{percent(scorer.get('agreement'))} of {count(scorer.get('num_turns'))}"
         yield f"episodes with a failure by {name}", format_figure(scorer, "failure_rate")
         yield f"  turns on which it agrees with {text(figures.get('scorer'))}", agreement
@@ -346,8 +345,8 @@ def quality_rows(figures: Mapping[str, Any]) -> list[TableRow]:
 
 def _share_found(found: Mapping[str, Any], name: str) -> str:
     one = mapping(found.get(name))
-    counts = f", {count(one['num_found'])} of {count(one['num_labelled'])}" if one else ""
-    return format_figure(found, name) + counts
+    counts = f", {count(one.get('num_found'))} of {count(one.get('num_labelled'))}"
+    return format_figure(found, name) + (counts if "num_found" in one else "")
 
 
 def agreement_rows(figures: Mapping[str, Any]) -> list[TableRow]:

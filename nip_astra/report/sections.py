@@ -262,7 +262,7 @@ def sections_of_run(
         ]
     specs = [
         Spec("summary", "Summary", lambda: _summary(run)),
-        Spec("curves", "Learning curves", lambda: _curves([group])),
+        Spec("curves", "Learning curves", lambda: curves([group])),
         *of_kind,
         Spec("services", "Services", lambda: _services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
@@ -277,8 +277,8 @@ def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) 
     """The sections about several runs together; `anchors` is by the id() of a run."""
     return [
         Spec("overview", "Overview", lambda: _overview(groups, anchors)),
-        Spec("differences", "What differs", lambda: _differences(groups)),
-        Spec("curves", "Learning curves", lambda: _curves(groups)),
+        Spec("differences", "What differs", lambda: differences(groups)),
+        Spec("curves", "Learning curves", lambda: curves(groups)),
     ]
 
 
@@ -307,13 +307,15 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
     return [{"text": line, "is_failing": any(probe in line for probe in failing)} for line in lines]
 
 
-def _curves(groups: Sequence[RunGroup]) -> Context:
+def curves(groups: Sequence[RunGroup], *, means_only: bool = False) -> Context:
+    """The learning curves of runs; with `means_only` of the means of groups, without a table."""
     runs = [run for group in groups for run in group.runs]
+    entries = [_legend_entry(one, means_only) for one in groups]
     return {
-        "legend": _agents(runs[0]) if len(runs) == 1 else [_legend_entry(one) for one in groups],
-        "is_compared": len(runs) > 1 or bool(runs[0].agents),
-        "charts": charts_of(groups),
-        "metrics": metric_rows(groups),
+        "legend": _agents(runs[0]) if len(runs) == 1 and not means_only else entries,
+        "is_compared": len(runs) > 1 or means_only or bool(runs[0].agents),
+        "charts": charts_of(groups, means_only=means_only),
+        "metrics": [] if means_only else metric_rows(groups),
     }
 
 
@@ -351,9 +353,11 @@ def _answers(run: RunRecord) -> Context | None:
     )
 
 
-def _legend_entry(group: RunGroup) -> Context:
+def _legend_entry(group: RunGroup, means_only: bool) -> Context:
     label = _group_title(group)
-    if len(group.runs) > 1:
+    if len(group.runs) > 1 and means_only:
+        label += f"; mean of {len(group.runs)} seeds"
+    elif len(group.runs) > 1:
         seeds = [text(run.hyper_params.get("seed")) or run.run_id for run in group.runs]
         label += f"; thick: mean of seeds {', '.join(seeds)}; thin: each; area: lowest to highest"
     return {"label": label, "color": group.color}
@@ -575,7 +579,8 @@ def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
     return write(mean) if low == high else f"{write(mean)} ({write(low)} to {write(high)})"
 
 
-def _differences(groups: Sequence[RunGroup]) -> Context:
+def differences(groups: Sequence[RunGroup]) -> Context:
+    """The parameters in which groups of runs differ."""
     first = [group.runs[0] for group in groups][:MAX_COMPARED]
     names = [group.name or "value" for group in groups][:MAX_COMPARED]
     rows = [row for row in parameter_differences(first) if row[0] != "seed"]

@@ -22,15 +22,13 @@ from nip_astra.evaluation.run_results import frame_of, read_results
 from nip_astra.report.charts import (
     Line,
     RunGroup,
-    charts_of,
     letter,
     line_chart,
-    parameter_differences,
     whisker,
 )
 from nip_astra.report.page import render_sections
 from nip_astra.report.records import read_run
-from nip_astra.report.sections import Context, Spec
+from nip_astra.report.sections import Context, Spec, curves, differences
 from nip_astra.sweep.plan import (
     DEV,
     Arm,
@@ -399,8 +397,12 @@ def _page(results: SweepResults) -> str:
         Spec("arms", "Arms", lambda: _arms(results)),
         Spec("pairs", "Paired tests", lambda: _pairs(results)),
         Spec("trials", "Trials", lambda: _trials(results)),
-        Spec("curves", "Learning curves", lambda: _curves(groups)),
-        Spec("differences", "What differs", lambda: _differences(groups)),
+        Spec(
+            "curves", "Learning curves", lambda: curves(groups, means_only=True) if groups else None
+        ),
+        Spec(
+            "differences", "What differs", lambda: differences(groups) if len(groups) > 1 else None
+        ),
         Spec("runs", "Runs", lambda: _runs(results)),
     ]
     facts = [
@@ -528,32 +530,6 @@ def _groups(results: SweepResults) -> list[RunGroup]:
         if runs:
             groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
     return groups
-
-
-def _curves(groups: Sequence[RunGroup]) -> Context | None:
-    if not groups:
-        return None
-    return {
-        "legend": [
-            {
-                "label": f"{group.name}: {group.label}"
-                + (f"; mean of {len(group.runs)} seeds" if len(group.runs) > 1 else ""),
-                "color": group.color,
-            }
-            for group in groups
-        ],
-        "is_compared": True,
-        "charts": charts_of(groups, means_only=True),
-        "metrics": [],
-    }
-
-
-def _differences(groups: Sequence[RunGroup]) -> Context | None:
-    if len(groups) < 2:
-        return None
-    rows = parameter_differences([group.runs[0] for group in groups])
-    names = [f"{group.name}: {group.label}" for group in groups]
-    return {"names": names, "rows": [row for row in rows if row[0] != "seed"]}
 
 
 def _runs(results: SweepResults) -> Context:
