@@ -189,7 +189,7 @@ def test_every_name_that_a_file_registers_has_a_member(kind: str) -> None:
     package = importlib.import_module(REGISTRIES[kind].package)
     for path in Path(next(iter(package.__path__))).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if f"@{decorator}(" not in text:
+        if not any(f"@{one}" in text for one in decorators):
             continue
         classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
         calls = [ast.unparse(item) for node in classes for item in node.decorator_list]
