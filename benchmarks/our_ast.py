@@ -22,7 +22,7 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.base import AstTrainer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """What the attacker computes in; the target answers in float32 always."""

@@ -260,36 +260,38 @@ if TYPE_CHECKING:
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.tracking.tracker import Tracker as Tracker
     from nip_astra.tracking.tracker import register_tracker as register_tracker
-    from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
-    from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
-    from nip_astra.trainers.ast_dpo import AstPreferenceTrainer as AstPreferenceTrainer
-    from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
-    from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
+    from nip_astra.trainers.ast.base import AstTrainer as AstTrainer
+    from nip_astra.trainers.ast.dpo import AstDpoTrainer as AstDpoTrainer
+    from nip_astra.trainers.ast.dpo import AstPreferenceTrainer as AstPreferenceTrainer
+    from nip_astra.trainers.ast.grpo import AstGrpoTrainer as AstGrpoTrainer
+    from nip_astra.trainers.ast.ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
     from nip_astra.trainers.optimization import register_optimizer as register_optimizer
     from nip_astra.trainers.optimization import register_schedule as register_schedule
-    from nip_astra.trainers.pure_text_ei import PureTextEiTrainer
-    from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
-    from nip_astra.trainers.remote_api import (
-        RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
-    )
-    from nip_astra.trainers.remote_api import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
-    from nip_astra.trainers.remote_api import RemoteApiOpdTrainer as RemoteApiOpdTrainer
-    from nip_astra.trainers.remote_api import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
-    from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
-    from nip_astra.trainers.self_hosted import SelfHostedOpdTrainer as SelfHostedOpdTrainer
-    from nip_astra.trainers.self_hosted import SelfHostedTrainer as SelfHostedTrainer
-    from nip_astra.trainers.self_hosted import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
+    from nip_astra.trainers.service.remote_api import (
+        RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
+    )
+    from nip_astra.trainers.service.remote_api import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
+    from nip_astra.trainers.service.remote_api import RemoteApiOpdTrainer as RemoteApiOpdTrainer
+    from nip_astra.trainers.service.remote_api import RemoteApiTrainer as RemoteApiTrainer
+    from nip_astra.trainers.service.self_hosted import (
+        SelfHostedGrpoTrainer as SelfHostedGrpoTrainer,
+    )
+    from nip_astra.trainers.service.self_hosted import SelfHostedOpdTrainer as SelfHostedOpdTrainer
+    from nip_astra.trainers.service.self_hosted import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.service.self_hosted import policy_loss as policy_loss
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
     from nip_astra.trainers.spg import SpgTrainer
+    from nip_astra.trainers.text.expert_iteration import PureTextEiTrainer
+    from nip_astra.trainers.text.malt import PureTextMaltTrainer
     from nip_astra.trainers.trainer_base import TensorDictTrainer as TensorDictTrainer
     from nip_astra.trainers.trainer_base import Trainer as Trainer
     from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer as VanillaPpoTrainer

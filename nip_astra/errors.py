@@ -100,7 +100,7 @@ class ParameterError(ConfigurationError):
     def __init__(self, faults: Sequence[ParameterFault]) -> None:
         self.faults = list(faults)
         count = len(self.faults)
-        head = "1 parameter is wrong" if count == 1 else f"{count} parameters are wrong"
+        head = f"{counted(count, 'parameter')} {'is' if count == 1 else 'are'} wrong"
         super().__init__("\n".join([f"{head}:", *(f"  {fault}" for fault in self.faults)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,11 +111,17 @@ class UnreadParameterError(ParameterError):
     """Parameters were set that nothing in the run reads."""
 
 
-def plural(kind: str) -> str:
-    """Return the plural of a registry's kind: trainers, policy losses, families."""
-    if kind.endswith("y"):
-        return f"{kind[:-1]}ies"
-    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+def plural(noun: str) -> str:
+    """Return the plural of a noun or a registry's kind: trainers, policy losses, families."""
+    if noun.endswith("y"):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def counted(number: float | None, noun: str) -> str:
+    """A number with its noun, "1 problem" or "1,200 problems"; a dash if it is unknown."""
+    shown = "\N{EN DASH}" if number is None else f"{number:,.0f}"
+    return f"{shown} {noun if number == 1 else plural(noun)}"
 
 
 class UnknownNameError(ConfigurationError, LookupError):

@@ -128,7 +128,7 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
             own = target / folder.relative_to(model)
             own.mkdir(parents=True, exist_ok=True)
             for file in sorted({file for pattern in FILES for file in folder.glob(pattern)}):
-                # A link may lead to a file of somebody else.
+                # A link may point to another user's file.
                 if file.is_symlink() or not file.is_file():
                     continue
                 if file.suffix == ".json":

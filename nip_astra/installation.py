@@ -22,12 +22,13 @@ import yaml
 from rich.text import Text
 
 import nip_astra
-from nip_astra.errors import NipAstraError, ParameterError
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.errors import NipAstraError, ParameterError, counted
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
 from nip_astra.plugins import load_plugin
+from nip_astra.tracking.environment import version_of
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class Diagnosis(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row per finding."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.to_dict()["findings"])
-        return frame
+        return frame_of(self.to_dict()["findings"])
 
     def tables(self) -> list[Any]:
         """Return a table per area and a summary, for a terminal."""
@@ -187,7 +187,7 @@ def _system() -> Findings:
 def _packages() -> Findings:
     for requirement in _requirements():
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            version = _version(requirement.name)
+            version = version_of(requirement.name)
             if version is None:
                 text = f"is needed: pip install {requirement.name}"
                 yield Finding("packages", requirement.name, Status.BROKEN, text)
@@ -204,7 +204,7 @@ def _extras() -> Findings:
         marker = str(requirement.marker or "")
         if "extra ==" in marker:
             extra = marker.rpartition("extra ==")[2].strip(" \"'")
-            extras.setdefault(extra, {})[requirement.name] = _version(requirement.name)
+            extras.setdefault(extra, {})[requirement.name] = version_of(requirement.name)
     for extra, versions in extras.items():
         missing = [name for name, version in versions.items() if version is None]
         if missing:
@@ -221,7 +221,7 @@ def _devices() -> Findings:
     from nip_astra.scenarios.graphs.native_layers import why_absent
 
     number = torch.get_num_threads()
-    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"
+    threads = f"{counted(number, 'thread')} unless a run is small or sets another number"
     yield Finding("devices", "cpu", *_computes("cpu", threads))
     reason = why_absent()
     text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
@@ -373,7 +373,7 @@ def _runs(runs_dir: Path) -> Findings:
 def _service() -> Findings:
     from nip_astra.serve.settings import ServiceSettings
 
-    missing = [name for name in SERVICE_PACKAGES if _version(name) is None]
+    missing = [name for name in SERVICE_PACKAGES if version_of(name) is None]
     settings = ServiceSettings()
     if missing:
         text = f"without {', '.join(missing)}: pip install 'nip_astra[serve]'"
@@ -402,13 +402,6 @@ def _requirements() -> list[Any]:
     for extra, wanted in project["optional-dependencies"].items():
         found += [Requirement(f"{one}; extra == '{extra}'") for one in wanted]
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nip_astra.errors import MissingDependencyError
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """A module of an optional package, for a feature that needs it.
+
+    Raises
+    ------
+    MissingDependencyError
+        When it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError.of(f"{what} ({error})", package, extra) from error
+
 
 def lazy_exports(
     package: str, homes: Mapping[str, str]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError, plural
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import content_root, find_scenario, scenario_names
@@ -86,9 +86,7 @@ class ExperimentView(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per parameter."""
-        columns = list(Parameter._fields)
-        frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
-        return frame
+        return frame_of(self.parameters, Parameter._fields)
 
     def tables(self, *, explain: bool = False, show_all: bool = False) -> list[Any]:
         """Return tables for a terminal.
@@ -163,9 +161,7 @@ class DryRun(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per figure."""
-        rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
-        frame: pd.DataFrame = import_pandas().DataFrame(rows)
-        return frame
+        return frame_of([*self.estimate.items()], ("figure", "value"))
 
     def __str__(self) -> str:
         from io import StringIO

@@ -125,7 +125,7 @@ def _module_name(path: Path) -> str:
 
 
 def _execute(name: str, path: Path) -> None:
-    # With the folder as a package's, `from .neighbour import x` finds the files beside it.
+    # With the folder as its package, `from .neighbour import x` finds the files beside it.
     spec = importlib.util.spec_from_file_location(
         name, path, submodule_search_locations=[str(path.parent)]
     )
@@ -176,7 +176,7 @@ def _undo(plugin: LoadedPlugin, snapshots: dict[str, RegistrySnapshot], modules:
             )
         )
     for name in set(sys.modules) - modules:
-        # A module of ours stays: it registered built-ins, and would not do so again.
+        # Our own modules stay: they registered built-ins, and would not do so again.
         is_ours = name.startswith("nip_astra.")
         if not is_ours and any(f"{name}.".startswith(f"{module}.") for module in dropped):
             del sys.modules[name]

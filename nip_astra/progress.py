@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -37,32 +37,12 @@ from rich.progress_bar import ProgressBar as DrawnBar
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.safe_text import safe_line
-
-
-class ProgressSettings(Protocol):
-    """The settings that progress depends on; see `ExperimentSettings`."""
-
-    @property
-    def test_run(self) -> bool: ...
-    @property
-    def progress(self) -> bool: ...
-    @property
-    def tqdm_func(self) -> Callable[..., Any] | None: ...
-    @property
-    def global_tqdm_step_fn(self) -> Callable[[], None] | None: ...
-
-
-class ProgressOwner(Protocol):
-    """An object with loops, for instance a trainer."""
-
-    @property
-    def settings(self) -> ProgressSettings: ...
-
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-SelfT = TypeVar("SelfT", bound=ProgressOwner)
+SelfT = TypeVar("SelfT")
 
 TEST_RUN_NUM_ITERATIONS = 1
 """Iterations of a loop in a test run."""
@@ -111,7 +91,9 @@ class ProgressBar:
     num_done : int
         Iterations done, including those of an earlier process.
     counts_requests : bool
-        Whether `count_request` counts here.
+        Whether `count_requests` counts here.
+    num_expected : int or None
+        Units of the open `counting` block that are not counted yet.
     """
 
     def __init__(
@@ -124,7 +106,8 @@ class ProgressBar:
         self.total = 0 if total is None else total
         self.num_done = 0
         self.is_live = console is not None and _is_live(console)
-        self._is_endless = self.counts_requests = total is None
+        self.is_endless = self.counts_requests = total is None
+        self.num_expected: int | None = None
         self.console, self._bar, self._path = console, bar, path
         self._num_resumed = self._num_lines = 0
         self._description = self._position = self._wait = ""
@@ -211,7 +194,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
         _BARS.remove(self)
-        if self.is_live and not self._is_endless:
+        if self.is_live and not self.is_endless:
             _SCREEN.leave(self)
         _SCREEN.update()
 
@@ -222,8 +205,8 @@ class ProgressBar:
     def _parts(self) -> list[str]:
         """Return the texts after the bar, the most important first; truncated to fit."""
         elapsed = min(time.monotonic(), self._ended) - self._started
-        if self._is_endless:
-            count = [f"{self.num_done} requests"] if self.num_done else []
+        if self.is_endless:
+            count = [counted(self.num_done, "request")] if self.num_done else []
             return [*count, _clock(elapsed)]
         pace = elapsed / max(self.num_done - self._num_resumed, 1)
         remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
@@ -232,7 +215,7 @@ class ProgressBar:
         return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
 
     def _print_line(self) -> None:
-        if self.console is not None and not self.is_live and not self._is_endless:
+        if self.console is not None and not self.is_live and not self.is_endless:
             head = f"{self._head}, in all" if self._position else self._head
             _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
 
@@ -248,7 +231,7 @@ class ProgressBar:
             shown.append(Text(part, no_wrap=True))
         line = Table.grid(padding=(0, 1, 0, 0))
         bar = DrawnBar(
-            None if self._is_endless else max(self.total, 1),
+            None if self.is_endless else max(self.total, 1),
             self.num_done,
             min(LEAST_BAR + max(room, 0), MOST_BAR),
         )
@@ -304,13 +287,24 @@ class _Display(Live):
 
 
 class _NotebookDisplay:
-    """The display in a notebook cell: one output that is replaced, without ipywidgets."""
+    """The display in a notebook cell: one output that is replaced, without ipywidgets.
+
+    If no bar leaves anything, the cell's next display takes the output over.
+    """
+
+    _empty: ClassVar[tuple[object, str] | None] = None
+    """Cell and id of the last display that became empty."""
 
     def __init__(self, get_renderable: Callable[[], Group], console: Console) -> None:
+        from IPython import get_ipython
+
         self._get_renderable, self._console = get_renderable, console
         self._left: list[ProgressBar] = []
-        self._id = uuid.uuid4().hex
-        self._is_shown = False
+        self._cell = getattr(get_ipython(), "execution_count", None)
+        cell, empty = self._empty or (None, "")
+        self._is_shown = bool(empty) and cell == self._cell
+        self._id = empty if self._is_shown else uuid.uuid4().hex
+        _NotebookDisplay._empty = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="progress", daemon=True)
 
@@ -332,7 +326,8 @@ class _NotebookDisplay:
             page.print(*self._left, self._get_renderable(), sep="")
             text = page.export_text(clear=False)
             html = page.export_html(inline_styles=True, code_format=_NOTEBOOK_FORMAT)
-            bundle = {"text/plain": text, "text/html": html}
+            is_empty = not text.strip()
+            bundle = {} if is_empty else {"text/plain": text, "text/html": html}
             display(bundle, raw=True, display_id=self._id, update=self._is_shown)
             self._is_shown = True
 
@@ -344,6 +339,8 @@ class _NotebookDisplay:
         self._stopped.set()
         self._thread.join()
         self.refresh()
+        if not self._left:
+            _NotebookDisplay._empty = self._cell, self._id
 
 
 _NOTEBOOK_FORMAT = '<pre style="margin:0;line-height:1.2">{code}</pre>'
@@ -380,7 +377,7 @@ class _Screen:
 
     def _start(self, console: Console) -> None:
         if console.is_jupyter:
-            # Of tqdm without ipywidgets, about bars that are off.
+            # tqdm warns about missing ipywidgets even for disabled bars.
             warnings.filterwarnings("ignore", message="IProgress not found")
             self._live = _NotebookDisplay(self._bars, console)
             self._live.start()
@@ -390,7 +387,7 @@ class _Screen:
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            # Redirected text goes where the bars are, which is not where a pipe leads.
+            # Redirected text goes to the bars' stream, not into a pipe.
             redirect_stdout=sys.stdout.isatty(),
         )
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -433,7 +430,7 @@ def _move_log_handlers(old: TextIO, new: TextIO) -> None:
     """Redirect log handlers from one stream to another, for instance transformers'."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
-            # Python's last resort has no stream of its own.
+            # `logging.lastResort` has no stream attribute of its own.
             if vars(handler).get("stream") is old:
                 handler.stream = new
 
@@ -505,11 +502,39 @@ def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
             _show_waits()
 
 
-def count_request() -> None:
-    """Count an answered request on the newest bar that counts requests, if there is one."""
-    bar = next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
-    if bar is not None:
-        bar.step()
+def count_requests(number: int = 1) -> None:
+    """Count answered requests on the newest bar that counts them, if there is one."""
+    bar = _request_bar()
+    if bar is None:
+        return
+    if bar.num_expected is not None:
+        # Further ones are repetitions.
+        number = min(number, bar.num_expected)
+        bar.num_expected -= number
+    bar.step(number)
+
+
+@contextmanager
+def counting(num_units: int) -> Iterator[None]:
+    """Count units on the newest bar that counts requests, if it has a total.
+
+    Each request that is answered within the block counts as one; those without a request are
+    counted at its end. A block within another one counts nothing.
+    """
+    bar = _request_bar()
+    if bar is None or bar.is_endless or bar.num_expected is not None:
+        yield
+        return
+    bar.num_expected = num_units
+    try:
+        yield
+        bar.step(bar.num_expected)
+    finally:
+        bar.num_expected = None
+
+
+def _request_bar() -> ProgressBar | None:
+    return next((bar for bar in reversed(_BARS) if bar.counts_requests), None)
 
 
 def _show_waits() -> None:
@@ -656,8 +681,8 @@ def attach_progress_bar(
 ) -> Callable[[Callable[Concatenate[SelfT, IterationContext, P], R]], ProgressLoop[SelfT, P, R]]:
     """Decorate a method that loops; it receives an `IterationContext` as its first argument.
 
-    The owner has `settings`. The loop counts on the owner's `progress` if that is a `ProgressBar`,
-    else on a bar of its own.
+    The owner has `settings`, see `ExperimentSettings`. The loop counts on the owner's `progress` if
+    that is a `ProgressBar`, else on a bar of its own.
 
     Parameters
     ----------
@@ -670,7 +695,7 @@ def attach_progress_bar(
     ) -> ProgressLoop[SelfT, P, R]:
         @functools.wraps(loop)
         def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            settings = self.settings
+            settings = cast(Any, self).settings
             requested = num_iterations_func(self)
             num_iterations = _capped(requested, settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
@@ -699,7 +724,7 @@ def attach_progress_bar(
     return decorate
 
 
-def total_num_iterations(owner: ProgressOwner) -> int:
+def total_num_iterations(owner: Any) -> int:
     """Return the iterations of all decorated loops of an object, each run once."""
     loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
     return sum(
@@ -709,7 +734,7 @@ def total_num_iterations(owner: ProgressOwner) -> int:
     )
 
 
-def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
+def _is_counted(owner: object, loop: Any) -> bool:
     """Whether `total_num_iterations` counts a loop; not if its name is overridden."""
     return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
@@ -192,7 +192,7 @@ def stress_parameters(
         raise ConfigurationError(
             f"the target {str(target)!r} is an address, so it needs the name of its model."
             if is_address
-            else f"target_model belongs to an address, but the target is {str(target)!r}."
+            else f"target_model is for addresses only, not for {str(target)!r}."
         )
     known = attacker if attacker is not None else None if is_address else target
     is_small = known is not None and len(_tokenizer(known)) <= len(_tokenizer(POCKET_ATTACKER))
@@ -312,7 +312,8 @@ def named_rewards(
         raise ConfigurationError("a task needs at least one reward. Give file.py:function.")
     if weights is not None and len(weights) != len(given):
         raise ConfigurationError(
-            f"there are {len(weights)} weights for {len(given)} rewards. Give one for each."
+            f"{counted(len(given), 'reward')} cannot have {counted(len(weights), 'weight')}. Give "
+            "one weight for each."
         )
     found: dict[str, dict[str, Any]] = {}
     for index, one in enumerate(given):

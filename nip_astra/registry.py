@@ -91,7 +91,7 @@ class Registry(Generic[T]):
             place = _place_of(entry)
             owner = self._owner_of(key, getattr(entry, "__module__", None) or "")
             if key in self._entries and _is_redefined(self._entries[key], entry):
-                # A repeated notebook cell means the new definition.
+                # A repeated notebook cell replaces its definition.
                 owner = None
             if owner is not None:
                 raise DuplicateNameError(self.kind, key, owner, place)

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +53,6 @@ from nip_astra.tracking.environment import (
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker, open_tracker
-from nip_astra.trainers.fitness import (
-    refuse_half_built,
-    refuse_idle_actors,
-    refuse_idle_settings,
-    refuse_unfinished,
-)
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
@@ -69,6 +63,7 @@ from nip_astra.trust import (
     on_behalf_of,
     sign,
 )
+from nip_astra.utils.actors import refuse_actors_without_device
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -540,19 +535,19 @@ def stop_on_signals() -> Iterator[Callable[[], str | None]]:
             f"{name}: finishing the step, then saving and stopping; once more stops without saving"
         )
 
-    with _handled_by(note):
+    with signals_handled_by(note):
         yield lambda: received[0] if received else None
 
 
 @contextmanager
 def signals_left_to_leader() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM: the leading process stops all others."""
-    with _handled_by(signal.SIG_IGN):
+    with signals_handled_by(signal.SIG_IGN):
         yield
 
 
 @contextmanager
-def _handled_by(handler: Any) -> Iterator[None]:
+def signals_handled_by(handler: Any) -> Iterator[None]:
     """Handle SIGINT and SIGTERM with `handler`, in the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -569,3 +564,73 @@ def _write_at_once(text: str) -> None:
     """Write a line to file descriptor 2: in a signal handler, streams may be in use."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
+
+
+# ---- checks of the trainer against the settings
+
+
+def refuse_idle_actors(
+    trainer_class: type[Trainer], settings: ExperimentSettings, team: Team
+) -> None:
+    """Refuse actors that a trainer would not play on, or that could not hold its models."""
+    if not settings.num_actors:
+        return
+    refuse_actors_without_device(settings)
+    in_a_team = team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"num_actors={settings.num_actors}, but {reason}. Trainers of language models (ast_*, "
+            "self_hosted_*, ...) in one process play on actors; leave num_actors 0 for others."
+        )
+
+
+def refuse_idle_settings(
+    settings: ExperimentSettings, team: Team, given: Container[str] | None = None
+) -> None:
+    """Refuse settings that nothing in this run reads.
+
+    `given` are the names that were given now, where others are those of a stored run; None for all.
+    """
+    if settings.run_directory is not None:
+        raise ConfigurationError("a run makes its own run_directory. Set runs_dir and run_id.")
+    for is_met, need, names in (
+        (team.size > 1, "several processes", ("sharding", "process_store")),
+        (settings.num_actors, "num_actors above 0", ("ray_address", "actor_cpus", "actor_gpus")),
+    ):
+        idle = [
+            f"{name}={getattr(settings, name)}"
+            for name in names
+            if not is_met
+            and (given is None or name in given)
+            and getattr(settings, name) != ExperimentSettings.model_fields[name].default
+        ]
+        if idle:
+            raise ConfigurationError(
+                f"the settings {', '.join(idle)} need {need}, and nothing here reads them. Leave "
+                "them out."
+            )
+
+
+def refuse_unfinished(trainer_class: type[Trainer]) -> None:
+    """Refuse a class that does not define the abstract methods of its base class."""
+    missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
+            "base class requires."
+        )
+
+
+def refuse_half_built(trainer: Trainer) -> None:
+    """Refuse a trainer whose own constructor leaves out that of its base class."""
+    if "state" not in vars(trainer):
+        name = type(trainer).__name__
+        raise ConfigurationError(
+            f"__init__ of the trainer {name} does not call that of its base class. Begin it with "
+            "super().__init__(hyper_params, scenario_instance, settings)."
+        )

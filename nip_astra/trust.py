@@ -212,7 +212,7 @@ def _key_path() -> Path | None:
     try:
         base = Path(read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     except RuntimeError:
-        return None  # nobody's home
+        return None  # no home folder
     return base / "nip_astra" / "run_key" if base.is_absolute() else None
 
 

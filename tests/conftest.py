@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # Bars of weights that are read; the command line turns them off too.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Tests start many processes, each of which would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collectstart() -> None:

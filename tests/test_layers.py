@@ -263,8 +263,8 @@ def check(**modules: str) -> tuple[list[str], list[str]]:
 
 
 def test_the_check_sees_an_upward_import_at_the_top_of_a_module() -> None:
-    upward, _ = check(errors="import nip_astra.trainers.ast_dpo")
-    assert upward == ["nip_astra.errors:1 imports nip_astra.trainers.ast_dpo"]
+    upward, _ = check(errors="import nip_astra.trainers.ast.dpo")
+    assert upward == ["nip_astra.errors:1 imports nip_astra.trainers.ast.dpo"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from nip_astra.nip.tensors import KEYS, Reward2GoTransform
 from nip_astra.nip.texts import PureTextRlTrainer, as_nip, as_ours
 from nip_astra.run import prepare_experiment
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.text.statistics import episode_returns
+from nip_astra.trainers.text.rollouts import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer

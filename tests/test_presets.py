@@ -109,6 +109,7 @@ def test_a_trainer_that_ships_has_a_default_which_is_one_of_its_presets(trainer:
     assert path.parent / extended[1] in PRESETS
 
 
+@cache
 def _scenario_values(scenario: str) -> Any:
     path = content_root() / "scenarios" / scenario / "scenario.yaml"
     return yaml.safe_load(path.read_text(encoding="utf-8"))

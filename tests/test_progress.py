@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from nip_astra.progress import (
     IterationContext,
     ProgressBar,
     attach_progress_bar,
-    count_request,
+    count_requests,
+    counting,
     loops_cut_to,
     only_own_bars,
     open_progress,
@@ -402,30 +403,65 @@ def test_bars_of_other_libraries_stay_off_between_ours() -> None:
             other.disable_progress_bar()
 
 
+class Notebook:
+    """A stand-in for a notebook: what it was sent, and the outputs that it shows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shown: list[tuple[dict[str, str], str, bool]] = []
+        self.cell = SimpleNamespace(execution_count=1)
+        package, module = ModuleType("IPython"), ModuleType("IPython.display")
+        package.get_ipython = lambda: self.cell  # type: ignore[attr-defined]  # its content
+        module.display = self._display  # type: ignore[attr-defined]  # its content
+        monkeypatch.setitem(sys.modules, "IPython", package)
+        monkeypatch.setitem(sys.modules, "IPython.display", module)
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def _display(self, bundle: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
+        assert raw
+        assert "\x1b" not in "".join(bundle.values())
+        assert update == (display_id in {one for _, one, _ in self.shown})
+        self.shown.append((bundle, display_id, update))
+
+    @property
+    def outputs(self) -> list[dict[str, str]]:
+        """The newest content of each output."""
+        return list({one: bundle for bundle, one, _ in self.shown}.values())
+
+
 def test_a_notebook_has_one_output_whose_last_state_is_that_of_the_bar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown: list[tuple[str, bool]] = []
-
-    def display(bundle: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
-        assert raw
-        assert "\x1b" not in bundle["text/plain"] + bundle["text/html"]
-        shown.append((bundle["text/plain"], update))
-
-    notebook = ModuleType("IPython.display")
-    notebook.display = display  # type: ignore[attr-defined]  # the stand-in's content
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = Notebook(monkeypatch).shown
     stderr = sys.stderr
     bar = open_progress(2)
     bar.set_description("Training")
     bar.step(2)
     assert sys.stderr is stderr
     bar.close()
-    assert [update for _, update in shown] == [False] + [True] * (len(shown) - 1)
-    assert re.search("^Training ━+ 2/2", shown[-1][0])
+    assert [update for _, _, update in shown] == [False] + [True] * (len(shown) - 1)
+    assert len({display_id for _, display_id, _ in shown}) == 1
+    assert re.search("^Training ━+ 2/2", shown[-1][0]["text/plain"])
+
+
+def test_a_display_without_content_is_taken_over_within_its_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = Notebook(monkeypatch)
+    with showing("Loading"):
+        pass
+    assert notebook.outputs == [{}]
+    with showing("Training", 2):
+        pass
+    (output,) = notebook.outputs
+    assert "Training" in output["text/plain"]
+    with showing("Loading"):
+        pass
+    notebook.cell.execution_count += 1
+    with showing("Evaluating", 2):
+        pass
+    assert ["Training" in notebook.outputs[0]["text/plain"], *notebook.outputs[1:2]] == [True, {}]
+    assert "Evaluating" in notebook.outputs[2]["text/plain"]
 
 
 def test_a_forked_process_does_not_write_to_the_display_of_its_parent(
@@ -441,10 +477,31 @@ def test_a_forked_process_does_not_write_to_the_display_of_its_parent(
 
 
 def test_answered_requests_are_counted_by_the_bar_that_is_open_for_them() -> None:
-    count_request()
+    count_requests()
     with showing("Judging", 5, counts_requests=True) as bar, showing("Other", 3):
-        count_request()
+        count_requests()
         assert bar.num_done == 1
+
+
+def test_units_without_a_request_are_counted_at_the_end_and_repetitions_never() -> None:
+    with showing("Rating", 9, counts_requests=True) as bar:
+        with counting(5):
+            count_requests(2)
+            assert bar.num_done == 2
+            with counting(4):
+                pass
+        assert bar.num_done == 5
+        with counting(3):
+            for _ in range(6):
+                count_requests()
+        assert bar.num_done == 8
+        with pytest.raises(ValueError, match="broken"), counting(1):
+            raise ValueError("broken")
+        count_requests()
+        assert bar.num_done == 9
+    with showing("Loading") as bar, counting(3):
+        pass
+    assert bar.num_done == 0
 
 
 def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

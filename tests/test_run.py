@@ -421,7 +421,7 @@ def test_a_trainer_without_its_hooks_is_told_which_are_missing(
 ) -> None:
     plugin = tmp_path / "unfinished.py"
     plugin.write_text(
-        "from nip_astra.trainers.ast_base import AstTrainer\n"
+        "from nip_astra.trainers.ast.base import AstTrainer\n"
         "from nip_astra.trainers.registry import register_trainer\n"
         "@register_trainer('unfinished')\n"
         "class Unfinished(AstTrainer):\n"
@@ -442,7 +442,7 @@ def test_a_constructor_that_forgets_its_base_class_is_told(
     plugin = tmp_path / "forgetful.py"
     plugin.write_text(
         "import nip_astra as na\n"
-        "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
+        "from nip_astra.trainers.ast.dpo import AstDpoTrainer\n"
         "@na.register_trainer('forgetful')\n"
         "class Forgetful(AstDpoTrainer):\n"
         "    def __init__(self, *given): self.given = given\n"

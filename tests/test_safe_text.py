@@ -176,7 +176,8 @@ def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path
 def test_tables_of_an_evaluation_are_safe() -> None:
     rate = {"value": 0.5, "low": 0.4, "high": 0.6}
     figures = {"failure_rate": rate, "warnings": [f"it said {HOSTILE}"]}
-    text = as_text([*matrix_tables({(HOSTILE, HOSTILE): figures}), *warning_lines([HOSTILE])])
+    figures |= {"attacker": HOSTILE, "target": HOSTILE}
+    text = as_text([*matrix_tables([figures]), *warning_lines([HOSTILE])])
     assert "[red]x[/red]" in text
     assert not has_unsafe(text)
 

@@ -26,7 +26,7 @@ SCORER = """
             {body}
     """
 TRAINER = """
-    from nip_astra.trainers.ast_dpo import AstDpoTrainer
+    from nip_astra.trainers.ast.dpo import AstDpoTrainer
     from nip_astra.trainers.registry import register_trainer
 
     @register_trainer("my_trainer")

@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from nip_astra.errors import CheckpointError, NipAstraError
+from nip_astra.tracking.run_directory import sync_folder
 
 MANIFEST = "manifest.json"
 FORMAT = "nip_astra.checkpoint"
@@ -83,13 +84,13 @@ class CheckpointStore:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            _sync_folder(self.directory)
+            sync_folder(self.directory)
             if is_best:
                 self._point(BEST, name)
             self._point(LATEST, name)
             if self.marker is not None and not self.marker.exists():
                 _write_synced(self.marker, name + "\n")
-                _sync_folder(self.marker.parent)
+                sync_folder(self.marker.parent)
             self._prune()
         return self.directory / name
 
@@ -100,7 +101,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the last checkpoint saved as best, or None."""
-        # As above.
+        # A process killed in its first save may leave no pointer.
         return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
 
     def named(self, name: str) -> Path:
@@ -188,7 +189,7 @@ class CheckpointStore:
         temporary = self.directory / f".tmp-{pointer}"
         _write_synced(temporary, name + "\n")
         temporary.replace(self.directory / pointer)
-        _sync_folder(self.directory)
+        sync_folder(self.directory)
 
     def _prune(self) -> None:
         kept = {path.name for path in self._all()[-self.num_kept :]}
@@ -244,8 +245,8 @@ def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best
     manifest["manifest_sha256"] = _manifest_digest(manifest)
     _write_synced(folder / MANIFEST, json.dumps(manifest, indent=2))
     for subfolder in (path for path in folder.rglob("*") if path.is_dir()):
-        _sync_folder(subfolder)
-    _sync_folder(folder)
+        sync_folder(subfolder)
+    sync_folder(folder)
 
 
 def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
@@ -299,11 +300,3 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,13 +25,16 @@ from nip_astra.cli.options import (
     AsJson,
     Debug,
     Device,
+    DryRun,
     Overrides,
     ParameterFile,
     Plugins,
+    RunId,
     RunsDir,
     ScenarioName,
     Seed,
     Settings,
+    TestRun,
     Threads,
     Track,
     Trainer,
@@ -56,6 +59,7 @@ from nip_astra.errors import (
     UnexpectedExitError,
     UnknownNameError,
     WorkerProcessError,
+    counted,
     nearest_names,
 )
 from nip_astra.safe_text import safe_text, to_json
@@ -202,33 +206,16 @@ def run(
     device: Device = None,
     wandb: Wandb = None,
     track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
+    run_id: RunId = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
     settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    test_run: TestRun = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment = _experiment_arguments(locals())
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        run_id=run_id,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-        test_run=test_run or None,
-    )
+    experiment, given = _experiment_arguments(locals()), settings_of(locals())
     from nip_astra.progress import showing
 
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -257,18 +244,11 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
+    given = settings_of(locals())
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
 
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-    )
     # Before torch is loaded.
     RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
     with showing("Loading", enabled=given.get("progress") is not False):
@@ -308,7 +288,7 @@ def check_resume(
         say(f"killed before {one.operation}: {one.difference or 'equal'}")
 
     try:
-        given = settings_of(settings, device=device, num_threads=num_threads)
+        given = settings_of({"settings": settings, "device": device, "num_threads": num_threads})
         found = resume_check.check_resume(resolved, kept, num_kills=kills, on_kill=tell, **given)
     except NipAstraError:
         if runs_dir is None:
@@ -319,8 +299,9 @@ def check_resume(
             f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
             f"{kept}; run it without check-resume first."
         ) from error
+    killed = counted(len(found.kills), "killed run")
     if found.is_equal:
-        say(f"{len(found.kills)} killed runs of {found.num_operations} file operations: all equal")
+        say(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
         if runs_dir is None:
             shutil.rmtree(kept)
         return
@@ -328,7 +309,7 @@ def check_resume(
     say(
         f"two uninterrupted runs differ: {found.unlike}"
         if found.unlike
-        else f"{num_unlike} of {len(found.kills)} killed runs differ"
+        else f"different: {num_unlike} of {killed}"
     )
     say(f"runs       {kept}")
     raise typer.Exit(RUNS_DIFFER)
@@ -443,12 +424,15 @@ def time_parts(
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
+    from nip_astra.progress import showing
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
-    given = settings_of(device=device, num_threads=num_threads)
-    prepared = prepare_experiment(resolve_experiment(**experiment), **given)
+    given = settings_of({"device": device, "num_threads": num_threads})
+    with showing("Loading"):
+        resolved = resolve_experiment(**experiment)
+    prepared = prepare_experiment(resolved, **given)
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():

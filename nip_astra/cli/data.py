@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nip_astra.cli.options import Debug
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, counted
 
 if TYPE_CHECKING:
     from nip_astra.scenarios.graphs.generation import GraphPairs
@@ -116,13 +116,15 @@ def convert(
     n = max(one.pairs.adjacency.shape[-1] for one in read)
     for file, one in zip((train, test), read, strict=True):
         if one.num_rescored:
-            sys.stdout.write(f"rescored   {one.num_rescored} pairs of {file}; labels stay\n")
+            sys.stdout.write(
+                f"rescored   {counted(one.num_rescored, 'pair')} of {file}; labels stay\n"
+            )
     pairs = [padded_to(one.pairs, n) for one in read]
     num_known = int(np.isin(pair_hashes(pairs[1]), pair_hashes(pairs[0])).sum())
     if num_known:
         sys.stdout.write(
-            f"warning    {num_known} of {pairs[1].num_pairs} pairs to test on are among those to "
-            "train on, up to the order of nodes, or look like such\n"
+            f"warning    {num_known} of {counted(pairs[1].num_pairs, 'pair')} to test on are among "
+            "those to train on, up to the order of nodes, or look like such\n"
         )
     _save(path, *pairs)
 
@@ -145,5 +147,6 @@ def _save(path: Path, train: GraphPairs, test: GraphPairs) -> None:
     save_pairs(path, train=train, test=test)
     for split, pairs in zip(SPLITS, (train, test), strict=True):
         share = float((pairs.wl_score == ISOMORPHIC).mean())
-        sys.stdout.write(f"{split:<10} {pairs.num_pairs} pairs, {100 * share:.0f} % isomorphic\n")
+        pairs_shown = counted(pairs.num_pairs, "pair")
+        sys.stdout.write(f"{split:<10} {pairs_shown}, {100 * share:.0f} % isomorphic\n")
     sys.stdout.write(f"use it by  --set graph_isomorphism.dataset.file={path.resolve()}\n")

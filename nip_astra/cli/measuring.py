@@ -44,6 +44,7 @@ from nip_astra.cli.options import (
     settings_of,
     show,
 )
+from nip_astra.errors import counted
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
 if TYPE_CHECKING:
@@ -91,12 +92,10 @@ def evaluate(
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
     options = _options(locals())
-    from nip_astra.evaluation.api import Matrix, locate
+    from nip_astra.evaluation.api import Matrix
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    for one in runs:
-        locate(one)
-    given = settings_of(settings, device=device, num_threads=num_threads)
+    given = settings_of(locals())
     found = evaluate_runs(
         runs,
         settings=given,
@@ -127,7 +126,7 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
         for part in evaluation.parts:
             if "reused_from" in part and "num_episodes" in part:
                 say(
-                    f"{part['num_episodes']} conversations are those of the evaluation "
+                    f"reused     {counted(part['num_episodes'], 'conversation')} of the evaluation "
                     f"{part['reused_from']}"
                 )
     show(evaluation.tables, lambda: evaluation.figures, as_json=as_json)
@@ -166,11 +165,9 @@ def score(
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
     options = _options(locals())
-    from nip_astra.evaluation.api import locate
     from nip_astra.evaluation.api import score as score_run
 
-    locate(run)
-    evaluation = score_run(run, settings=settings_of(device=device), **options)
+    evaluation = score_run(run, settings=settings_of({"device": device}), **options)
     _show(evaluation, as_json=as_json)
     _gate(fail_if, evaluation.values)
 
@@ -353,9 +350,9 @@ def analyse(
 
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.experiment_settings import ExperimentSettings
+    from nip_astra.report.evaluations import share_text
     from nip_astra.report.page import write_report
     from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
-    from nip_astra.utils.formatting import interval, percent
 
     request: dict[str, Any] = {
         "split": split,
@@ -363,7 +360,9 @@ def analyse(
         "is_overwritten": overwrite,
         "plugins": plugin or [],
         "is_trusted": trust,
-        "settings": ExperimentSettings.from_dict(settings_of(settings, device=device, wandb=wandb)),
+        "settings": ExperimentSettings.from_dict(
+            settings_of({"settings": settings, "device": device, "wandb": wandb})
+        ),
     }
     model = None if judge is None else read_judge(judge)
     if dry_run:
@@ -377,18 +376,11 @@ def analyse(
         return
     found = [one.summary for one in analyse_run(run, analysers or [], model, **request)]
     page = write_report([run])
-    table = plain_table(None, "rollouts", "question", "agent", "yes", "95 %", "of", "unknown")
+    table = plain_table(None, "rollouts", "question", "agent", "yes")
     for one in found:
         place = f"{one['split']}, iteration {one['iteration']}"
-        for agent, share in one["shares"].items():
-            cells = (
-                *(place, one["analyser"], agent),
-                *(percent(share["share"]), interval(share["low"], share["high"])),
-                *(str(share["num_yes"] + share["num_no"]), str(share["num_unknown"])),
-            )
-            table.add_row(*map(Text, cells))
-        if not one["shares"]:
-            table.add_row(*map(Text, (place, one["analyser"], "nobody", "", "", "0", "")))
+        for agent, share in (one["shares"] or {"nobody": {}}).items():
+            table.add_row(*map(Text, (place, one["analyser"], agent, share_text(share))))
     show(lambda: [table], lambda: found, as_json=as_json)
     if not as_json:
         say(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
@@ -412,7 +404,7 @@ def compare_dumps(
 
     found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
     if not found.differences:
-        say(f"the same in all {found.num_stages} stages")
+        say(f"the same in {counted(found.num_stages, 'stage')}")
         return
     first = found.differences[0].stage
     say(f"they differ first in {first}")
@@ -423,7 +415,7 @@ def compare_dumps(
         say(f"  and {len(own) - MAX_DIFFERENCES} more")
     later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)
     if later:
-        say(f"then in {len(later)} more of {found.num_stages} stages")
+        say(f"then in {len(later)} more of {counted(found.num_stages, 'stage')}")
     raise typer.Exit(1)
 
 

@@ -122,6 +122,11 @@ Trust = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
+RunId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")]
+TestRun = Annotated[bool, typer.Option("--test-run", help="Cut every loop to one iteration.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing.")
+]
 RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
 Threads = Annotated[
     int | None,
@@ -215,15 +220,17 @@ Untrained = Annotated[
 ]
 
 
-def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str, Any]:
-    """The settings that were given on the command line; options of their own win."""
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among a command's options: `settings`, and those with names of their own."""
     from nip_astra.parameters.files import parse_overrides
 
-    by_name = parse_overrides(assignments or [], "--settings").values
-    track = given.pop("track", None)
-    if track is not None:
-        given["trackers"] = [name.strip() for name in track.split(",") if name.strip()]
-    return by_name | {name: value for name, value in given.items() if value is not None}
+    own = ("device", "wandb", "run_id", "runs_dir", "num_threads")
+    given = parse_overrides(options.get("settings") or [], "--settings").values
+    given |= {name: options[name] for name in own if options.get(name) is not None}
+    if options.get("track") is not None:
+        names = map(str.strip, options["track"].split(","))
+        given["trackers"] = [name for name in names if name]
+    return given | ({"test_run": True} if options.get("test_run") else {})
 
 
 def open_console() -> Console:

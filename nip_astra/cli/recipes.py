@@ -9,11 +9,14 @@ import typer
 from nip_astra.cli.options import (
     Debug,
     Device,
+    DryRun,
     Overrides,
     Plugins,
+    RunId,
     RunsDir,
     Seed,
     Settings,
+    TestRun,
     Threads,
     Track,
     Wandb,
@@ -88,19 +91,12 @@ def task(
     device: Device = None,
     wandb: Wandb = None,
     track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
+    run_id: RunId = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
     settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    test_run: TestRun = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
@@ -130,16 +126,7 @@ def task(
     )
     train_or_estimate(
         resolved,
-        settings_of(
-            settings,
-            device=device,
-            wandb=wandb,
-            track=track,
-            run_id=run_id,
-            runs_dir=runs_dir,
-            num_threads=num_threads,
-            test_run=test_run or None,
-        ),
+        settings_of(given),
         is_dry=dry_run,
     )
 
@@ -175,22 +162,16 @@ def stress(
     device: Device = None,
     wandb: Wandb = None,
     track: Track = None,
-    run_id: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
-    ] = None,
+    run_id: RunId = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
     settings: Settings = None,
-    test_run: Annotated[
-        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
-    ] = False,
+    test_run: TestRun = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, by a scorer; prints the cost first."""
+    given = settings_of(locals())
     from nip_astra.cli.options import train_or_estimate
     from nip_astra.recipes import stress_parameters
     from nip_astra.resolving.resolution import resolve_experiment
@@ -205,16 +186,6 @@ def stress(
     print_parameters(values)
     resolved = resolve_experiment(
         hyper_params=values, overrides=overrides or [], seed=seed, plugins=plugin or []
-    )
-    given = settings_of(
-        settings,
-        device=device,
-        wandb=wandb,
-        track=track,
-        run_id=run_id,
-        runs_dir=runs_dir,
-        num_threads=num_threads,
-        test_run=test_run or None,
     )
     train_or_estimate(resolved, given, is_dry=True)
     if not dry_run:

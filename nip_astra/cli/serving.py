@@ -60,14 +60,9 @@ def serve(
     from nip_astra.serve.server import serve as run_service
     from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
-    given = settings_of(
-        settings,
-        port=port,
-        host=host,
-        token_variable=token_variable,
-        state_dir=state_dir,
-        device=device,
-    )
+    given = settings_of({"settings": settings, "device": device})
+    own = {"port": port, "host": host, "token_variable": token_variable, "state_dir": state_dir}
+    given |= {name: value for name, value in own.items() if value is not None}
     asked: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
     protocols = [name for name, is_asked in asked.items() if is_asked]
     if num_threads is not None:

@@ -22,7 +22,7 @@ from nip_astra.cli.options import (
     say,
     settings_of,
 )
-from nip_astra.errors import NipAstraError, UnknownNameError
+from nip_astra.errors import NipAstraError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import safe_text
 
@@ -130,7 +130,7 @@ def sweep(
     )
     directory = _folder_of(plan, sweep_dir)
     options = SweepOptions(
-        settings=settings_of(settings, device=device, wandb=wandb),
+        settings=settings_of({"settings": settings, "device": device, "wandb": wandb}),
         num_processes=num_processes,
         shard=shard,
         place=on,
@@ -157,8 +157,8 @@ def sweep(
     failed = outcomes.count(RunStatus.FAILED)
     if failed:
         raise NipAstraError(
-            f"{failed} of {len(outcomes)} runs failed; their logs are in {directory / 'logs'}. "
-            f"Fix the cause and continue with: nip-astra sweep {directory}"
+            f"{failed} of {counted(len(outcomes), 'run')} failed; their logs are in "
+            f"{directory / 'logs'}. Fix the cause and continue with: nip-astra sweep {directory}"
         )
 
 
@@ -190,7 +190,7 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
         return
     objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
     say(
-        f"{plan.search.num_trials} trials of {len(plan.seeds)} runs each, by "
+        f"{counted(plan.search.num_trials, 'trial')} of {counted(len(plan.seeds), 'run')} each, by "
         f"{plan.search.sampler}, to {plan.search.direction} {', '.join(sorted(objectives))}"
     )
     for path, choice in plan.choices.items():
@@ -241,7 +241,7 @@ def _table(results: SweepResults, name: str) -> Table:
             "" if before is None else f"{before.mean:.3g}",
             f"{after.mean:.3g}",
             _interval(after.low, after.high),
-            " ".join(f"{value:.3g}" for value in after.values.values()),
+            after.each("{:.3g}".format),
             "" if beside is None else f"{beside.mean:+.3g} {_interval(beside.low, beside.high)}",
             "" if beside is None or beside.p is None else f"{beside.p:.2g}",
         )

@@ -41,7 +41,7 @@ def processes_on_this_machine() -> int:
 
 def _number(name: str, *, default: int, least: int = 0) -> int:
     given = read_variable(name) or str(default)
-    # Python refuses numbers of thousands of digits.
+    # int() raises for thousands of digits.
     if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) >= least):
         raise ConfigurationError(
             f"the environment variable {name} is {given[:40]!r}. Give a whole number from {least}, "

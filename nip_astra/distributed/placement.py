@@ -117,7 +117,7 @@ def exchange_seconds(count: int, num_bytes: float, cluster: Cluster) -> float:
 def iteration_seconds(work: Work, count: int, cluster: Cluster) -> float:
     """Return the time of an iteration on a number of devices, without failures."""
     players, learners = min(count, work.num_episodes), min(count, work.rows_per_step)
-    # The largest share is waited for: 10 episodes on 8 devices take as long as 16.
+    # All wait for the largest share: 10 episodes on 8 devices take as long as 16.
     rollout = work.rollout_seconds * math.ceil(work.num_episodes / players) / work.num_episodes
     update = work.update_seconds * math.ceil(work.rows_per_step / learners) / work.rows_per_step
     exchanges = exchange_seconds(learners, work.gradient_bytes, cluster)

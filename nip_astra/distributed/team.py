@@ -272,7 +272,7 @@ def team_on_this_machine(
     os.environ[_INTERFACE] = "lo"
     try:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
-        # The library would wait for an ended process as long as for a busy one.
+        # The library would wait equally long for ended and busy processes.
         file.set(f"here/{rank}", "")
         while not all(file.check([f"here/{one}"]) for one in range(size)):
             watch()
@@ -312,7 +312,7 @@ def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if not re.search(only_if, str(error)):
             raise
-        # "[place in gloo's source] What happened. Some advice."
+        # Format: "[location in gloo's source] What happened. Some advice."
         reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         raise LostProcessError(
             f"one of the {team.size} processes has ended or cannot be reached ({reason})."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,20 +19,22 @@ from nip_astra.evaluation.families.base import (
     EvaluationFamily,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     as_list,
     family_of_run,
     is_text_attacker,
     refuse_without_effect,
     run_of,
+    run_of_stored,
 )
 from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import import_pandas
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
-from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
+from nip_astra.evaluation.run_results import frame_of
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
+from nip_astra.evaluation.tables import Printable, as_text, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory, finite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,9 +69,7 @@ class Matrix(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per evaluation: its `label`, and figures as columns `a.b`."""
-        rows = [{"label": one.label, **one.values} for one in self.evaluations]
-        frame: pd.DataFrame = import_pandas().json_normalize(rows)
-        return frame
+        return frame_of([{"label": one.label, **one.values} for one in self.evaluations])
 
     def plot(self) -> Any:
         """Plot the figures that have an interval, those of each evaluation below each other."""
@@ -83,7 +82,7 @@ class Matrix(Printable):
         if self.path is None:
             return [part for one in self.evaluations for part in one.tables()]
         cells = RunDirectory(self.path.parent).read_json(self.path.name)["cells"]
-        return matrix_tables({(one["attacker"], one["target"]): one for one in cells})
+        return matrix_tables(cells)
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class Comparison(Printable):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no NaN."""
         names = ("baseline", "comparisons", "warnings")
-        plain: dict[str, Any] = _with_nulls({name: getattr(self, name) for name in names})
-        return plain
+        found: dict[str, Any] = finite({name: getattr(self, name) for name in names})
+        return found
 
     def values(self, label: str) -> dict[str, Any]:
         """Figures as conditions name them: one's own, `baseline.*` and `comparison.*`."""
@@ -128,8 +127,7 @@ class Comparison(Printable):
             for name, metric in metrics.items()
             if isinstance(metric, Mapping)
         ]
-        frame: pd.DataFrame = import_pandas().DataFrame(rows)
-        return frame
+        return frame_of(rows)
 
     def plot(self) -> Any:
         """Plot the difference of each metric from the first evaluation, with its interval."""
@@ -192,16 +190,11 @@ def evaluate(
         for path in paths:
             check_condition(request.fail_if, family.shape(Path(path), request))
     found: list[Evaluation] = []
-
-    @contextmanager
-    def bar(label: str, total: int) -> Iterator[OnPart]:
-        with showing(label, total or None, enabled=progress) as display:
-            yield display.step
-
     from nip_astra.report.page import write_report
 
     for path in paths:
-        evaluations = family.evaluate(Path(path), request, settings, bar)
+        bars = _bars(enabled=progress)
+        evaluations = _evaluated(family, Path(path), request, settings, bars)
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -211,6 +204,38 @@ def evaluate(
         return found[0]
     file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
     return Matrix(found, file)
+
+
+def _evaluated(
+    family: EvaluationFamily,
+    run: Path,
+    request: EvaluationRequest,
+    settings: ExperimentSettings,
+    open_bar: OpenProgress,
+) -> Iterator[Evaluation]:
+    """Evaluate each subject of a run; continue what a killed evaluation left."""
+    for subject in family.load(run, request, settings):
+        with subject.work:
+            configuration = family.units(subject, request)
+            folder = EvaluationFolder.of_run(subject.place, subject.name)
+            subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
+            with open_bar(subject.label, family.num_units(subject)) as on_part:
+                played = family.play(subject, folder, request, on_part)
+            figures = family.figures(subject, folder, played)
+        folder.write(figures, as_text(family.tables(figures)))
+        yield Evaluation.read(folder.path)
+
+
+def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
+    """What opens a bar with a label and a total."""
+
+    @contextmanager
+    def open_bar(label: str, total: int) -> Iterator[OnPart]:
+        bar = showing(label, total or None, counts_requests=counts_requests, enabled=enabled)
+        with bar as display:
+            yield display.step
+
+    return open_bar
 
 
 def _with_bar(
@@ -254,7 +279,8 @@ def score(
     path = locate(run, settings)
     family = _stored_family(path, request)
     with showing("Rating", enabled=settings.progress):
-        evaluation = family.score(path, request, settings)
+        bars = _bars(enabled=settings.progress, counts_requests=True)
+        evaluation = family.score(path, request, settings, bars)
     from nip_astra.report.page import write_report
 
     write_report([evaluation.run])
@@ -341,14 +367,12 @@ def export(
     if form not in known:
         raise UnknownNameError("format", form, known, "Give one as --format.")
     path = locate(run, settings)
-    if form == WEIGHTS:
-        return _export_weights(path, None if output is None else Path(output))
-    material = _stored_family(path, request).material(path, request)
-    run_directory = run_of(path)[0]
-    if (path / FIGURES).is_file():
-        run_directory = path.resolve().parent.parent
-    folder = run_directory / EXPORTS if output is None else Path(output)
-    return export_material(material, form, folder)
+    with showing(f"Exporting {form}", enabled=settings.progress):
+        if form == WEIGHTS:
+            return _export_weights(path, None if output is None else Path(output))
+        material = _stored_family(path, request).material(path, request)
+        folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
+        return export_material(material, form, folder)
 
 
 def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
@@ -441,8 +465,7 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
     from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
 
-    is_evaluation = (path / FIGURES).is_file()
-    run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
+    run, checkpoint = run_of(run_of_stored(path))
     is_run = (run / HYPER_PARAMETERS).is_file() and checkpoint is None
     if is_run and family_of_run(run, EvaluationRequest()).name == "text_protocol":
         return _export_trained_groups(run, output or run / EXPORTS)
@@ -524,12 +547,3 @@ def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) 
 def _identities(cells: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     names = ("attacker", "target", "name", "configuration")
     return [[cell.get(name) for name in names] for cell in cells]
-
-
-def _with_nulls(value: Any) -> Any:
-    """Nested values with None in place of NaN."""
-    if isinstance(value, Mapping):
-        return {name: _with_nulls(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_nulls(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.measures import outcomes_of
-from nip_astra.evaluation.outcomes import follow_up_of
+from nip_astra.evaluation.outcomes import follow_up_of, outcomes_of
 from nip_astra.evaluation.storage import differences
 from nip_astra.registry import Registry
 from nip_astra.utils.intervals import paired_difference

@@ -1,20 +1,17 @@
 """Conditions on the figures of an evaluation, for `--fail-if`; nothing is evaluated by Python.
 
-condition  = both, "or", both ...
-both       = part, "and", part ...
-part       = "not", part | comparison
-comparison = sum, [ ("<" | "<=" | ">" | ">=" | "==" | "!="), sum ]
-sum        = product, ("+" | "-"), product ...
-product    = value, ("*" | "/"), value ...
-value      = number | name.name.name | "-", value | "(", condition, ")"
+A condition compares sums, differences, products and quotients of numbers and figures (dotted names)
+by `<`, `<=`, `>`, `>=`, `==` and `!=`, and joins comparisons by `and`, `or`, `not` and brackets.
+Python's parser gives the order of the operations.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, nearest_names
@@ -24,16 +21,21 @@ _TOKEN = re.compile(
     r"|(?P<name>[A-Za-z_][\w@]*(?:\.[\w@-]+)*)"
     r"|(?P<sign><=|>=|==|!=|[<>+*/()-]))"
 )
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
+_COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 _WORDS = ("and", "or", "not")
-_MAX_DEPTH = 50
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
@@ -65,7 +67,7 @@ def check_condition(condition: str | None, shape: Mapping[str, Any] | None = Non
 
 
 class _Reader:
-    """Evaluates a condition from left to right; with `is_shape` only the values' names matter."""
+    """Evaluates a condition; with `is_shape` only the values' names matter."""
 
     def __init__(
         self, condition: str, values: Mapping[str, Any], *, is_shape: bool = False
@@ -73,96 +75,57 @@ class _Reader:
         self.condition = condition
         self.values = values
         self.is_shape = is_shape
-        self._tokens = self._split()
-        self._depth = 0
-        self._next = next(self._tokens, "")
+        self._names: list[str] = []
 
     def result(self) -> bool:
-        found = self._either()
-        if self._next:
-            raise self._fault(f"{self._next!r} stands where it should end")
-        if not isinstance(found, bool):
-            raise self._fault("it is a number and compares nothing")
-        return found
+        try:
+            tree = ast.parse(" ".join(self._tokens()), mode="eval")
+            return self._truth(tree.body)
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise self._fault(getattr(error, "msg", "it nests too deeply")) from error
 
-    def _split(self) -> Iterator[str]:
-        text, position = self.condition.rstrip(), 0
+    def _tokens(self) -> list[str]:
+        """The condition for Python's parser, with a plain name in place of each figure."""
+        tokens, text, position = [], self.condition.rstrip(), 0
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
                 raise self._fault(f"{text[position:].strip()[:20]!r} is none of its signs")
             position = match.end()
-            yield match[0].strip()
+            token = match[0].strip()
+            if match["name"] and token not in _WORDS:
+                self._names.append(token)
+                token = f"figure{len(self._names) - 1}"
+            tokens.append(token)
+        return tokens
 
-    def _take(self, *expected: str) -> str | None:
-        if self._next not in expected or not self._next:
-            return None
-        token, self._next = self._next, next(self._tokens, "")
-        return token
-
-    def _either(self) -> bool | float:
-        found = self._both()
-        while self._take("or"):
+    def _truth(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.BoolOp):
             # Both sides are evaluated, so that a wrong name is always reported.
-            left, right = self._truth(found), self._truth(self._both())
-            found = left or right
-        return found
+            sides = [self._truth(value) for value in node.values]
+            return all(sides) if isinstance(node.op, ast.And) else any(sides)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not self._truth(node.operand)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            compare = _COMPARISONS[type(node.ops[0])]
+            return compare(self._number(node.left), self._number(node.comparators[0]))
+        raise self._fault("'and', 'or' and 'not' join comparisons of two numbers")
 
-    def _both(self) -> bool | float:
-        found = self._part()
-        while self._take("and"):
-            left, right = self._truth(found), self._truth(self._part())
-            found = left and right
-        return found
-
-    def _part(self) -> bool | float:
-        if self._take("not"):
-            return not self._truth(self._nested(self._part))
-        left = self._sum()
-        sign = self._take(*_COMPARISONS)
-        if sign is None:
-            return left
-        return _COMPARISONS[sign](self._number(left), self._number(self._sum()))
-
-    def _sum(self) -> bool | float:
-        found = self._product()
-        while sign := self._take("+", "-"):
-            right = self._number(self._product())
-            found = self._number(found) + (right if sign == "+" else -right)
-        return found
-
-    def _product(self) -> bool | float:
-        found = self._value()
-        while sign := self._take("*", "/"):
-            right = self._number(self._value())
-            if sign == "/" and right == 0.0:
+    def _number(self, node: ast.expr) -> float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return float(node.value)
+        if isinstance(node, ast.Name):
+            return self._figure(self._names[int(node.id.removeprefix("figure"))])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._number(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            left, right = self._number(node.left), self._number(node.right)
+            if isinstance(node.op, ast.Div) and right == 0.0:
                 if not self.is_shape:
                     raise self._fault("it divides by zero")
                 right = 1.0
-            found = self._number(found) * (right if sign == "*" else 1.0 / right)
-        return found
-
-    def _value(self) -> bool | float:
-        if self._take("-"):
-            return -self._number(self._nested(self._value))
-        if self._take("("):
-            found = self._nested(self._either)
-            if self._take(")") is None:
-                raise self._fault("a bracket is not closed")
-            return found
-        token = self._next
-        if not token or not (token[0].isalnum() or token[0] in "_.") or token in _WORDS:
-            raise self._fault(f"a figure is missing before {token!r}" if token else "it ends")
-        self._next = next(self._tokens, "")
-        return float(token) if token[0].isdigit() or token[0] == "." else self._figure(token)
-
-    def _nested(self, read: Callable[[], bool | float]) -> bool | float:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise self._fault(f"it nests deeper than {_MAX_DEPTH}")
-        found = read()
-        self._depth -= 1
-        return found
+            return _OPERATIONS[type(node.op)](left, right)
+        raise self._fault("a comparison is not a number")
 
     def _figure(self, path: str) -> float:
         value: Any = self.values
@@ -194,16 +157,6 @@ class _Reader:
                 "number, for instance failure_rate.high."
             )
         return float(value)
-
-    def _truth(self, value: bool | float) -> bool:
-        if not isinstance(value, bool):
-            raise self._fault("'and', 'or' and 'not' join comparisons, not numbers")
-        return value
-
-    def _number(self, value: bool | float) -> float:
-        if isinstance(value, bool):
-            raise self._fault("a comparison is not a number")
-        return value
 
     def _fault(self, problem: str) -> ConfigurationError:
         return ConfigurationError(

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.measures import has_failed, outcomes_of, prompt_numbers
-from nip_astra.evaluation.outcomes import Outcome
+from nip_astra.evaluation.outcomes import Outcome, has_failed, outcomes_of, prompt_numbers
 from nip_astra.evaluation.storage import Episode
 from nip_astra.rollouts.prompts import RECORD_KEY, columns_of_record
 from nip_astra.scorers.base import Exchange, Message, Scorer

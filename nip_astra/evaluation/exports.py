@@ -9,8 +9,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.evaluation.storage import Row, encode_rows
+from nip_astra.lazy import import_extra
 from nip_astra.registry import Registry
 from nip_astra.safe_text import safe_text, to_json
 
@@ -159,14 +160,25 @@ def write_jsonl(material: Material, folder: Path) -> list[Path]:
 def write_parquet(material: Material, folder: Path) -> list[Path]:
     """One row per unit, which `datasets.load_dataset` reads."""
     _require(material, "parquet", has=material.rows)
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise _missing("parquet", "pyarrow", "sweep") from error
     path = folder / f"{next(iter(material.tables), material.unit)}.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([*material.rows]), path)
+    write_parquet_file(material.rows, path)
     return [path]
+
+
+def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as a Parquet file; a column that a row lacks is null.
+
+    Raises
+    ------
+    MissingDependencyError
+        When pyarrow is not installed.
+    """
+    pyarrow, parquet = (
+        import_extra(name, "a Parquet file", "sweep") for name in ("pyarrow", "pyarrow.parquet")
+    )
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 @register_export_format("hitlog")
@@ -180,16 +192,13 @@ def write_hitlog(material: Material, folder: Path) -> list[Path]:
 @register_export_format("tensorboard")
 def write_tensorboard(material: Material, folder: Path) -> list[Path]:
     """An event file of learning curves, and figures of the evaluation at the last step."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise _missing("tensorboard", "tensorboard", "tensorboard") from error
+    tensorboard = import_extra("torch.utils.tensorboard", "the format tensorboard", "tensorboard")
     logs = folder / "tensorboard" / material.run_id
     for old in logs.glob("events.out.tfevents.*"):
         # TensorBoard would draw both, one over the other.
         old.unlink()
     step = 0
-    with SummaryWriter(str(logs)) as writer:
+    with tensorboard.SummaryWriter(str(logs)) as writer:
         for row in material.metrics:
             step = int(row["step"])
             for name, value in row.items():
@@ -205,10 +214,7 @@ def write_inspect(material: Material, folder: Path) -> list[Path]:
     """`<name>.eval`, a log of Inspect with a sample a unit."""
     _require(material, "inspect", has=material.sample and (material.units or material.rows))
     assert material.sample is not None
-    try:
-        from inspect_ai import log
-    except ImportError as error:
-        raise _missing("inspect", "inspect_ai", "inspect") from error
+    log = import_extra("inspect_ai.log", "the format inspect", "inspect")
     units = material.rows if material.units is None else material.units
     samples = [_inspect_sample(material.sample(unit), n) for n, unit in enumerate(units, 1)]
     metrics = {
@@ -266,12 +272,6 @@ def _require(material: Material, form: str, *, has: Any) -> None:
             f"{material.run_id} has nothing to export as {form!r}. Take csv or tensorboard for its "
             "curves, or evaluate the run first."
         )
-
-
-def _missing(form: str, package: str, extra: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"the format {form} needs the package {package}: pip install 'nip_astra[{extra}]'"
-    )
 
 
 def _write_text(path: Path, text: str) -> Path:

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nip_astra.errors import NipAstraError
 from nip_astra.evaluation.failure_probability import REFERENCE, attacker_turns, defensive_shares
-from nip_astra.evaluation.failures import play_episodes
 from nip_astra.evaluation.storage import (
     CONFIGURATION,
     Episode,
@@ -47,7 +46,7 @@ from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.chat_agent import ChatAgent, TextAttacker
 from nip_astra.scorers.base import Exchange, Message, Scorer
-from nip_astra.utils.seeding import derived_generator
+from nip_astra.utils.seeding import SeedPart, derived_generator
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +237,46 @@ class Player:
         self.on_part(len(chains))
 
 
+def play_chains(
+    sampler: TreeSampler,
+    prompts: Sequence[str],
+    *,
+    num_episodes: int,
+    batch_size: int,
+    tree_depth: int,
+    key: tuple[SeedPart, ...],
+    parts: Iterable[int],
+) -> Iterable[RolloutTree]:
+    """Play the given batches (`parts`) of `num_episodes` conversations that do not branch."""
+    for part in parts:
+        start = part * batch_size
+        episodes = range(start, min(start + batch_size, num_episodes))
+        if len(episodes) > 0:
+            yield play_episodes(sampler, prompts, episodes, num_turns=tree_depth, key=key)
+
+
+def play_episodes(
+    sampler: TreeSampler,
+    prompts: Sequence[str],
+    episodes: range,
+    *,
+    num_turns: int,
+    key: tuple[SeedPart, ...],
+) -> RolloutTree:
+    """Play conversations that do not branch.
+
+    Episode i starts from prompt i, modulo the number of prompts; it does not depend on the other
+    episodes of the call.
+    """
+    return sampler.sample(
+        [prompts[episode % len(prompts)] for episode in episodes],
+        tree_width=1,
+        tree_depth=num_turns,
+        key=key,
+        first_episode=episodes.start,
+    )
+
+
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
     """A sampler that takes the probes' likelihood from the target's own pass, if the target can."""
     if not _scores_contexts(sampler.target.language_model):
@@ -399,6 +438,16 @@ def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSa
 # ---- ratings
 
 
+def num_ratings(
+    episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
+) -> int:
+    """The number of texts that `rate_anew` rates."""
+    first = next(iter(scorers.values()))
+    by_first = 2 if first.reads_history else 3
+    num_turns, num_ordinary = (sum(map(len, some)) for some in (episodes, ordinary))
+    return num_turns * (by_first + len(scorers) - 1) + num_ordinary * by_first
+
+
 def rate_anew(
     episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
 ) -> int:
@@ -416,8 +465,11 @@ def rate_anew(
         for column in ("outcome", "reward", "scores"):
             row.pop(column, None)
     (_, first), *others = scorers.items()
-    num_calls = rate_responses(episodes, first) + rate_by_others(episodes, dict(others))
-    return num_calls + (rate_responses(ordinary, first) if ordinary else 0)
+    rate_responses(episodes, first)
+    rate_by_others(episodes, dict(others))
+    if ordinary:
+        rate_responses(ordinary, first)
+    return num_ratings(episodes, ordinary, scorers)
 
 
 def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.errors import UnknownNameError
+from nip_astra.lazy import import_extra
 from nip_astra.utils.formatting import number
 
 Row = Mapping[str, Any]
@@ -22,21 +23,6 @@ class Estimate(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
-
-
-def import_pyplot() -> Any:
-    """The module matplotlib.pyplot.
-
-    Raises
-    ------
-    MissingDependencyError
-        When matplotlib is not installed.
-    """
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingDependencyError.of("a plot", "matplotlib", "plot") from error
-    return pyplot
 
 
 def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
@@ -56,7 +42,7 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
     """
     from nip_astra.report.charts import CURVES, ENDS
 
-    pyplot = import_pyplot()
+    pyplot = import_extra("matplotlib.pyplot", "a plot", "plot")
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -99,7 +85,7 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
 
 def plot_estimates(estimates: Sequence[Estimate], title: str, *, zero: bool = False) -> Any:
     """A figure with a point and an interval for each estimate; `zero` marks no difference."""
-    pyplot = import_pyplot()
+    pyplot = import_extra("matplotlib.pyplot", "a plot", "plot")
     size = (6.0, 1.2 + 0.32 * len(estimates))
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     for place, one in enumerate(estimates):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.errors import UnknownNameError, counted
 from nip_astra.evaluation.plots import plot_curves
 from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.evaluation.tables import Shown, as_text, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.lazy import import_extra
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 from nip_astra.tracking.tracker import INTERVAL, flat_figures
-from nip_astra.utils.formatting import format_figure
+from nip_astra.utils.formatting import counts_text, format_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +38,8 @@ class Figure(NamedTuple):
         As in results.json: `failure_rate`, or `verifier/mean_value` of an agent.
     low, high : float or None
         Ends of its interval; None if it has none.
+    counts : str
+        Of a share: "3 of 10"; empty if they are not stored.
     """
 
     when: str
@@ -44,6 +47,7 @@ class Figure(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
+    counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class RunResults(Shown):
         """The figures of each measurement beside each other."""
         reports = {when: self.results.get(when) or {} for when in MEASUREMENTS}
         shown = {when: report for when, report in reports.items() if report}
-        heading = f"{self.path.name}, {self.status}, {len(self.metrics)} rows of metrics"
+        heading = f"{self.path.name}, {self.status}, {counted(len(self.metrics), 'row')} of metrics"
         table = plain_table(heading, "", *shown)
         for name in dict.fromkeys(one.name for one in self.figures):
             cells = (format_figure(report, name) for report in shown.values())
@@ -137,9 +141,8 @@ class RunResults(Shown):
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one per row: `when`, `name`, `value`, `low`, `high`."""
-        frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
-        return frame
+        """The figures, one per row: `when`, `name`, `value`, `low`, `high`, `counts`."""
+        return frame_of(self.figures, Figure._fields)
 
     def metrics_frame(self) -> pd.DataFrame:
         """Metrics and timings by `step`, one column a name; NaN if a step lacks one."""
@@ -147,14 +150,11 @@ class RunResults(Shown):
         for row in (*self.metrics, *self.timings):
             by_step.setdefault(row["step"], {}).update(row)
         rows = [by_step[step] for step in sorted(by_step)]
-        whole = import_pandas().DataFrame(rows or [{"step": None}]).set_index("step")
-        frame: pd.DataFrame = whole.iloc[: len(rows)]
-        return frame
+        return frame_of(rows or [{"step": None}]).set_index("step").iloc[: len(rows)]
 
     def conversations_frame(self, table: str) -> pd.DataFrame:
         """The rows of one of the `tables`; groups within a row become columns `a.b`."""
-        frame: pd.DataFrame = import_pandas().json_normalize(self.conversations(table))
-        return frame
+        return frame_of(self.conversations(table))
 
 
 def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResults:
@@ -187,22 +187,20 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
     for name, value in flat_figures(report).items():
         if name in report:
-            ends = report.get(f"{name}{INTERVAL}") or (None, None)
-            yield Figure(when, name, float(value), *ends)
+            low, high = report.get(f"{name}{INTERVAL}") or (None, None)
+            yield Figure(when, name, float(value), low, high, counts_text(report, name))
 
 
-def import_pandas() -> Any:
-    """The package pandas.
+def frame_of(rows: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """Rows as a pandas frame; without `columns`, groups within a row become columns `a.b`.
 
     Raises
     ------
     MissingDependencyError
-        When it is not installed.
+        When pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"frames need the package pandas: {error}. Run: pip install 'nip_astra[pandas]'"
-        ) from error
-    return pandas
+    pandas = import_extra("pandas", "a frame", "pandas")
+    frame: pd.DataFrame = (
+        pandas.json_normalize(rows) if columns is None else pandas.DataFrame(rows, columns=columns)
+    )
+    return frame

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
+from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_directory import RunDirectory, finite
 
 EVALUATIONS = "evaluations"
 FIGURES = "evaluation.json"
@@ -72,7 +73,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Rows as lines; NaN and infinities become null, and half a surrogate pair its escape."""
-    lines = [to_json(_plain(row), allow_nan=False) for row in rows]
+    lines = [to_json(finite(row), allow_nan=False) for row in rows]
     return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
 
 
@@ -145,14 +146,6 @@ def number(row: Mapping[str, Any], name: str) -> float:
     """A numeric column of a row, NaN if it is null or absent."""
     value = row.get(name)
     return math.nan if value is None else float(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class EvaluationFolder:
@@ -272,8 +265,8 @@ def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("there", "now")
 ) -> list[str]:
     """The differences of two configurations, by dotted path; `places` names each of the two."""
-    before = _flat(json.loads(json.dumps(_without_hash(stored))))
-    after = _flat(json.loads(json.dumps(_without_hash(wanted))))
+    before = dict(flatten(json.loads(json.dumps(_without_hash(stored)))))
+    after = dict(flatten(json.loads(json.dumps(_without_hash(wanted)))))
     nothing = "nothing"
     return [
         f"{path}: {_short(before.get(path, nothing))} {places[0]}, "
@@ -313,15 +306,6 @@ def weights_hash(folder: Path) -> str | None:
 
 def _without_hash(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in configuration.items() if name != "sha256"}
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        flat |= _flat(item, f"{path}.{name}" if path else name)
-    return flat
 
 
 def _short(value: Any) -> str:

@@ -9,8 +9,10 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.clusters import (
     chao2,
     cluster_failures,
@@ -28,22 +30,27 @@ from nip_astra.evaluation.failure_probability import (
     importance_sampling,
     monte_carlo,
 )
-from nip_astra.evaluation.failures import COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE
-from nip_astra.evaluation.measures import (
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    Replies,
+    failure_rate,
     failure_rates,
+    follow_up_of,
     hit_rates,
     judge,
     likelihood_figures,
+    numbered,
     outcomes_of,
     prompt_numbers,
     score_figures,
     token_likelihoods,
     turns_to_failure,
+    unknown_warning,
 )
-from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, unknown_warning
 from nip_astra.evaluation.playing import EvaluationOptions, scored_by
 from nip_astra.evaluation.storage import Episode, number
-from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.conversation.planted_failures import Discovery, PlantedFailure
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 
 VERSION = 1
@@ -58,6 +65,23 @@ CLUSTER_DISTANCE = 0.5
 MAX_BLEU_TEXTS = 500
 """Texts of a self-BLEU, drawn from all if there are more."""
 
+COLLAPSED_DISTINCT_SHARE = 0.3
+"""Below this share of distinct successful probes an attacker counts as collapsed."""
+NUM_PROBES_FOR_COLLAPSE = 20
+"""Fewer successful probes show nothing about their variety."""
+RUN_FIGURES = (
+    *("failure_rate", "failure_rate_interval", "mean_score", "mean_reward", "probe_nll"),
+    *("distinct_share", "num_successful_probes", "most_common_probe", "plants_found"),
+    *("num_plants", "first_query", "num_episodes", "target_queries", "num_failed", "num_known"),
+    *("if_unknown_passed", "if_unknown_failed", "lowest", "highest", "num_distinct_probes"),
+    *("outcomes", "replies"),
+)
+"""Figures that a trainer measures of its attacker.
+
+The rate is that of `FailureRate`, with a 95 % interval over opening prompts; `probe_nll` is a mean
+over tokens under the reference, nats; `distinct_share` is null if no probe succeeded, and
+`first_query` has the target queries until each planted failure was first met.
+"""
 NGRAMS = "hashed character n-grams"
 """The default embedding."""
 
@@ -160,12 +184,9 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     """Warnings about the figures."""
     found = []
     variety = figures["diversity"] or {}
-    share = variety.get("distinct_share", 1.0)
-    if variety.get("num_probes", 0) >= NUM_PROBES_FOR_COLLAPSE and share < COLLAPSED_DISTINCT_SHARE:
-        found.append(
-            f"the attacker has collapsed: only {share:.0%} of its successful probes are distinct, "
-            f"most often {variety['most_common']!r}; the failure rate is that of a few probes"
-        )
+    names = ("num_probes", "distinct_share", "most_common")
+    collapse = collapse_of(*(variety.get(name) for name in names))
+    found += [] if collapse is None else [f"{collapse}; the failure rate is that of a few probes"]
     fluency = figures["fluency"]
     if fluency is not None and fluency["share_below"] > MAX_SHARE_BELOW:
         found.append(
@@ -179,8 +200,9 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     found += Replies.read(figures["replies"]).warnings()
     if 0 < figures["failure_rate"]["num_clusters"] < 30:
         found.append(
-            f"the intervals rest on {figures['failure_rate']['num_clusters']} opening prompts; "
-            "with fewer than 30 they are wide"
+            "the intervals rest on "
+            f"{counted(figures['failure_rate']['num_clusters'], 'opening prompt')}; with "
+            "fewer than 30 they are wide"
         )
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:
@@ -188,6 +210,20 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     elif importance is not None and importance["caution"] is not None:
         found.append(f"importance sampling rests on few failures: {importance['caution']}")
     return found
+
+
+def collapse_of(
+    num_probes: int | None, distinct_share: float | None, most_common: str | None
+) -> str | None:
+    """A warning if the successful probes are many and nearly all the same."""
+    if (num_probes or 0) < NUM_PROBES_FOR_COLLAPSE or distinct_share is None:
+        return None
+    if distinct_share >= COLLAPSED_DISTINCT_SHARE:
+        return None
+    return (
+        f"the attacker has collapsed: only {distinct_share:.0%} of its successful probes are "
+        f"distinct, most often {most_common!r}"
+    )
 
 
 def _fluency(
@@ -416,3 +452,91 @@ def _correlation(scores: Sequence[tuple[float, float]]) -> float | None:
     if np.ptp(first) == 0.0 or np.ptp(second) == 0.0:
         return None
     return float(np.corrcoef(first, second)[0, 1])
+
+
+# ---- rollouts of a trainer
+
+
+class FailureTally:
+    """Gathers rollouts, part by part, into the figures that a trainer measures.
+
+    Attributes
+    ----------
+    trees : list[RolloutTree]
+        The rollouts so far.
+    """
+
+    def __init__(self, planted: Sequence[PlantedFailure], failure_threshold: float) -> None:
+        self.failure_threshold = failure_threshold
+        self.discovery = Discovery(planted, failure_threshold)
+        self.trees: list[RolloutTree] = []
+        self._episodes: list[list[Outcome]] = []
+        self._successes: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+        self._replies = Replies()
+
+    def add(self, tree: RolloutTree) -> None:
+        """Count one rollout."""
+        self.trees.append(tree)
+        nodes, sums = tree.nodes, self._sums
+        scores_N, rewards_N = nodes["response_score"], nodes["reward"]
+        self._episodes += outcomes_by_episode(tree, self.failure_threshold)
+        is_failure_N = scores_N >= self.failure_threshold
+        self._successes.update(tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist())
+        sums["nodes"] += tree.num_nodes
+        sums["score"] += scores_N[~scores_N.isnan()].double().sum().item()
+        sums["reward"] += rewards_N[~rewards_N.isnan()].double().sum().item()
+        sums["rewarded"] += int((~rewards_N.isnan()).sum())
+        sums["nll"] -= (nodes["reference_logprobs"].double() * nodes["probe_mask"]).sum().item()
+        sums["tokens"] += int(nodes["probe_mask"].sum())
+        self.discovery.update(tree)
+        self._replies += Replies.of(tree.replies())
+
+    def report(self) -> dict[str, Any]:
+        """The `RUN_FIGURES` of all rollouts so far."""
+        prompts = numbered(prompt for tree in self.trees for prompt in tree.prompts)
+        rate = failure_rate(self._episodes, prompts)
+        counts = Counter(outcome for episode in self._episodes for outcome in episode)
+        sums, successes, has_plants = self._sums, self._successes, bool(self.discovery.planted)
+        num_successes = successes.total()
+        found = {
+            "failure_rate": rate.estimate.value,
+            "failure_rate_interval": [rate.estimate.low, rate.estimate.high],
+            "mean_score": _mean(sums["score"], sum(counts[one] for one in Outcome if one.is_known)),
+            "mean_reward": _mean(sums["reward"], sums["rewarded"]),
+            "probe_nll": sums["nll"] / max(sums["tokens"], 1),
+            "distinct_share": len(successes) / num_successes if num_successes else None,
+            "num_successful_probes": num_successes,
+            "most_common_probe": successes.most_common(1)[0][0] if num_successes else None,
+            "plants_found": self.discovery.num_found if has_plants else None,
+            "num_plants": len(self.discovery.planted) if has_plants else None,
+            "first_query": dict(self.discovery.first_query),
+            "target_queries": int(sums["nodes"]),
+            "num_distinct_probes": len(successes),
+            "outcomes": {str(outcome): counts[outcome] for outcome in Outcome},
+            "replies": self._replies._asdict(),
+        } | rate.to_dict()
+        return {name: found[name] for name in RUN_FIGURES}
+
+
+def outcomes_by_episode(tree: RolloutTree, failure_threshold: float) -> list[list[Outcome]]:
+    """The outcomes of each episode's nodes, in their order."""
+    scores_N = tree.nodes["response_score"]
+    is_missing_N = scores_N.isnan()
+    is_error_N = is_missing_N & tree.nodes.get("is_error", torch.zeros_like(is_missing_N))
+    outcomes: list[list[Outcome]] = [[] for _ in range(tree.num_episodes)]
+    for episode, is_failure, is_missing, is_error in zip(
+        tree.nodes["episode"].tolist(),
+        (scores_N >= failure_threshold).tolist(),
+        is_missing_N.tolist(),
+        is_error_N.tolist(),
+        strict=True,
+    ):
+        unknown = Outcome.ERROR if is_error else Outcome.UNDETERMINED
+        known = Outcome.FAILURE if is_failure else Outcome.NONE
+        outcomes[episode].append(unknown if is_missing else known)
+    return outcomes
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan

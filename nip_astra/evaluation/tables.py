@@ -13,15 +13,37 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.outcomes import Replies
 from nip_astra.safe_text import has_unsafe, safe_text
 from nip_astra.utils.formatting import (
     NOTHING,
     bounds_text,
+    count,
+    counts_text,
     decimal,
     format_figure,
     is_share,
+    items,
+    mapping,
+    number,
     percent,
+    text,
+)
+
+TableRow = tuple[str, list[str]]
+"""A label, and a cell for each heading; the same in a terminal and on a page."""
+SERVICE_HEADINGS = (
+    *("requests", "from cache", "refusals", "failures", "tokens read"),
+    *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
+)
+QUALITY_HEADINGS = (
+    *("episodes with a failure", "corrected", "turns, corrected", "failures found"),
+    "others passed",
+)
+AGREEMENT_HEADINGS = (
+    *("turns", "agree", "Cohen\N{RIGHT SINGLE QUOTATION MARK}s kappa", "correlation"),
+    "both / first / second / neither",
 )
 
 MAX_CLUSTERS = 8
@@ -87,24 +109,17 @@ def plain_table(title: str | None, *columns: str) -> Table:
     return table
 
 
-def _lined_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table with lines: columns of text, then columns of numbers."""
+def lined_table(
+    title: str | None, corner: str, headings: Iterable[str], rows: Iterable[tuple[Any, ...]]
+) -> Table:
+    """A table with lines: a column of labels, and columns of numbers."""
     table = Table(title=title, title_justify="left")
-    for column in texts:
-        table.add_column(column)
-    for column in numbers:
-        table.add_column(Text(column), justify="right")
+    table.add_column(corner, overflow="fold")
+    for heading in headings:
+        table.add_column(Text(heading), justify="right")
+    for row in rows:
+        table.add_row(Text(row[0]), *map(Text, row[1]))
     return table
-
-
-def bracketed(bounds: Sequence[float | None] | None, write: Callable[[Any], str]) -> str:
-    """An interval behind its figure; empty without one."""
-    return f" [{write(bounds[0])}, {write(bounds[1])}]" if bounds else ""
-
-
-def rate(estimate: Mapping[str, Any]) -> str:
-    """A share with its interval and counts."""
-    return format_figure({"rate": estimate}, "rate")
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Text]:
@@ -116,20 +131,24 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
     """The tables of one evaluation, its warnings last."""
     heading = (
         f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
-        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
-        f"{figures['num_prompts']} opening prompts"
+        f"{counted(figures['num_episodes'], 'episode')} of "
+        f"{counted(figures['tree_depth'], 'turn')} from "
+        f"{counted(figures['num_prompts'], 'opening prompt')}"
     )
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for label, cell in _figures(figures):
+    for label, cell in figure_rows(figures):
         if cell != NOTHING:
             table.add_row(label, cell)
     parts: list[RenderableType] = [Text(heading), table]
     if figures["clusters"]:
         parts += [Text(), _clusters_table(figures)]
-    if figures["scorer_agreement"]:
-        parts += [Text(), _agreement_table(figures["scorer_agreement"])]
+    for title, headings, rows in (
+        ("how well scorers tell failures", QUALITY_HEADINGS, quality_rows(figures)),
+        ("how far scorers agree, by turn", AGREEMENT_HEADINGS, agreement_rows(figures)),
+    ):
+        parts += [Text(), lined_table(title, "", headings, rows)] if rows else []
     if figures.get("services"):
         parts += [Text(), services_table(figures["services"])]
     return [*parts, *warning_lines(figures["warnings"])]
@@ -137,18 +156,24 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
 
 def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
     """Requests, tokens and costs of each chat model."""
-    names = ("requests", "remembered", "refusals", "failures", "tokens", "cost", "median s")
-    table = _lined_table("services", [""], names)
-    for name, use in services.items():
-        table.add_row(
-            Text(f"{name}: {model_label(str(use['model']))}"),
-            *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
-            f"{sum(use['failures'].values()):,}",
-            f"{use['prompt_tokens'] + use['completion_tokens']:,}",
-            decimal(use["cost"], 4),
-            decimal(use["median_seconds"]),
-        )
-    return table
+    return lined_table("services", "", SERVICE_HEADINGS, service_rows(services))
+
+
+def service_rows(services: Mapping[str, Any]) -> list[TableRow]:
+    """A row for each chat model."""
+    rows = []
+    for name, value in services.items():
+        use = mapping(value)
+        failures = mapping(use.get("failures"))
+        cells = [
+            *(count(use.get(key)) for key in ("num_requests", "num_remembered", "num_refusals")),
+            ", ".join(f"{count(n)} {reason}" for reason, n in failures.items()) or "0",
+            *(count(use.get(key)) for key in ("prompt_tokens", "completion_tokens")),
+            decimal(use.get("cost"), 4),
+            *(decimal(use.get(key)) for key in ("median_seconds", "p95_seconds")),
+        ]
+        rows.append((f"{name}: {model_label(text(use.get('model')))}", cells))
+    return rows
 
 
 def model_label(model: str) -> str:
@@ -157,151 +182,189 @@ def model_label(model: str) -> str:
     return "/".join(path.parts[-2:]) if path.is_absolute() else model
 
 
-def matrix_tables(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[RenderableType]:
-    """The failure rate of every attacker against every target, and the cells' warnings."""
+def matrix_rows(
+    evaluations: Iterable[Mapping[str, Any]],
+) -> tuple[list[str], list[TableRow]]:
+    """Targets, and the failure rate of every attacker against each; the first of a pair counts."""
+    cells: dict[tuple[str, str], str] = {}
+    for one in evaluations:
+        pair = text(one.get("attacker")), text(one.get("target"))
+        cells.setdefault(pair, format_figure(one, "failure_rate"))
     targets = list(dict.fromkeys(target for _, target in cells))
-    table = _lined_table("episodes with a failure", ["attacker"], targets)
-    for attacker in dict.fromkeys(attacker for attacker, _ in cells):
-        rates = (rate(cells[attacker, target]["failure_rate"]) for target in targets)
-        table.add_row(Text(attacker), *rates)
+    return targets, [
+        (attacker, [cells.get((attacker, target), NOTHING) for target in targets])
+        for attacker in dict.fromkeys(attacker for attacker, _ in cells)
+    ]
+
+
+def matrix_tables(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """The transfer matrix, and the evaluations' warnings."""
+    table = lined_table("episodes with a failure", "attacker", *matrix_rows(evaluations))
     warnings = [
-        f"{attacker} against {target}: {text}"
-        for (attacker, target), figures in cells.items()
-        for text in figures["warnings"]
+        f"{one['attacker']} against {one['target']}: {line}"
+        for one in evaluations
+        for line in one["warnings"]
     ]
     return [table, *warning_lines(warnings)]
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
     """A line for each metric of each contender, and the warnings."""
-    table = _lined_table(
-        f"difference to {comparison['baseline']}",
-        ["", "metric"],
-        ["baseline", "this one", "difference", "p", "p (Holm)", "pairs", "detectable"],
-    )
+    headings = ("baseline", "this one", "difference", "p", "p (Holm)", "pairs", "detectable")
+    rows = []
     for label, metrics in comparison["comparisons"].items():
         for name, metric in metrics.items():
             if not isinstance(metric, Mapping):
                 continue
             write = percent if is_share(name) else decimal
-            table.add_row(
-                Text(label), name.replace("_", " "), write(metric["first"]),
-                write(metric["second"]),
-                write(metric["difference"]) + bracketed((metric["low"], metric["high"]), write),
-                f"{metric['p_value']:.2g}", f"{metric['p_holm']:.2g}", str(metric["num_pairs"]),
-                write(metric["minimum_detectable"]),
-            )  # fmt: skip
+            ends = f" [{write(metric['low'])}, {write(metric['high'])}]"
+            cells = [
+                *(write(metric["first"]), write(metric["second"])),
+                write(metric["difference"]) + ends,
+                *(f"{metric[key]:.2g}" for key in ("p_value", "p_holm")),
+                *(str(metric["num_pairs"]), write(metric["minimum_detectable"])),
+            ]
+            rows.append((f"{label}: {name.replace('_', ' ')}", cells))
+    table = lined_table(f"difference to {comparison['baseline']}", "", headings, rows)
     return [table, *warning_lines(comparison["warnings"])]
 
 
-def at_least(kinds: Mapping[str, Any]) -> str:
-    """A lower bound on the number of kinds, with the interval."""
-    if not kinds["seen"]:
-        return NOTHING
-    return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
+def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Labels and cells of an evaluation, `NOTHING` where a figure is missing; none by agent."""
+    flat = figures.get("figures")
+    if flat is None:
+        return list(_of_conversations(figures))
+    names = [name for name in flat if "/" not in name and "std_" not in name]
+    return [
+        (name.replace("_", " "), format_figure(flat, name))
+        for name in names
+        if not name.endswith("_interval")
+    ]
 
 
-def _figures(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Labels and cells; `NOTHING` for figures that are missing."""
-    counts, survival, hits = figures["outcomes"], figures["turns_to_failure"], figures["hit_at"]
-    yield "episodes with a failure", rate(figures["failure_rate"])
-    bounds = bounds_text(figures["failure_rate"]) or NOTHING
+def _of_conversations(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def group(path: str) -> dict[str, Any]:
+        found = dict(figures)
+        for name in path.split("."):
+            found = mapping(found.get(name))
+        return found
+
+    counts, survival, hits = (group(name) for name in ("outcomes", "turns_to_failure", "hit_at"))
+    yield "episodes with a failure", format_figure(figures, "failure_rate")
+    bounds = bounds_text(group("failure_rate")) or NOTHING
     yield "  if missing verdicts were passes / failures", bounds
-    yield "turns with a failure", rate(figures["turn_failure_rate"])
-    yield "turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"
-    if counts["undetermined"] + counts["error"]:
-        unknown = f"{counts['undetermined']:,} / {counts['error']:,}"
-        yield "turns without verdict: undetermined / error", unknown
-    yield "replies: empty / refused", str(Replies.read(figures.get("replies"))) or NOTHING
-    pairs = zip(survival["survival"], survival["num_at_risk"], strict=True)
-    shares = ", ".join(f"{percent(share)} ({number:,})" for share, number in pairs)
-    yield "without failure through turn 1, 2, ... (of those known)", shares or NOTHING
-    median = survival["median"]
-    yield "median turn of the first failure", NOTHING if median is None else str(median)
+    yield "turns with a failure", format_figure(figures, "turn_failure_rate")
+    turns = [mapping(one) for one in items(figures.get("per_turn_failure_rate"))]
+    by_turn = [f"{percent(one.get('value'))} ({counts_text(one, 'value')})" for one in turns]
+    yield "  at turn 1, 2, ...", ", ".join(by_turn) or NOTHING
+    yield "turns: failure / none", _both(counts, "failure", "none")
+    if (number(counts.get("undetermined")) or 0) + (number(counts.get("error")) or 0):
+        yield "turns without verdict: undetermined / error", _both(counts, "undetermined", "error")
+    yield "replies: empty / refused", str(Replies.read(group("replies"))) or NOTHING
+    at_risk = items(survival.get("num_at_risk"))
+    shares = [
+        percent(share) + (f" ({count(at_risk[place])})" if place < len(at_risk) else "")
+        for place, share in enumerate(items(survival.get("survival")))
+    ]
+    yield "without failure through turn 1, 2, ... (of those known)", ", ".join(shares) or NOTHING
+    yield "median turn of the first failure", decimal(survival.get("median"))
     if len(hits) > 1:
-        numbers = figures["hit_at_num_prompts"]
-        cells = (f"{percent(share)} of {numbers[k]:,}" for k, share in hits.items())
+        numbers = group("hit_at_num_prompts")
+        cells = (f"{percent(share)} of {count(numbers.get(k))}" for k, share in hits.items())
         yield f"hit@{', '.join(hits)}, mean over prompts", ", ".join(cells)
-    names = {"probe": "probes", "response": "responses", "combined": "both together"}
-    for name, score in figures["scores"].items():
-        q = score["quantiles"]
-        spread = f"{decimal(score['mean'])} ({decimal(q['0.05'])} to {decimal(q['0.95'])})"
-        yield f"score of {names[name]}, mean (5 % to 95 %)", spread
+    for name, what in (("probe", "probes"), ("response", "responses"), ("combined", "both")):
+        mean, q = decimal(group(f"scores.{name}").get("mean")), group(f"scores.{name}.quantiles")
+        spread = f" ({decimal(q.get('0.05'))} to {decimal(q.get('0.95'))})" if len(q) > 1 else ""
+        yield f"score of {what}, mean (5 % to 95 %)", mean + spread
     for name in ("reference", "target"):
-        value = decimal(figures["nll"].get(name))
-        perplexity = decimal(figures["nll"].get(f"perplexity_{name}"))
-        cell = NOTHING if value == NOTHING else f"{value} ({perplexity})"
+        perplexity = decimal(group("nll").get(f"perplexity_{name}"))
+        cell = decimal(group("nll").get(name))
+        cell += "" if perplexity == NOTHING else f" ({perplexity})"
         yield f"probe NLL under the {name}, nats per token (perplexity)", cell
-    for name, found in figures["detectors"].items():
-        yield from _quality(name, found)
-    yield from _variety(figures)
-    chances = figures["probability_of_failure"]
-    if chances is not None:
-        plain, weighed = chances["monte_carlo"], chances["importance_sampling"]
-        label = f"ordinary conversation fails: Monte Carlo, {plain['num_episodes']} episodes"
-        yield label, rate(plain)
-        if weighed is not None:
-            ess = f"effective sample size {decimal(weighed['effective_sample_size'])}"
-            label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
-            yield label, "refused" if weighed["is_refused"] else rate(weighed)
-    for name, scorer in figures["scorers"].items():
-        agreement = f"{percent(scorer['agreement'])} of {scorer['num_turns']:,}"
-        yield f"episodes with a failure by {name}", rate(scorer["failure_rate"])
-        yield f"  turns on which it agrees with {figures['scorer']}", agreement
-    budget = figures["budget"]
-    yield "target queries / tokens", f"{budget['target_queries']:,} / {budget['tokens']:,}"
+    yield from _variety(figures, group)
+    chances = group("probability_of_failure")
+    yield "ordinary conversation fails: Monte Carlo", format_figure(chances, "monte_carlo")
+    weighed = mapping(chances.get("importance_sampling"))
+    size = decimal(weighed.get("effective_sample_size"))
+    cell = f"{format_figure({'rate': weighed}, 'rate')}, effective sample size {size}"
+    if weighed.get("is_refused") or not weighed:
+        cell = "refused" if weighed else NOTHING
+    yield "  importance sampling", cell
+    for name in group("scorers"):
+        scorer = mapping(group("scorers")[name])
+        agreement = f"{percent(scorer.get('agreement'))} of {count(scorer.get('num_turns'))}"
+        yield f"episodes with a failure by {name}", format_figure(scorer, "failure_rate")
+        yield f"  turns on which it agrees with {text(figures.get('scorer'))}", agreement
+    yield "target queries / tokens", _both(group("budget"), "target_queries", "tokens")
 
 
-def _quality(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A scorer's quality by labels, and the rates without its errors."""
-    for label, key in (
-        (f"{name} on {found['num_failures']} labelled failures: finds", "sensitivity"),
-        (f"  on {found['num_others']} others: passes", "specificity"),
+def _variety(
+    figures: Mapping[str, Any], group: Callable[[str], dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    variety, kinds, plants = group("diversity"), group("kinds"), group("plants")
+    for label, name in (
+        ("successful probes: distinct", "distinct_share"),
+        ("  1 - self-BLEU", "self_bleu_complement"),
+        ("  1 - mean cosine", "cosine_distance"),
+        ("  Vendi score", "vendi"),
     ):
-        one = found[key]
-        counts = "" if one is None else f"{one['num_found']:,} of {one['num_labelled']:,}"
-        yield label, NOTHING if one is None else f"{rate(one)}, {counts}"
-    corrected = found["corrected"]
-    for unit, key in (("episodes", "failure_rate"), ("turns", "turn_failure_rate")):
-        refused = f"refused: {corrected.get('reason', NOTHING)}"
-        cell = refused if corrected["is_refused"] else rate(corrected[key])
-        yield f"  {unit} with a failure, corrected for that", cell
+        yield label, format_figure(variety, name)
+    fluency = format_figure(group("fluency"), "share_below")
+    label = "probes less likely per token than 99 % of the reference's"
+    yield label, "not measured" if fluency == NOTHING else fluency
+    yield "clusters of failing probes", decimal(figures.get("num_clusters"))
+    ends = f" [{decimal(kinds.get('low'))}, {decimal(kinds.get('high'))}]"
+    cell = decimal(kinds.get("value")) + ends if kinds.get("seen") else NOTHING
+    yield "  at least, those not seen included (Chao2)", cell
+    tokens = f" in {count(plants['tokens'])} tokens" if "tokens" in plants else ""
+    yield "planted failures found", format_figure(plants, "recall") + tokens
 
 
-def _variety(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    variety, plants, fluency = figures["diversity"] or {}, figures["plants"], figures["fluency"]
-    if variety:
-        counts = f"{variety['num_distinct']:,} of {variety['num_probes']:,}"
-        yield "successful probes: distinct", f"{percent(variety['distinct_share'])}, {counts}"
-    for label, name, counted in (
-        ("  1 - self-BLEU", "self_bleu_complement", "self_bleu_num_probes"),
-        ("  1 - mean cosine", "cosine_distance", "num_probes"),
-        ("  Vendi score", "vendi", "num_probes"),
-    ):
-        if decimal(variety.get(name)) != NOTHING:
-            yield label, f"{decimal(variety[name])}, of {variety[counted]:,} probes"
-    cell = "not measured"
-    if fluency is not None:
-        counts = f"{fluency['num_below']:,} of {fluency['num_probes']:,}"
-        cell = f"{percent(fluency['share_below'])}, {counts}"
-    yield "probes less likely per token than 99 % of the reference's", cell
-    yield "clusters of failing probes", str(figures["num_clusters"])
-    yield "  at least, those not seen included (Chao2)", at_least(figures["kinds"])
-    if plants is not None:
-        cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
-        yield "planted failures found", cell
+def _both(values: Mapping[str, Any], *names: str) -> str:
+    return " / ".join(count(values.get(name)) for name in names) if values else NOTHING
 
 
-def _agreement_table(pairs: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("turns", "agree", "Cohen's kappa", "correlation", "both", "first", "second", "neither")
-    table = _lined_table("how far scorers agree, by turn", ["scorers"], names)
-    for pair in pairs:
-        table.add_row(
-            Text(f"{pair['first']}, {pair['second']}"), str(pair["num_turns"]),
-            percent(pair["agreement"]), decimal(pair["kappa"]), decimal(pair["correlation"]),
-            *(str(pair[key]) for key in ("both", "only_first", "only_second", "neither")),
-        )  # fmt: skip
-    return table
+def quality_rows(figures: Mapping[str, Any]) -> list[TableRow]:
+    """Each scorer's failure rate without and with its errors, and its quality by labels."""
+    rows = []
+    for name, value in mapping(figures.get("detectors")).items():
+        found, is_first = mapping(value), name == figures.get("scorer")
+        own = figures if is_first else mapping(mapping(figures.get("scorers")).get(name))
+        corrected = mapping(found.get("corrected"))
+        rates = [format_figure(corrected, rate) for rate in ("failure_rate", "turn_failure_rate")]
+        if corrected.get("is_refused"):
+            rates = [f"refused: {text(corrected.get('reason'))}", NOTHING]
+        cells = [
+            format_figure(own, "failure_rate"),
+            *rates,
+            *(_share_found(found, key) for key in ("sensitivity", "specificity")),
+        ]
+        rows.append((name, cells))
+    return rows
+
+
+def _share_found(found: Mapping[str, Any], name: str) -> str:
+    one = mapping(found.get(name))
+    counts = f", {count(one.get('num_found'))} of {count(one.get('num_labelled'))}"
+    return format_figure(found, name) + (counts if "num_found" in one else "")
+
+
+def agreement_rows(figures: Mapping[str, Any]) -> list[TableRow]:
+    """The agreement of each two scorers."""
+    return [
+        (
+            f"{text(pair.get('first'))}, {text(pair.get('second'))}",
+            [
+                count(pair.get("num_turns")),
+                percent(pair.get("agreement")),
+                *(decimal(pair.get(key)) for key in ("kappa", "correlation")),
+                " / ".join(
+                    count(pair.get(key)) for key in ("both", "only_first", "only_second", "neither")
+                ),
+            ],
+        )
+        for pair in map(mapping, items(figures.get("scorer_agreement")))
+    ]
 
 
 def _clusters_table(figures: Mapping[str, Any]) -> Table:

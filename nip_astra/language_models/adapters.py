@@ -21,9 +21,9 @@ from nip_astra.checkpoints.shards import SHARDS, load_whole
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingDependencyError,
     nearest_names,
 )
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
 
@@ -45,19 +45,16 @@ class LoraParameters(SubParameters):
 def adapters_drawn_from(seed: int) -> Iterator[None]:
     """Seed the initial weights of peft adapters within the block, as a service does."""
     with torch.random.fork_rng():
-        # Tinker's SDK knows seeds of 62 bits.
+        # Tinker's SDK supports seeds of up to 62 bits.
         torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
         yield
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:
     """Wrap the model with a new adapter, whose float32 weights initially have no effect."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError.of("a LoRA adapter (lora)", "peft", "lora") from error
+    peft = import_extra("peft", "a LoRA adapter (lora)", "lora")
     _check_targets(module, parameters.target_modules)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=parameters.rank,
         lora_alpha=parameters.alpha,
         target_modules=parameters.target_modules,
@@ -65,7 +62,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(module, config)
+    return peft.get_peft_model(module, config)
 
 
 def _check_targets(module: Any, targets: str | list[str]) -> None:

@@ -182,7 +182,7 @@ class TokenSampler(TokenModel):
         for sequence in chain.from_iterable(sequences):
             alike.setdefault(sequence.request.options, []).append(sequence)
         for options, rows in alike.items():
-            # Neighbours that begin alike share their caches.
+            # Neighbours with a common prefix share its cache.
             rows.sort(key=lambda row: row.request.prompt)
             for start in range(0, len(rows), max_rows):
                 self._complete_rows(rows[start : start + max_rows], options)
@@ -259,7 +259,7 @@ class TokenScorer(TokenModel):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        """Return the log-probability of each continuation token, `[B, T]` float32, 0 on padding.
+        """Return log-probabilities of the continuation tokens, `[B, T]` float32 nats, 0 on padding.
 
         The context is left-padded, the continuation right-padded. Gradients flow into the
         parameters of a trainable model if grad mode is on.

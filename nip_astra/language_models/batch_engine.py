@@ -1,7 +1,7 @@
 """Continuous batching: requests join a running batch, and leave it when they end.
 
-Steps alternate between prefilling prompts and decoding one token of every running sequence. An
-answer depends on its request alone, up to rounding.
+Each step is one forward pass over the newest token of every running answer and the next tokens of
+prompts. An answer depends on its request alone, up to rounding.
 
 Shape suffixes: `N` token, `R` row, `V` vocabulary, `X` hidden unit.
 """
@@ -9,11 +9,11 @@ Shape suffixes: `N` token, `R` row, `V` vocabulary, `X` hidden unit.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,20 +29,20 @@ from nip_astra.language_models.sequences import (
 )
 from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tokens import TokenCount
-from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.decoder import Attend, Decoder
 from nip_astra.language_models.tree_engine.kv_cache import (
+    BLOCK_TOKENS,
+    KeptPrompts,
     KVCache,
-    PrefillAttention,
+    PartAttention,
     PrefilledPrompt,
+    num_shared,
 )
-from nip_astra.language_models.tree_engine.routed_weights import Adapter, Routes, routed
+from nip_astra.language_models.tree_engine.routed_weights import Routes, routed
 from nip_astra.language_models.tree_engine.weights import Weights
 
-MIN_SHARED = 16
-"""Minimum length of a common prefix of two prompts that is copied instead of recomputed."""
 MAX_KEPT = 128
-"""Maximum number of cached prompts for prefix reuse; each new prompt is compared with all
-of them."""
+"""Maximum number of cached prompts for prefix reuse."""
 NAN_LOGITS = (
     "its logits are NaN: weights or activations overflow. Compute in float32, or use other weights."
 )
@@ -60,6 +60,33 @@ class EngineLimits:
     """Maximum memory for keys and values of cached prompts."""
     max_read_tokens: int = 2048
     """Maximum prompt tokens between two tokens of the running answers."""
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """A prompt that is being prefilled."""
+
+    request: GenerationRequest
+    num_read: int = 0
+    """Tokens that were forwarded or copied; their keys are those of `source`."""
+    source: PrefilledPrompt | None = None
+    owns_source: bool = False
+    length: int = 0
+    """Tokens that it has in the present step."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.request.prompt
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token in the present step."""
+        return self.num_read + self.length
+
+    @property
+    def becomes_row(self) -> bool:
+        """Whether it ends in the present step, and answers to it begin."""
+        return self.stop == len(self.ids) and self.request.max_tokens > 0
 
 
 class BatchEngine:
@@ -86,15 +113,12 @@ class BatchEngine:
         self._banned_ids = torch.tensor(banned_ids, dtype=torch.long, device=self.device)
         self._end_ids = frozenset(end_ids)
         self._routes = Routes()
-        self._weights = routed(weights, self._routes)
-        self._shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self._weights, self._routed_weights = weights, routed(weights, self._routes)
+        shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self._token_bytes = decoder.cache_numbers_per_token * weights.dtype.itemsize
-        self._cache = KVCache(self._shape, weights.dtype, self.device)
-        self._prefilling: list[tuple[GenerationRequest, PrefilledPrompt]] = []
-        # With each adapter itself: the id of one that is gone could be another's.
-        self._kept: OrderedDict[
-            tuple[int, tuple[int, ...]], tuple[Adapter | None, PrefilledPrompt]
-        ] = OrderedDict()
+        self._cache = KVCache(shape, weights.dtype, self.device)
+        self._prefilling: list[_Prefill] = []
+        self._kept = KeptPrompts(MAX_KEPT, limits.max_kept_bytes // self._token_bytes)
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +131,7 @@ class BatchEngine:
         self.waiting.extend(requests)
         results: dict[tuple[int, int], Progress] = {}
         while self.is_busy:
-            for one in chain.from_iterable(self.step()):
+            for one in self.step():
                 if one.finish_reason is not None:
                     results[one.request.number, one.index] = one
         return [
@@ -115,23 +139,20 @@ class BatchEngine:
             for request in requests
         ]
 
-    def step(self) -> Iterator[list[Progress]]:
-        """Prefill prompt tokens and decode one token per row; yield progress to report."""
+    def step(self) -> list[Progress]:
+        """Draw a token of every row and prefill some prompt tokens; gives progress to report."""
         if any(request.is_cancelled for request in self.waiting):
             self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
-        self._prefilling = [one for one in self._prefilling if not one[0].is_cancelled]
+        self._prefilling = [one for one in self._prefilling if not one.request.is_cancelled]
         self._keep_rows([not row.request.is_cancelled for row in self.rows])
-        while self.waiting and self._has_room(self.waiting[0]):
-            request = self.waiting.popleft()
-            prompt = PrefilledPrompt(request.prompt, self._shape, self._weights.dtype, self.device)
-            self._prefilling.append((request, prompt))
-        yield self._prefill()
-        yield self._decode()
+        self._admit()
+        parts = self._next_parts()
+        return self._forward(parts) if parts or self.rows else []
 
     def fail(self, reason: str, *, also_waiting: bool = False) -> list[Progress]:
         """Abort all started requests, optionally also the waiting ones."""
         given_up = [(row.request, row.index) for row in self.rows]
-        unstarted = [request for request, _ in self._prefilling]
+        unstarted = [one.request for one in self._prefilling]
         if also_waiting:
             unstarted += self.waiting
             self.waiting.clear()
@@ -139,81 +160,96 @@ class BatchEngine:
             (request, index) for request in unstarted for index in range(request.num_samples)
         ]
         self.rows, self._prefilling = [], []
-        self._cache = KVCache(self._shape, self._weights.dtype, self.device)
+        self._cache = KVCache(self._cache.shape, self._cache.dtype, self.device)
         return [failed_progress(request, index, reason) for request, index in given_up]
 
     def _keep_rows(self, are_kept: Sequence[bool]) -> None:
         if not all(are_kept):
             self.rows = [self.rows[place] for place in self._cache.keep(are_kept)]
 
-    def _has_room(self, request: GenerationRequest) -> bool:
+    def _admit(self) -> None:
+        """Start requests that wait, as far as their answers have room beside the running ones."""
+        if not self.waiting:
+            return
         running = [row.request for row in self.rows]
-        running += [one for one, _ in self._prefilling for _ in range(one.num_samples)]
-        if not running:
-            return True
-        together = [*running, *[request] * request.num_samples]
-        longest = max(len(one.prompt) + one.max_tokens for one in together)
-        size = len(together) * longest * self._token_bytes
-        return len(together) <= self.limits.max_rows and size <= self.limits.max_cache_bytes
+        running += [one.request for one in self._prefilling for _ in range(one.request.num_samples)]
+        count, longest = len(running), max(map(_num_positions, running), default=0)
+        while self.waiting:
+            request = self.waiting[0]
+            together = count + request.num_samples
+            longest = max(longest, _num_positions(request))
+            size = together * longest * self._token_bytes
+            is_small = together <= self.limits.max_rows and size <= self.limits.max_cache_bytes
+            if count and not is_small:
+                return
+            count = together
+            self._prefilling.append(_Prefill(self.waiting.popleft()))
 
     # ---- prompts
 
-    def _prefill(self) -> list[Progress]:
-        """Forward the next tokens of prompts; sample the first tokens of complete prompts."""
+    def _next_parts(self) -> list[_Prefill]:
+        """The prompts with tokens in this step, whose numbers are set."""
         budget = self.limits.max_read_tokens
-        parts: list[tuple[GenerationRequest, PrefilledPrompt, int]] = []
-        for request, prompt in self._prefilling:
+        parts: list[_Prefill] = []
+        for one in self._prefilling:
             if budget <= 0:
                 break
             # All tokens of a prompt that is scored are forwarded.
-            if prompt.num_read == 0 and not _is_scored(request):
-                if self._waits_for(prompt, request, parts):
+            if one.num_read == 0 and not _is_scored(one.request):
+                source, length = self._kept.nearest(one.ids, one.request.adapter)
+                if _waits_for(one, length, parts):
                     continue
-                nearest, length = self._nearest(prompt, request)
-                if nearest is not None:
-                    prompt.take(nearest, length)
-            length = min(budget, len(prompt.ids) - prompt.num_read)
-            parts.append((request, prompt, length))
-            budget -= length
-        if not parts:
-            return []
-        hidden_NX = self._forward_prompts(parts)
-        ends = torch.tensor([length for _, _, length in parts]).cumsum(0) - 1
-        last_RX = hidden_NX[ends.to(self.device)]
-        self._score_prompts(hidden_NX, parts)
-        ended = [
-            (one, prompt)
-            for one, prompt, n in parts
-            if prompt.num_read + n == len(prompt.ids) and one.max_tokens
-        ]
-        if ended:
-            self._cache.reserve(
-                sum(one.num_samples for one, _ in ended), max(len(p.ids) for _, p in ended) + 1
-            )
-        started: list[RunningSequence] = []
-        scored: list[RunningSequence] = []
-        places: list[int] = []
-        for place, (request, prompt, length) in enumerate(parts):
-            prompt.num_read += length
-            if prompt.num_read == len(prompt.ids):
-                rows = [self._sequence(request, index) for index in range(request.num_samples)]
-                self._keep_prompt(prompt, request)
-                if request.max_tokens == 0:
-                    if not all(math.isfinite(one.logprob) for one in request.prompt_tokens[1:]):
-                        for row in rows:
-                            row.fail(NAN_LOGITS)
-                    scored += rows
-                    continue
-                self._cache.add(prompt, request.num_samples)
-                started += rows
-                places += [place] * request.num_samples
-        self._prefilling = [one for one in self._prefilling if one[1].num_read < len(one[1].ids)]
-        progress = [one for one in (row.take_progress() for row in scored) if one is not None]
-        if not started:
-            return progress
-        self.rows += started
-        drawn = self._draw(last_RX[torch.tensor(places, device=self.device)], started)
-        return progress + drawn
+                one.source, one.num_read = source, length
+            one.length = min(budget, len(one.ids) - one.num_read)
+            parts.append(one)
+            budget -= one.length
+        return parts
+
+    def _own_keys(self, one: _Prefill) -> PrefilledPrompt:
+        """The keys of a prompt beside the batch, with room for the rest."""
+        if one.source is not None and one.owns_source:
+            return one.source
+        own = self._cache.unread(one.ids)
+        if one.source is not None:
+            own.copy_from(one.source, one.num_read)
+        one.source, one.owns_source = own, True
+        return own
+
+    def _start_rows(self, ending: Sequence[_Prefill]) -> list[int]:
+        """Make answers of prompts that have ended, one row each; further samples copy those.
+
+        Returns the rows that are copied, in the order of their copies.
+        """
+        first = len(self.rows)
+        self.rows += [self._sequence(one.request, 0) for one in ending]
+        copied: list[int] = []
+        for row, one in enumerate(ending, first):
+            one.num_read = len(one.ids)
+            if not self._kept.renew(one.ids, one.request.adapter):
+                self._kept.add(self._cache.prompt(row, one.ids), one.request.adapter)
+            if one.request.num_samples > 1:
+                more = range(1, one.request.num_samples)
+                self.rows += [self._sequence(one.request, index) for index in more]
+                self._cache.repeat(row, len(more))
+                copied += [row] * len(more)
+        return copied
+
+    def _advance_apart(self, parts: Sequence[_Prefill]) -> list[Progress]:
+        """Count the tokens read beside the batch; gives answers that are the prompt alone."""
+        progress: list[Progress] = []
+        for one in parts:
+            one.num_read = one.stop
+            if one.num_read < len(one.ids):
+                continue
+            request = one.request
+            if not self._kept.renew(one.ids, request.adapter):
+                self._kept.add(self._own_keys(one), request.adapter)
+            is_finite = all(math.isfinite(token.logprob) for token in request.prompt_tokens[1:])
+            for row in (self._sequence(request, index) for index in range(request.num_samples)):
+                if not is_finite:
+                    row.fail(NAN_LOGITS)
+                progress += filter(None, [row.take_progress()])
+        return progress
 
     def _sequence(self, request: GenerationRequest, index: int) -> RunningSequence:
         grammar = request.grammar
@@ -229,23 +265,23 @@ class BatchEngine:
         """Return the grammars of its vocabulary; raises as `Grammars`."""
         return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
 
-    def _score_prompts(
-        self, hidden_NX: Tensor, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]
-    ) -> None:
-        """Record the log-probabilities of the tokens that follow those of this pass."""
+    def _score_prompts(self, hidden_NX: Tensor, parts: Sequence[_Prefill], start: int) -> None:
+        """Record the log-probabilities of the tokens that follow those of the parts of this pass.
+
+        The first token of the first part is at `start`.
+        """
         rows: list[int] = []
         targets: list[int] = []
         owners: list[GenerationRequest] = []
-        start = 0
-        for request, prompt, length in parts:
-            if _is_scored(request):
-                if prompt.num_read == 0:
-                    request.prompt_tokens.append(TokenRecord(prompt.ids[0], math.nan))
-                ids = prompt.ids[prompt.num_read + 1 : prompt.num_read + length + 1]
+        for one in parts:
+            if _is_scored(one.request):
+                if one.num_read == 0:
+                    one.request.prompt_tokens.append(TokenRecord(one.ids[0], math.nan))
+                ids = one.ids[one.num_read + 1 : one.stop + 1]
                 rows += range(start, start + len(ids))
                 targets += ids
-                owners += [request] * len(ids)
-            start += length
+                owners += [one.request] * len(ids)
+            start += one.length
         self.token_count.head_rows += len(rows)
         size = max(1, MAX_LOGITS // len(self._weights.embedding_VX))
         for first in range(0, len(rows), size):
@@ -257,99 +293,104 @@ class BatchEngine:
             for request, record in zip(owners[part], records, strict=True):
                 request.prompt_tokens.append(record)
 
-    def _forward_prompts(
-        self, parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]]
-    ) -> Tensor:
-        spans = [(one, one.num_read, one.num_read + length) for _, one, length in parts]
-        ids_N = torch.tensor([i for one, start, stop in spans for i in one.ids[start:stop]])
-        positions_N = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
-        adapters = [request.adapter for request, _, length in parts for _ in range(length)]
-        self._routes.set(adapters, self.device)
-        self.token_count.forwarded += len(ids_N)
-        return self.decoder.hidden(
-            self._weights,
-            ids_N.to(self.device),
-            positions_N.to(self.device),
-            PrefillAttention([(prompt, length) for _, prompt, length in parts]),
-            num_positions=max(stop for _, _, stop in spans),
-        )
+    # ---- a step
 
-    def _waits_for(
-        self,
-        prompt: PrefilledPrompt,
-        request: GenerationRequest,
-        parts: Sequence[tuple[GenerationRequest, PrefilledPrompt, int]],
-    ) -> bool:
-        """Whether a prompt shares a prefix with one in this pass, to be copied in the next step."""
-        shared = [
-            one.num_shared(prompt.ids)
-            for other, one, _ in parts
-            if other.adapter is request.adapter and one.num_read == 0
-        ]
-        if max(shared, default=0) < MIN_SHARED:
-            return False
-        _, cached = self._nearest(prompt, request)
-        return max(shared) - cached >= MIN_SHARED
-
-    def _nearest(
-        self, prompt: PrefilledPrompt, request: GenerationRequest
-    ) -> tuple[PrefilledPrompt | None, int]:
-        """Return the cached prompt with the longest common prefix, and the prefix length."""
-        nearest, most = None, MIN_SHARED - 1
-        for adapter, other in self._kept.values():
-            if adapter is request.adapter:
-                # The last token is forwarded in any case: it predicts the answer.
-                shared = min(other.num_shared(prompt.ids), len(prompt.ids) - 1)
-                if shared > most:
-                    nearest, most = other, shared
-        return nearest, most if nearest is not None else 0
-
-    def _keep_prompt(self, prompt: PrefilledPrompt, request: GenerationRequest) -> None:
-        key = (id(request.adapter), prompt.ids)
-        self._kept[key] = request.adapter, prompt
-        self._kept.move_to_end(key)
-        most = self.limits.max_kept_bytes // self._token_bytes
-        while (
-            len(self._kept) > MAX_KEPT or sum(len(one.ids) for _, one in self._kept.values()) > most
-        ):
-            self._kept.popitem(last=False)
-
-    # ---- answers
-
-    def _decode(self) -> list[Progress]:
-        """Forward the newest token of every row, and sample the next one."""
+    def _forward(self, parts: Sequence[_Prefill]) -> list[Progress]:
+        """Forward the newest token of every row and those of prompts, and draw the next tokens."""
+        # Prompts that end are rows from now on, and rows with one new token come first.
+        ending = sorted((one for one in parts if one.becomes_row), key=lambda one: one.length)
+        apart = [one for one in parts if not one.becomes_row]
+        num_old = len(self.rows)
+        if ending:
+            num_new = sum(one.request.num_samples for one in ending)
+            self._cache.reserve(num_new, max(len(one.ids) for one in ending))
+        for one in ending:
+            self._cache.add(one.source, one.num_read)
+        counts = [1] * num_old + [one.length for one in ending]
+        hidden_NX = self._hidden(counts, [*ending, *apart], apart)
+        if any(_is_scored(one.request) for one in parts):
+            self._score_prompts(hidden_NX, [*ending, *apart], num_old)
+        copied = self._start_rows(ending)
+        progress = self._advance_apart(apart)
+        self._prefilling = [one for one in self._prefilling if one.num_read < len(one.ids)]
         if not self.rows:
-            return []
-        positions = list(self._cache.lengths)
-        self._routes.set([row.request.adapter for row in self.rows], self.device)
-        self.token_count.forwarded += len(self.rows)
-        hidden_RX = self.decoder.hidden(
-            self._weights,
-            torch.tensor([row.last for row in self.rows], device=self.device),
-            torch.tensor(positions, device=self.device),
-            self._cache.advance(),
-            num_positions=max(positions) + 1,
-        )
-        return self._draw(hidden_RX, self.rows)
+            return progress
+        if copied or len(hidden_NX) > len(counts):
+            ends = [stop - 1 for stop in accumulate(counts)]
+            ends += [ends[row] for row in copied]
+            hidden_NX = hidden_NX[torch.tensor(ends, device=self.device)]
+        return progress + self._draw(hidden_NX)
 
-    def _draw(self, hidden_RX: Tensor, rows: Sequence[RunningSequence]) -> list[Progress]:
+    def _hidden(
+        self, counts: Sequence[int], parts: Sequence[_Prefill], apart: Sequence[_Prefill]
+    ) -> Tensor:
+        """The hidden states of `counts` new tokens of each row, and of the prompts apart."""
+        ids = [row.last for row in self.rows]
+        adapters = [row.request.adapter for row in self.rows]
+        for one in parts:
+            ids += one.ids[one.num_read : one.stop]
+            adapters += [one.request.adapter] * one.length
+        self._routes.set(adapters, self.device)
+        self.token_count.forwarded += len(ids)
+        rows = self._cache.advance(counts)
+        attend: Attend = rows
+        positions_N, num_positions = rows.positions, max(self._cache.lengths, default=0)
+        if apart:
+            beside = PartAttention(
+                [(self._own_keys(one), one.num_read, one.length) for one in apart]
+            )
+            own_N = [torch.arange(one.num_read, one.stop, device=self.device) for one in apart]
+            positions_N = torch.cat([positions_N, *own_N])
+            num_positions = max(num_positions, *(one.stop for one in apart))
+            attend = beside.after(rows) if counts else beside
+        return self.decoder.hidden(
+            self._routed_weights if self._routes.current else self._weights,
+            torch.tensor(ids, device=self.device),
+            positions_N,
+            attend,
+            num_positions=num_positions,
+        )
+
+    def _draw(self, hidden_RX: Tensor) -> list[Progress]:
+        """Draw the next token of every row."""
+        rows = self.rows
         self.token_count.head_rows += len(rows)
         self.token_count.generated += len(rows)
         logits_RV = self._weights.head(hidden_RX).float()
+        mask = None
         if any(row.matcher is not None for row in rows):
-            records = draw_tokens(logits_RV, rows, self._banned_ids, self.grammars.mask)
-        else:
-            records = draw_tokens(logits_RV, rows, self._banned_ids)
-        for row, record in zip(rows, records, strict=True):
-            if math.isfinite(record.logprob):
-                row.append(record)
-            else:
+            mask = self.grammars.mask
+        for row, record in zip(
+            rows, draw_tokens(logits_RV, rows, self._banned_ids, mask), strict=True
+        ):
+            if record is None:
                 row.fail(NAN_LOGITS)
-        progress = [one for one in (row.take_progress() for row in rows) if one is not None]
-        self._keep_rows([row.finish_reason is None for row in self.rows])
-        if any(row.error is not None for row in rows):
+            else:
+                row.append(record)
+        progress = [row.take_progress() for row in rows]
+        has_failed = any(row.error is not None for row in rows)
+        self._keep_rows([row.finish_reason is None for row in rows])
+        if has_failed:
             self._cache.repair()
-        return progress
+        return [one for one in progress if one is not None]
+
+
+def _num_positions(request: GenerationRequest) -> int:
+    return len(request.prompt) + request.max_tokens
+
+
+def _waits_for(one: _Prefill, num_kept: int, parts: Sequence[_Prefill]) -> bool:
+    """Whether a prompt begins like one in this step, so that the next step can copy it.
+
+    `num_kept` tokens can be copied now.
+    """
+    shared = [
+        num_shared(other.ids, one.ids)
+        for other in parts
+        if other.request.adapter is one.request.adapter and other.num_read == 0
+    ]
+    most = max(shared, default=0)
+    return most >= BLOCK_TOKENS and most - num_kept >= BLOCK_TOKENS
 
 
 def _is_scored(request: GenerationRequest) -> bool:
@@ -367,29 +408,50 @@ def draw_tokens(
     rows: Sequence[RunningSequence],
     banned_ids: Tensor,
     mask: Callable[[Tensor, Sequence[Any]], None] | None = None,
-) -> list[TokenRecord]:
+) -> list[TokenRecord | None]:
     """Sample one token per row by its request's options; overwrites the logits (float32).
 
-    `mask` excludes the tokens that a row's grammar rejects. A log-probability is not finite if the
-    row's logits are not.
+    `mask` excludes the tokens that a row's grammar rejects. None for a row whose logits are not
+    finite.
     """
     requests = [row.request for row in rows]
-    logprobs_RV = logits_RV.log_softmax(dim=1)
+    scored = [row for row, one in enumerate(requests) if one.num_top is not None]
+    logprobs_SV = None
+    if scored:
+        logprobs_SV = _rows_of(logits_RV, scored).log_softmax(dim=1)
+    shown = [(place, one.shown_ids) for place, one in enumerate(requests) if one.shown_ids]
+    kept = [logits_RV[place, list(ids)] for place, ids in shown]
     texts = [place for place, one in enumerate(requests) if not one.returns_token_ids]
     if len(texts) == len(rows):
         logits_RV.index_fill_(1, banned_ids, float("-inf"))
     elif texts:
         index = torch.tensor(texts, device=logits_RV.device)
         logits_RV[index[:, None], banned_ids] = float("-inf")
+    for (place, ids), logits in zip(shown, kept, strict=True):
+        logits_RV[place, list(ids)] = logits
     if mask is not None:
         mask(logits_RV, [row.matcher for row in rows])
     tokens_R = sample_with_noise(
         logits_RV,
         temperatures=[one.temperature for one in requests],
         cuts=[(one.top_k, one.top_p) for one in requests],
-        generators=[row.generator for row in rows],
+        generators=lambda row: rows[row].generator,
     )
-    return _records(logprobs_RV, tokens_R, requests)
+    found: list[TokenRecord | None] = [TokenRecord(token, math.nan) for token in tokens_R.tolist()]
+    if logprobs_SV is not None:
+        tokens_S = _rows_of(tokens_R, scored)
+        records = _records(logprobs_SV, tokens_S, [requests[row] for row in scored])
+        for row, record in zip(scored, records, strict=True):
+            found[row] = record
+    # A NaN or infinite logit is the largest. A grammar may exclude all tokens, which is no fault.
+    for row, drawn in enumerate(logits_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).tolist()):
+        if math.isnan(drawn) or drawn == math.inf:
+            found[row] = None
+    return found
+
+
+def _rows_of(x: Tensor, rows: Sequence[int]) -> Tensor:
+    return x if len(rows) == len(x) else x[torch.tensor(rows, device=x.device)]
 
 
 def _records(

@@ -79,7 +79,7 @@ class Embedder(ABC):
         missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
         computed = dict(zip(missing, self.compute(missing), strict=True))
         rows = [computed[t] if t in computed else self._cache[t] for t in texts]
-        # Rows of their own: a view would keep the whole batch in memory.
+        # Copies: a view would keep the whole batch in memory.
         self._cache |= {text: row.clone() for text, row in computed.items()}
         for text in list(self._cache)[: max(0, len(self._cache) - MAX_CACHED)]:
             del self._cache[text]
@@ -115,7 +115,7 @@ class NgramEmbedder(Embedder):
     num_dimensions = NUM_NGRAM_DIMENSIONS
 
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        # Marked ends tell words at an end from the same letters inside, and leave no text empty.
+        # Boundary marks distinguish letters at the ends of a text, and leave no text empty.
         marked = character_sequences([f"\x02\x02{normalise(text)}\x03" for text in texts])
         counts = np.zeros((len(texts), NUM_NGRAM_DIMENSIONS))
         for grams in ngrams(marked, CHARACTER_ORDERS):
@@ -123,7 +123,7 @@ class NgramEmbedder(Embedder):
             sign_G = 1.0 - 2.0 * (grams.keys_G & np.uint64(1))
             cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + column_G.astype(np.int64)
             counts += np.bincount(cell_G, sign_G, minlength=counts.size).reshape(counts.shape)
-        # In a short text opposite signs may cancel everything.
+        # In a short text, opposite signs may cancel.
         counts[~counts.any(axis=1), 0] = 1.0
         units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return torch.from_numpy(units.astype(np.float32))

@@ -387,7 +387,7 @@ def _token_row(
 ) -> TokenRow:
     ids = encoded[written]
     ends = [place for place, token in enumerate(ids) if token in end_ids]
-    # Some templates end turns by text, or open answers as they do not write them down.
+    # Some templates end turns by text, or open answers in another way than they render them.
     ids = ids[: ends[0] + 1] if ends else (*encoded[answer], *end_ids[:1])
     return TokenRow(encoded[before], ids)
 

@@ -157,7 +157,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
-        # A subclass must allow it itself.
+        # Subclasses must opt in.
         self.is_in_this_process = True
         self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None

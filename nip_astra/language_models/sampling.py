@@ -238,7 +238,7 @@ def sample_tokens(
         return _draw_any(logits_BV, uniforms_B)
     mass_B = logits_BV.logsumexp(dim=-1).double()
     if logits_BV.device.type != "cpu":
-        # A sort is cheap there, and checking whether a row needs one would wait for the device.
+        # A sort is cheap on a GPU, and checking whether a row needs one would synchronise.
         values, tokens = logits_BV.sort(dim=-1, descending=True)
         return _draw_likely(values, mass_B, tokens, uniforms_B, top_p)
     drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
@@ -262,13 +262,14 @@ def sample_with_noise(
     *,
     temperatures: Sequence[float],
     cuts: Sequence[tuple[int | None, float]],
-    generators: Sequence[torch.Generator],
+    generators: Callable[[int], torch.Generator],
 ) -> Tensor:
     """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
 
     The noise is the row's own, so that a draw does not depend on the batch. A sum, by which a
     cumulative distribution is inverted, would: its last digit depends on the batch size. Logits are
-    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`.
+    float32, -inf for a forbidden token; temperature 0 is greedy; `cuts` are `top_k` and `top_p`;
+    `generators` gives that of a row, for rows that are not greedy.
     """
     tokens_B = logits_BV.argmax(dim=1)
     rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
@@ -286,7 +287,7 @@ def sample_with_noise(
         logits_RV[same] = logits_RV[same].masked_fill(~kept, float("-inf"))
     noise_RV = torch.empty_like(logits_RV)
     for noise_V, row in zip(noise_RV, rows, strict=True):
-        noise_V.exponential_(generator=generators[row])
+        noise_V.exponential_(generator=generators(row))
     smallest = torch.finfo(noise_RV.dtype).tiny
     tokens_B[index] = (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
     return tokens_B
@@ -331,7 +332,7 @@ def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
     within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
     inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
-    # NaN logits lead past the end; `require_finite` rejects their log-probability.
+    # NaN logits give an index past the end; `require_finite` rejects their log-probability.
     return (chunk_B * _CHUNK + inside).clamp_(max=vocab_size - 1)
 
 

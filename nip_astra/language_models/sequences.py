@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class TokenRecord(NamedTuple):
     token: int
     logprob: float
     """Under the model's own distribution (temperature 1, no truncation), nats; NaN for the first
-    token of a prompt."""
+    token of a prompt and where none are requested."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with their log-probabilities, in descending order."""
     text: str = ""
@@ -97,6 +98,8 @@ class GenerationRequest:
     """For `echo`: the prompt's tokens with their log-probabilities, filled in by the engine."""
     grammar: str | None = None
     """Grammar of the answer, unless it is truncated; see `structured.Grammars`."""
+    shown_ids: tuple[int, ...] = ()
+    """Special tokens that may be drawn and that the text shows, such as marks of calls."""
     adapter: Adapter | None = None
     """Low-rank adapter for prompt and answer."""
     is_cancelled: bool = False
@@ -134,7 +137,7 @@ class RunningSequence:
         matcher: Any = None,
     ) -> None:
         self.request, self.index, self.matcher = request, index, matcher
-        self.generator = derived_generator(*request.seed_key(index), device=device)
+        self._device = device
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -142,12 +145,11 @@ class RunningSequence:
         self.is_request_fault = False
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
-        self._detokenizer = IncrementalDetokenizer(tokenizer, ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, (), request.shown_ids)
         # Unless somebody needs the text on the way, it is decoded once, at the end.
         self._has_tokens = request.num_top is not None or request.keeps_tokens
         is_read = request.is_streamed or request.stop or self._has_tokens
         self._undecoded: list[int] | None = None if is_read else []
-        self._tokenizer = tokenizer
         self._text = ""
         self._records: list[TokenRecord] = []
         self._held_back: list[TokenRecord] = []
@@ -159,6 +161,11 @@ class RunningSequence:
             if request.max_tokens == 0:
                 self._finish("length")
         self._detokenizer.stop = [text for text in request.stop if text]
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The source of its draws."""
+        return derived_generator(*self.request.seed_key(self.index), device=self._device)
 
     def append(self, record: TokenRecord) -> None:
         """Add the next token."""
@@ -207,7 +214,7 @@ class RunningSequence:
 
     def _finish(self, reason: FinishReason) -> None:
         if self._undecoded is not None:
-            self._text = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            self._text = self._detokenizer.decode(self._undecoded)
         else:
             text = self._detokenizer.finish()
             if self._held_back:
@@ -268,8 +275,11 @@ class IncrementalDetokenizer:
     character.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str], shown_ids: Collection[int] = ()
+    ) -> None:
         self.tokenizer = tokenizer
+        self._shown_ids = frozenset(shown_ids)
         self.stop = [text for text in stop if text]
         self.is_stopped = False
         self.added = ""
@@ -282,8 +292,8 @@ class IncrementalDetokenizer:
         """Return the text completed by a token."""
         self._ids.append(token)
         # A token's text may depend on the token before it (spaces), and on no earlier one.
-        before = self._decode(self._ids[self._first : self._read])
-        now = self._decode(self._ids[self._first :])
+        before = self.decode(self._ids[self._first : self._read])
+        now = self.decode(self._ids[self._first :])
         self.added = ""
         if now.endswith(_REPLACEMENT) or len(now) <= len(before):
             return ""
@@ -298,15 +308,20 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """Return the text still held back, if the answer ends without a stop text."""
-        before = self._decode(self._ids[self._first : self._read])
-        self.added = self._decode(self._ids[self._first :])[len(before) :]
+        before = self.decode(self._ids[self._first : self._read])
+        self.added = self.decode(self._ids[self._first :])[len(before) :]
         text = self._release(self.added) + ("" if self.is_stopped else self._pending)
         self._pending = ""
         return text
 
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, with those special ones that are shown."""
+        if self._shown_ids.isdisjoint(ids):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        parts = []
+        for is_shown, some in itertools.groupby(ids, self._shown_ids.__contains__):
+            parts.append(self.tokenizer.decode([*some], skip_special_tokens=not is_shown))
+        return "".join(parts)
 
     def _release(self, added: str) -> str:
         text = self._pending + added

@@ -16,8 +16,9 @@ from urllib.request import getproxies
 
 import torch
 
-from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError, reason_of
+from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
 from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
 
@@ -48,7 +49,7 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
                 f"the model {reference!r} is missing: {source} does not exist. {ADVICE}"
             )
         if source.suffix == ".gguf":
-            _require_gguf(reference)
+            import_extra("gguf", f"the GGUF file {reference!r}", "gguf")
             return str(source.parent), source.name
         if not is_model_folder(source):
             raise ModelLoadError(f"{source} holds no model: it has no config.json. {ADVICE}")
@@ -127,7 +128,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
     if is_empty:
-        # transformers makes one without words if a folder has a model alone.
+        # transformers creates an empty one if a folder has only a model.
         raise ModelLoadError(
             f"the tokenizer of {name!r} turns texts into nothing: its files are missing. Save it "
             "beside the model: tokenizer.save_pretrained(folder)."
@@ -223,7 +224,7 @@ def load_pretrained(
 def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
     limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
-    # Without special tokens around it, such a text would have no tokens at all.
+    # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
     return limit if window is None else min(limit, int(window)), blank
@@ -313,13 +314,6 @@ def _gguf(gguf_file: str | None) -> dict[str, str]:
     return {"gguf_file": gguf_file} if gguf_file else {}
 
 
-def _require_gguf(reference: str) -> None:
-    try:
-        import gguf  # noqa: F401 - an optional package that transformers imports itself
-    except ImportError as error:
-        raise MissingDependencyError.of(f"the GGUF file {reference!r}", "gguf", "gguf") from error
-
-
 def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
     return ModelLoadError(
         f"the {what} of {name!r} could not be loaded: {reason_of(error)}. {ADVICE}"
@@ -349,7 +343,7 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     source = resolve_reference(reference, scenario_dir)
     if not isinstance(source, Path) or not source.is_dir():
         return load_tokenizer(*resolve_model(reference, scenario_dir))
-    # transformers makes an empty tokenizer for a folder without one.
+    # transformers creates an empty tokenizer for a folder without one.
     if any((source / name).exists() for name in TOKENIZER_FILES):
         return load_tokenizer(str(source))
     if base is None and _is_adapter(str(source)):
@@ -364,14 +358,11 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
 
 def _with_adapter(module: Any, folder: Path) -> Any:
     """Merge a peft adapter into the model's weights."""
+    peft = import_extra("peft", f"the adapter in {folder}", "lora")
     try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError.of(f"the adapter in {folder}", "peft", "lora") from error
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = module.name_or_path  # the one that is in use
-        adapted = get_peft_model(module, config)
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.base_model_name_or_path = module.name_or_path  # the active adapter
+        adapted = peft.get_peft_model(module, config)
         restore_weights(adapted, folder)
         # peft freezes the model that it wraps.
         return adapted.merge_and_unload().requires_grad_(True).eval()

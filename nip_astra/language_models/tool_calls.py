@@ -1,10 +1,15 @@
-"""Parser of tool calls in an answer, in two common formats of chat templates.
+"""Parser of tool calls in an answer, in the formats of chat templates.
 
     parse_tool_calls('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     # ("Wait.", [ToolCall("add", {"a": 1})])
 
-Hermes' form has each call between tags, anywhere in the text; in the plain form the whole text is
-one call in JSON, or a list of them. `parameters` is another name of `arguments`.
+Hermes' format has each call between tags, anywhere in the text; in the plain format the whole text
+is one call in JSON, or a list of them. `parameters` is another name of `arguments`. In Mistral's
+formats a mark, which may be a special token, begins the calls, which end the answer: a list in
+JSON, or each call with a mark of its own, its name and its arguments.
+
+    [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
+    [TOOL_CALLS]add[ARGS]{"a": 1}
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sequences import overlap
@@ -21,6 +26,10 @@ from nip_astra.language_models.structured import json_rule
 from nip_astra.safe_text import valid_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MARK = "[TOOL_CALLS]"
+MARKS = (MARK, "[CALL_ID]", "[ARGS]")
+"""Mistral's marks: of calls, of a call's identity, and of its arguments."""
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?={)")
 
 
 class ToolCall(NamedTuple):
@@ -70,9 +79,25 @@ class ToolCallParser:
     def _read(self, *, is_last: bool) -> Iterator[str | ToolCall]:
         while self._pending:
             before, tag, rest = self._pending.partition(OPEN)
-            text = before if is_last else before[: len(before) - overlap(before, OPEN)]
-            if tag or self._has_calls or not is_last:
+            before, mark, marked = before.partition(MARK)
+            if mark:
+                tag, marked = "", self._pending[len(before) :]
+            held = max(overlap(before, OPEN), overlap(before, MARK))
+            text = before if is_last or tag or mark else before[: len(before) - held]
+            if mark and is_last:
+                calls = _marked_calls(marked)
+                self._pending, self._has_calls = "", bool(calls)
+                text = text.rstrip() if calls else before + marked
+                yield from [text] if text else []
+                yield from calls
+                return
+            if tag or mark or self._has_calls or not is_last:
                 text = text.rstrip()
+            if mark:
+                # The calls are complete at the end of the answer.
+                self._pending = self._pending[len(text) :]
+                yield from [text] if text else []
+                return
             if not tag:
                 self._pending = "" if is_last else before[len(text) :]
                 yield from [text] if text else []
@@ -102,6 +127,26 @@ def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | No
         end = rest.find(CLOSE, end + 1)
     # The end of the turn may stand for the closing tag.
     return (_calls_in(rest) or [], len(rest)) if is_last else None
+
+
+def _marked_calls(text: str) -> list[ToolCall]:
+    """Return the calls of a text in Mistral's format; none if one of them is malformed."""
+    decoder, calls = json.JSONDecoder(strict=False), list[ToolCall]()
+    while text := text.strip().removeprefix(MARK).lstrip():
+        named = _NAMED.match(text)
+        begin = named.end() if named else 0
+        try:
+            _, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return []
+        found = text[begin:end]
+        if named:
+            found = f'{{"name": {json.dumps(named[1])}, "arguments": {found}}}'
+        read = _calls_in(found)
+        if not read:
+            return []
+        calls, text = [*calls, *read], text[end:]
+    return calls
 
 
 def _calls_in(text: str) -> list[ToolCall] | None:
@@ -140,18 +185,24 @@ def _refuse_constant(constant: str) -> None:
 class ToolForm(NamedTuple):
     """The call format of a chat template."""
 
-    is_tagged: bool
-    """Hermes' format; otherwise the plain one."""
-    arguments: str
+    kind: Literal["tagged", "plain", "marked list", "marked"]
+    """Hermes' format, the plain one, or Mistral's with a list or with names and arguments."""
+    arguments: str = "arguments"
     """Name of the arguments field."""
+    tail: str = ""
+    """Text between a marked name and its arguments."""
+    special: Mapping[str, int] = {}
+    """Ids of the marks that are special tokens, which a text omits otherwise."""
 
 
 def tool_form(tokenizer: Any) -> ToolForm | None:
     """Return the call format of the tokenizer's chat template; None if it shows no tools."""
-    call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"probe_value": 1}}}
+    function: dict[str, Any] = {"name": "probe_tool", "arguments": {"probe_value": 1}}
+    # Mistral's templates need an identity of nine letters and digits.
+    call = {"id": "probecall", "type": "function", "function": function}
     schema = {"type": "object", "properties": {}}
-    function = {"name": "probe_tool", "description": "", "parameters": schema}
-    tools = [{"type": "function", "function": function}]
+    offered = {"name": "probe_tool", "description": "", "parameters": schema}
+    tools = [{"type": "function", "function": offered}]
     question: dict[str, Any] = {"role": "user", "content": "hello"}
     answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
@@ -162,8 +213,20 @@ def tool_form(tokenizer: Any) -> ToolForm | None:
     before = text[: text.find("probe_value")]
     if "probe_tool" not in offer:
         return None
+    named = re.search(r"\[TOOL_CALLS\]\s*probe_tool(?:\[CALL_ID\]\w+)?((?:\[ARGS\])?)\s*{", before)
+    special = {
+        token.content: number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content in MARKS
+    }
+    if named is not None:
+        return ToolForm("marked", tail=named[1], special=special)
     names = re.findall('"(arguments|parameters)"', before)
-    return ToolForm(re.search(rf"{OPEN}\s*{{[^<]*$", before) is not None, ["arguments", *names][-1])
+    name = ["arguments", *names][-1]
+    if re.search(r"\[TOOL_CALLS\]\s*\[", before):
+        return ToolForm("marked list", name, special=special)
+    is_tagged = re.search(rf"{OPEN}\s*{{[^<]*$", before) is not None
+    return ToolForm("tagged" if is_tagged else "plain", name)
 
 
 def supports_tools(tokenizer: Any) -> bool:
@@ -174,14 +237,29 @@ def supports_tools(tokenizer: Any) -> bool:
 def call_rules(
     tools: Sequence[Mapping[str, Any]], form: ToolForm, *, allows_several: bool
 ) -> list[str]:
-    """Return grammar rules for `calls`: one function call or, in Hermes' format, several."""
-    begin, end = (f"{OPEN}\n", f"\n{CLOSE}") if form.is_tagged else ("", "")
-    further = ' ("\\n" call)*' if allows_several and form.is_tagged else ""
-    rules = [f"calls: call{further}"]
+    """Return grammar rules for `calls`: one call or, except in the plain format, several."""
+    mark = _terminal(MARK, form)
+    whole = {
+        "tagged": ("call", ' ("\\n" call)*', ""),
+        "plain": ("call", "", ""),
+        "marked list": (f'{mark} " "? "[" call', ' (", " call)*', ' "]"'),
+        "marked": ("call", " call*", ""),
+    }
+    first, further, last = whole[form.kind]
+    rules = [f"calls: {first}{further if allows_several else ''}{last}"]
     rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}")
+    begin, end = (f"{OPEN}\n", f"\n{CLOSE}") if form.kind == "tagged" else ("", "")
     for place, tool in enumerate(tools):
-        head = f'{begin}{{"name": {json.dumps(tool["name"])}, "{form.arguments}": '
-        schema = {"type": "object", **tool.get("parameters", {})}
+        head = json.dumps(f'{begin}{{"name": {json.dumps(tool["name"])}, "{form.arguments}": ')
         tail = json.dumps(f"}}{end}")
-        rules.append(f"call_{place}: {json.dumps(head)} {json_rule(schema)} {tail}")
+        if form.kind == "marked":
+            after = f" {_terminal(form.tail, form)}" if form.tail else ""
+            head, tail = f"{mark} {json.dumps(tool['name'])}{after}", ""
+        schema = {"type": "object", **tool.get("parameters", {})}
+        rules.append(f"call_{place}: {head} {json_rule(schema)} {tail}".rstrip())
     return rules
+
+
+def _terminal(mark: str, form: ToolForm) -> str:
+    """Return a mark in a grammar: a special token, or its text."""
+    return f"<[{form.special[mark]}]>" if mark in form.special else json.dumps(mark)

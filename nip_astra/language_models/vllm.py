@@ -87,8 +87,7 @@ class VllmLanguageModel(LanguageModel):
         """Share of the GPU's memory for vLLM's weights and caches. Larger samples more turns at
         once and leaves less to training."""
         max_model_len: int | None = Field(default=None, ge=2)
-        """Maximum conversation length in tokens; null for the model's window. Smaller uses less
-        memory."""
+        """Maximum conversation in tokens; null for the model's window. Smaller uses less memory."""
         sleep_during_updates: bool = False
         """Whether vLLM releases its memory during updates of a model that learns; costs the time to
         copy the weights twice per rollout."""
@@ -462,7 +461,7 @@ class LearntWeights:
                 return None
             return engine.hold_adapter(self.version, lambda folder: save_weights(module, folder))
 
-        # The engine would round them in the same way, after twice as many bytes have travelled.
+        # The engine would round them in the same way, after a transfer of twice the size.
         dtype = getattr(torch, engine.options.dtype)
 
         def weights() -> Iterable[tuple[str, Tensor]]:

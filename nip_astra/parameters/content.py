@@ -149,7 +149,7 @@ def _inside_package(package: str, inside: str, reference: str) -> Path:
     """Return a path in a package, from the first of its folders that contains it."""
     top, *below = package.split(".")
     try:
-        # That of a package in a package would import the outer one, which runs it.
+        # Finding a subpackage would import, and so execute, the outer package.
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         spec = None

@@ -162,7 +162,7 @@ def parse_overrides(
         overrides = [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
     for item in [overrides] if isinstance(overrides, str) else overrides:
         name, sign, value = item.partition("=")
-        # OmegaConf would take a[b] for a.b, also where it is a slip.
+        # OmegaConf would read a[b] as a.b, even if it is a typo.
         is_path = all(part.strip() and not set(part) & set("[]") for part in name.split("."))
         if not sign or not is_path:
             problem, hint = "is not an assignment", f"Write {option} path.to.parameter=value."
@@ -187,7 +187,7 @@ def _check_depth(text: str) -> None:
     try:
         _count_depth(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        # The slower reader explains better what is wrong.
+        # The slower reader has better error messages.
         _count_depth(text, yaml.SafeLoader)
 
 
@@ -233,7 +233,7 @@ def merge_layers(
     if not resolve:
         return values, sources
     if _is_plain(values):
-        return deepcopy(values), sources
+        return _copied(values), sources
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]  # a mapping
             OmegaConf.create(values), resolve=True
@@ -253,6 +253,13 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (dict, list):
         return all(map(_is_plain, value.values() if type(value) is dict else value))
     return "${" not in value if type(value) is str else type(value) in (bool, int, float, NoneType)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain values; `deepcopy` takes several times as long."""
+    if type(value) is dict:
+        return {name: _copied(item) for name, item in value.items()}
+    return list(map(_copied, value)) if type(value) is list else value
 
 
 class _Merger:
@@ -280,8 +287,9 @@ class _Merger:
                 if isinstance(old, list) and is_about_elements(value):
                     into[name] = self._changed(old, value, source, path)
                     continue
-            for known in [known for known in self.sources if known.startswith(f"{path}.")]:
-                del self.sources[known]
+            if isinstance(old, dict | list):
+                for known in [known for known in self.sources if known.startswith(f"{path}.")]:
+                    del self.sources[known]
             self.sources[path] = source
             if isinstance(value, Mapping):
                 into[name] = {}

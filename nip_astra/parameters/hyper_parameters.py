@@ -156,7 +156,7 @@ class HyperParameters(SubParameters):
         return _sectioned(cls._plain_class or cls, tuple(sorted(every_section.items())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A class with sections is made while the program runs, so it cannot be found by its name.
+        # A class with sections is created at run time, so pickle cannot find it by name.
         cls = type(self)
         sections = None if cls._plain_class is None else cls._sections
         return _blank, (cls._plain_class or cls, sections), self.__getstate__()
@@ -172,7 +172,7 @@ def _completed(values: Mapping[str, Any]) -> HyperParameters:
     given = convert(explicit_values(values), source="the parameters")
     # Resolution is a higher layer than this one.
     hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
-    # Beside the fields, where pydantic keeps them through copies and pickles, and compares none.
+    # Not a field: pydantic copies and pickles it, but does not compare it.
     vars(hyper_params).update({_GIVEN: given, _WHOLE: hyper_params.to_dict()})
     return hyper_params
 
@@ -236,7 +236,7 @@ def schema_of_files(
         properties[name]["anyOf"] = [{"enum": list(values)}, *others]
     for group in (schema, *definitions.values()):
         _describe(group, definitions)
-    # The version that is installed says nothing about a file.
+    # The installed version is not the version of a file.
     del properties["package_version"]["default"]
     properties["settings"] = {"$ref": "#/$defs/ExperimentSettings", "description": SETTINGS}
     files = _loosened(schema)
@@ -289,7 +289,7 @@ def _value(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a value, which may be a reference to another parameter."""
     loose = _loosened(schema)
     if isinstance(loose.get("default"), Mapping):
-        del loose["default"]  # Its parts have it.
+        del loose["default"]  # Its parts have descriptions.
     beside = {key: loose.pop(key) for key in _KEPT_BESIDE if key in loose}
     kinds = loose.pop("anyOf", None) or [loose]
     if {"type": "string"} in kinds or not any(kinds):

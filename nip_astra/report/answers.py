@@ -59,11 +59,11 @@ BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
 BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
 BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
 UNITS = {
-    PROTOCOL: ("episodes", "num_episodes"),
-    TASK: ("problems", "num_problems"),
-    CONVERSATION: ("conversations", "num_episodes"),
+    PROTOCOL: ("episode", "num_episodes"),
+    TASK: ("problem", "num_problems"),
+    CONVERSATION: ("conversation", "num_episodes"),
 }
-"""What the items of a kind of run are, and the figure that counts them."""
+"""What an item of a kind of run is, and the figure that counts them."""
 
 _TITLES = {"evaluation": "Held out", "train": "During training"}
 Message = tuple[str, str]
@@ -207,7 +207,7 @@ def groups_of(run: RunRecord) -> list[Group]:
             untrained = tables.get(f"{name}-untrained") or other
             pairs = _paired(untrained, entries, keeps_all=name == "evaluation")
         unit, figure = UNITS[kind]
-        group = Group(title, pairs, "answers" if name == "train" else unit)
+        group = Group(title, pairs, "answer" if name == "train" else unit)
         if name == "evaluation":
             total = number(mapping(run.results.get("after")).get(figure))
             group.num_all = None if total is None or total <= len(pairs) else int(total)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from nip_astra.evaluation.outcomes import Outcome, Replies, follow_up_of, outcome_of
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.evaluation.tables import TableRow, figure_rows, matrix_rows
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text, words
 from nip_astra.report.summary import Row
@@ -40,62 +41,12 @@ GROUPS = (
     ("budget", "budget"),
 )
 """Parts of evaluation.json that have a heading of their own, in the order of the page."""
-MAIN = (
-    ("attacker", "attacker"),
-    ("target", "target"),
-    ("conversations with a failure", "failure_rate"),
-    ("turns with a failure", "turn_failure_rate"),
-    ("by turn", "per_turn_failure_rate"),
-    ("without a failure through turn 1, 2, …", "turns_to_failure.survival"),
-    ("median turn of the first failure", "turns_to_failure.median"),
-    ("mean score of responses", "scores.response.mean"),
-    ("mean score of probes", "scores.probe.mean"),
-    ("probe NLL under the reference, nats per token", "nll.reference"),
-    ("probe NLL under the target, nats per token", "nll.target"),
-    ("less likely than ordinary probes' 1st percentile", "fluency.share_below"),
-    ("distinct among successful probes", "diversity.distinct_share"),
-    ("1 - self-BLEU", "diversity.self_bleu_complement"),
-    ("1 - mean cosine", "diversity.cosine_distance"),
-    ("Vendi score", "diversity.vendi"),
-    ("clusters of failing probes", "num_clusters"),
-    ("share of planted failures found", "plants.recall"),
-    ("ordinary conversation fails, Monte Carlo", "probability_of_failure.monte_carlo"),
-    ("  importance sampling", "probability_of_failure.importance_sampling"),
-    ("target queries", "budget.target_queries"),
-    ("right answers", "figures.accuracy"),
-    ("mean reward", "figures.mean_reward"),
-)
-"""Label and path of the figures that are in view."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
     *("cards", "scorer_agreement", "why_no_fluency"),
 )
 _QUOTED = ("most_common", "settings")
 """Figures within a group that quote a probe, or say how the others were made."""
-QUALITY_HEADINGS = (
-    "conversations with a failure",
-    "corrected",
-    "failures found",
-    "others passed",
-    "labelled",
-)
-AGREEMENT_HEADINGS = (
-    "turns",
-    "agree",
-    "Cohen\N{RIGHT SINGLE QUOTATION MARK}s kappa",
-    "correlation",
-    "both / first / second / neither",
-)
-
-Groups = list[tuple[str, list[Row]]]
-"""Rows by the name of their evaluation."""
-
-
-class Matrix(NamedTuple):
-    """Failure rates, attackers by targets."""
-
-    targets: list[str]
-    rows: list[tuple[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -136,51 +87,20 @@ def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
 
 def main_figures(run: RunRecord) -> list[Row]:
     """The figures that matter most, those that some evaluation has."""
-    evaluations = run.evaluations.values()
-    outcomes = []
-    for counts in (mapping(one.get("outcomes")) for one in evaluations):
-        names = ("failure", "none", "undetermined", "error")
-        shown = " / ".join(decimal(counts.get(name)) for name in names)
-        outcomes.append(shown if counts else NOTHING)
-    rows = [Row("turns: failure / none / undetermined / error", outcomes)]
-    for label, path in MAIN:
-        cells = [_main_text(path, evaluation) for evaluation in evaluations]
-        rows.append(Row(label, cells))
-        if path == "num_clusters":
-            cells = [kinds_text(evaluation) for evaluation in evaluations]
-            rows.append(Row("  at least, those not seen included", cells))
-    replies = [str(Replies.read(mapping(one.get("replies")))) or NOTHING for one in evaluations]
-    rows = [*rows[1:5], rows[0], Row("replies: empty / refused", replies), *rows[5:]]
+    columns = [
+        {name: text(one.get(name)) for name in ("attacker", "target") if name in one}
+        | dict(figure_rows(one))
+        for one in run.evaluations.values()
+    ]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels]
     return [row for row in rows if any(cell != NOTHING for cell in row.cells)]
 
 
-def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
-    *groups, name = path.split(".")
-    inside = dict(evaluation)
-    for group in groups:
-        inside = mapping(inside.get(group))
-    value = inside.get(name)
-    if mapping(value).get("is_refused") is True:
-        return f"refused: {text(mapping(value).get('reason'))}"
-    if isinstance(value, list):
-        return _list_text(name, value)
-    size = number(mapping(value).get("effective_sample_size"))
-    written = format_figure(inside, name)
-    return written if size is None else f"{written}, effective sample size {decimal(size)}"
-
-
-def transfer_matrix(run: RunRecord) -> Matrix | None:
-    """Failure rates by attacker and target, None where there is one of each at most."""
-    cells: dict[tuple[str, str], str] = {}
-    for evaluation in run.transfer or run.evaluations.values():
-        pair = text(evaluation.get("attacker")), text(evaluation.get("target"))
-        cells.setdefault(pair, format_figure(evaluation, "failure_rate"))
-    attackers = list(dict.fromkeys(attacker for attacker, _ in cells))
-    targets = list(dict.fromkeys(target for _, target in cells))
-    if len(attackers) < 2 and len(targets) < 2:
-        return None
-    rows = [(one, [cells.get((one, target), NOTHING) for target in targets]) for one in attackers]
-    return Matrix(targets, rows)
+def transfer_matrix(run: RunRecord) -> tuple[list[str], list[TableRow]] | None:
+    """Targets and rows of failure rates, None where there is one attacker and target at most."""
+    targets, rows = matrix_rows(run.transfer or run.evaluations.values())
+    return (targets, rows) if len(rows) > 1 or len(targets) > 1 else None
 
 
 def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
@@ -267,60 +187,13 @@ def _item_text(value: Any) -> str:
 # ---- scorers and judges
 
 
-def quality_rows(run: RunRecord) -> Groups:
-    """Quality and corrected rate of each scorer of each evaluation with labels."""
-    return _grouped(
-        run, lambda one: [_quality(one, scorer) for scorer in mapping(one.get("detectors"))]
-    )
-
-
-def agreement_rows(run: RunRecord) -> Groups:
-    """The agreement of each two scorers of each evaluation."""
-    return _grouped(
-        run, lambda one: [_agreement(mapping(pair)) for pair in items(one.get("scorer_agreement"))]
-    )
-
-
-def _grouped(run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> Groups:
-    groups = [(name, rows_of(one)) for name, one in run.evaluations.items()]
+def by_evaluation(
+    run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[TableRow]]
+) -> list[tuple[str, list[TableRow]]]:
+    """The rows of each evaluation that has any."""
+    has_several = len(run.evaluations) > 1
+    groups = [(name * has_several, rows_of(one)) for name, one in run.evaluations.items()]
     return [(name, rows) for name, rows in groups if rows]
-
-
-def _quality(evaluation: Mapping[str, Any], scorer: str) -> Row:
-    found = mapping(mapping(evaluation.get("detectors")).get(scorer))
-    corrected = mapping(found.get("corrected"))
-    is_first = scorer == text(evaluation.get("scorer"))
-    own = evaluation if is_first else mapping(mapping(evaluation.get("scorers")).get(scorer))
-    written = format_figure(corrected, "failure_rate")
-    cells = [
-        format_figure(own, "failure_rate"),
-        f"refused: {text(corrected.get('reason'))}" if corrected.get("is_refused") else written,
-        format_figure(found, "sensitivity"),
-        format_figure(found, "specificity"),
-        f"{count(found.get('num_failures'))} + {count(found.get('num_others'))}",
-    ]
-    return Row(scorer, cells)
-
-
-def _agreement(pair: Mapping[str, Any]) -> Row:
-    counts = [count(pair.get(key)) for key in ("both", "only_first", "only_second", "neither")]
-    cells = [
-        count(pair.get("num_turns")),
-        percent(pair.get("agreement")),
-        decimal(pair.get("kappa")),
-        decimal(pair.get("correlation")),
-        " / ".join(counts),
-    ]
-    return Row(f"{text(pair.get('first'))}, {text(pair.get('second'))}", cells)
-
-
-def kinds_text(evaluation: Mapping[str, Any]) -> str:
-    """How many kinds of failure there are at least, with the interval."""
-    kinds = mapping(evaluation.get("kinds"))
-    if not kinds.get("seen"):
-        return NOTHING
-    low, high = decimal(kinds.get("low")), decimal(kinds.get("high"))
-    return f"{decimal(kinds.get('value'))} [{low}, {high}]"
 
 
 def analyses(run: RunRecord) -> dict[str, Any] | None:
@@ -343,7 +216,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
             {
                 "analyser": words(name),
                 "agent": words(agent),
-                "cells": [_cell(by_place.get(place, {})) for place in places],
+                "cells": [share_text(by_place.get(place, {})) for place in places],
             }
         )
     meanings = {text(one.get("analyser")): text(one.get("meaning")) for one in found}
@@ -356,7 +229,8 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def _cell(share: Mapping[str, Any]) -> str:
+def share_text(share: Mapping[str, Any]) -> str:
+    """How often a judge answered yes, with the interval and counts."""
     if not share:
         return NOTHING
     num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.report.evaluations import Cluster, clusters_of
-from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, text
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of
 from nip_astra.report.transcripts import Key, Paths, Table, key_of, label_of, order_of
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.formatting import decimal
 
 MIN_SIMILARITY = 0.6
@@ -189,15 +191,12 @@ def _clustered(
     return {
         "title": f"Evaluation {name}",
         "groups": [
-            {
-                "size": cluster.size,
-                "share": cluster.share,
-                "plants": cluster.plants,
-                "most_likely": shown(cluster.most_likely),
-                "medoid": shown(cluster.medoid),
-                "shortest": shown(cluster.shortest),
-                "number": number,
+            vars(cluster)
+            | {
+                name: shown(getattr(cluster, name))
+                for name in ("most_likely", "medoid", "shortest")
             }
+            | {"number": number}
             for number, cluster in enumerate(clusters, start=first)
         ],
         "likeliest": shown(node_of(likeliest)) if likeliest else None,
@@ -244,21 +243,6 @@ class ClusterLabel(NamedTuple):
     size: int
 
 
-class _Plant(NamedTuple):
-    """A planted failure as the parameters have it."""
-
-    name: str
-    probe: re.Pattern[str]
-    previous_probe: re.Pattern[str] | None
-
-    def is_met(self, path: Sequence[Node]) -> bool:
-        if self.probe.search(path[-1].probe) is None:
-            return False
-        if self.previous_probe is None:
-            return True
-        return len(path) > 1 and self.previous_probe.search(path[-2].probe) is not None
-
-
 class Labels:
     """Planted failures and clusters of a run, each by its place in a list.
 
@@ -296,18 +280,15 @@ class Labels:
                 own = self._by_probe.get((table, probe_key(node.probe)))
             clusters |= set() if own is None else {own}
             if paths is not None:
-                path = paths.to(node)
-                plants |= {i for i, plant in enumerate(self._planted) if plant.is_met(path)}
+                previous = next((one.probe for one in paths.to(node)[-2:-1]), None)
+                met = (plant.matches(node.probe, previous) for plant in self._planted)
+                plants |= {place for place, is_met in enumerate(met) if is_met}
         return sorted(plants), sorted(clusters)
 
 
-def _plants_of(run: RunRecord) -> Iterable[_Plant]:
+def _plants_of(run: RunRecord) -> Iterable[PlantedFailure]:
+    """The planted failures in a run's parameters; one that cannot be read is left out."""
     for group in run.hyper_params.values():
         for one in map(mapping, items(mapping(group).get("planted_failures"))):
-            previous = one.get("previous_probe")
-            try:
-                probe = re.compile(text(one.get("probe")) or "(?!)")
-                before = None if previous is None else re.compile(text(previous))
-            except re.error:
-                continue
-            yield _Plant(text(one.get("name")), probe, before)
+            with suppress(ConfigurationError):
+                yield PlantedFailure.from_dict(one)

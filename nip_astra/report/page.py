@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, RunDirectoryError, counted
 from nip_astra.report.catalogue import catalogue, facts_of, runs_in
 from nip_astra.report.charts import group_runs, run_label
 from nip_astra.report.records import RunRecord, is_run, read_run, text
@@ -207,7 +208,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {name: getattr(formatting, name) for name in FILTERS}
+    environment.filters |= {"counted": counted, "breakable": _breakable}
     return environment
+
+
+def _breakable(name: str) -> Markup:
+    """A name whose line may break after its separators."""
+    return Markup(re.sub("([-_/=]+)(?=.)", r"\1<wbr>", str(escape(safe_text(name)))))
 
 
 def _shown(value: object) -> object:

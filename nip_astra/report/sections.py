@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nip_astra.evaluation.tables import model_label
+from rich import filesize
+
+from nip_astra.errors import counted
+from nip_astra.evaluation.tables import (
+    AGREEMENT_HEADINGS,
+    QUALITY_HEADINGS,
+    SERVICE_HEADINGS,
+    agreement_rows,
+    quality_rows,
+    service_rows,
+)
 from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
 from nip_astra.report import answers, evaluations, summary, transcripts
 from nip_astra.report.charts import (
@@ -39,7 +49,6 @@ from nip_astra.utils.formatting import NOTHING, count, decimal, value_text
 HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
 ROLES = ("attacker", "target")
 _NOT_STATED = "not stated"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def determinism(run: RunRecord) -> list[str]:
     threads = number(run.environment.get("num_threads"))
     device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
     if device == "cpu":
-        many = "" if threads is None else f" with {count(threads)} thread{'s'[: threads != 1]}"
+        many = "" if threads is None else f" with {counted(threads, 'thread')}"
         found.append(
             f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
             "give the same numbers to the last bit, also where a run was stopped and resumed."
@@ -177,26 +186,17 @@ def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
     name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
+    size = number(card.get("size_bytes"))
     cells = [
         name or NOTHING,
         ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
         text(card.get("licence")) or _NOT_STATED,
         count(card.get("num_parameters")),
-        _size(card.get("size_bytes")),
+        NOTHING if size is None else filesize.decimal(int(size)),
         text(card.get("sha256")) or NOTHING,
         decimal(card.get("threshold")),
     ]
     return text(card.get("role")), cells
-
-
-def _size(value: Any) -> str:
-    size = number(value)
-    if size is None:
-        return NOTHING
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{decimal(size)} {_UNITS[unit]}"
 
 
 Context = dict[str, Any]
@@ -208,10 +208,6 @@ MAX_WITH_BEFORE = 3
 """Agents up to which figures before training stand beside those after."""
 _CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
 """Units over which intervals are computed."""
-_SERVICE_HEADINGS = (
-    *("model", "requests", "from cache", "refusals", "failures", "tokens read"),
-    *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
-)
 
 
 @dataclass(frozen=True)
@@ -266,7 +262,7 @@ def sections_of_run(
         ]
     specs = [
         Spec("summary", "Summary", lambda: _summary(run)),
-        Spec("curves", "Learning curves", lambda: _curves([group])),
+        Spec("curves", "Learning curves", lambda: curves([group])),
         *of_kind,
         Spec("services", "Services", lambda: _services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
@@ -281,8 +277,8 @@ def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) 
     """The sections about several runs together; `anchors` is by the id() of a run."""
     return [
         Spec("overview", "Overview", lambda: _overview(groups, anchors)),
-        Spec("differences", "What differs", lambda: _differences(groups)),
-        Spec("curves", "Learning curves", lambda: _curves(groups)),
+        Spec("differences", "What differs", lambda: differences(groups)),
+        Spec("curves", "Learning curves", lambda: curves(groups)),
     ]
 
 
@@ -311,13 +307,15 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
     return [{"text": line, "is_failing": any(probe in line for probe in failing)} for line in lines]
 
 
-def _curves(groups: Sequence[RunGroup]) -> Context:
+def curves(groups: Sequence[RunGroup], *, means_only: bool = False) -> Context:
+    """The learning curves of runs; with `means_only` of the means of groups, without a table."""
     runs = [run for group in groups for run in group.runs]
+    entries = [_legend_entry(one, means_only) for one in groups]
     return {
-        "legend": _agents(runs[0]) if len(runs) == 1 else [_legend_entry(one) for one in groups],
-        "is_compared": len(runs) > 1 or bool(runs[0].agents),
-        "charts": charts_of(groups),
-        "metrics": metric_rows(groups),
+        "legend": _agents(runs[0]) if len(runs) == 1 and not means_only else entries,
+        "is_compared": len(runs) > 1 or means_only or bool(runs[0].agents),
+        "charts": charts_of(groups, means_only=means_only),
+        "metrics": [] if means_only else metric_rows(groups),
     }
 
 
@@ -355,9 +353,11 @@ def _answers(run: RunRecord) -> Context | None:
     )
 
 
-def _legend_entry(group: RunGroup) -> Context:
+def _legend_entry(group: RunGroup, means_only: bool) -> Context:
     label = _group_title(group)
-    if len(group.runs) > 1:
+    if len(group.runs) > 1 and means_only:
+        label += f"; mean of {len(group.runs)} seeds"
+    elif len(group.runs) > 1:
         seeds = [text(run.hyper_params.get("seed")) or run.run_id for run in group.runs]
         label += f"; thick: mean of seeds {', '.join(seeds)}; thin: each; area: lowest to highest"
     return {"label": label, "color": group.color}
@@ -372,10 +372,10 @@ def _evaluations(run: RunRecord) -> Context | None:
         "groups": evaluations.figures_table(run),
         "matrix": evaluations.transfer_matrix(run),
         "kinds": evaluations.kinds_found(run),
-        "quality_headings": evaluations.QUALITY_HEADINGS,
-        "quality": evaluations.quality_rows(run),
-        "agreement_headings": evaluations.AGREEMENT_HEADINGS,
-        "agreement": evaluations.agreement_rows(run),
+        "quality_headings": QUALITY_HEADINGS,
+        "quality": evaluations.by_evaluation(run, quality_rows),
+        "agreement_headings": AGREEMENT_HEADINGS,
+        "agreement": evaluations.by_evaluation(run, agreement_rows),
     }
 
 
@@ -479,37 +479,23 @@ def _environment(run: RunRecord) -> Context | None:
 
 def _services(run: RunRecord) -> Context | None:
     """The use of chat models by a run and its evaluations; None without any."""
-    rows = _service_rows("the run", run.results)
-    for name, evaluation in run.evaluations.items():
-        rows += _service_rows(f"evaluation {name}", evaluation)
+    used = {"the run": run.results}
+    used |= {f"evaluation {name}": one for name, one in run.evaluations.items()}
+    services = {where: mapping(one.get("services")) for where, one in used.items()}
+    rows = [
+        (f"{label}, {where}", cells)
+        for where, one in services.items()
+        for label, cells in service_rows(one)
+    ]
+    every = [mapping(use) for one in services.values() for use in one.values()]
     if not rows:
         return None
     return {
-        "headings": _SERVICE_HEADINGS,
+        "headings": SERVICE_HEADINGS,
         "rows": rows,
-        "is_guessed": any(cells[-1] for _, cells in rows),
-        "has_prices": any(cells[7] != NOTHING for _, cells in rows),
+        "is_guessed": any(number(use.get("num_estimated")) for use in every),
+        "has_prices": any(number(use.get("cost")) is not None for use in every),
     }
-
-
-def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """A heading and the cells of each chat model, and last whether its tokens were guessed."""
-    rows = []
-    for name, value in mapping(figures.get("services")).items():
-        use = mapping(value)
-        failures = mapping(use.get("failures"))
-        written = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
-        cells = [
-            model_label(text(use.get("model"))) or NOTHING,
-            *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
-            count(number(use.get("num_refusals"))),
-            written or "0",
-            *(count(number(use.get(key))) for key in ("prompt_tokens", "completion_tokens")),
-            *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
-            "guessed" if number(use.get("num_estimated")) else "",
-        ]
-        rows.append((f"{text(name)}, {where}", cells))
-    return rows
 
 
 _OVERVIEWS = {
@@ -593,7 +579,8 @@ def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
     return write(mean) if low == high else f"{write(mean)} ({write(low)} to {write(high)})"
 
 
-def _differences(groups: Sequence[RunGroup]) -> Context:
+def differences(groups: Sequence[RunGroup]) -> Context:
+    """The parameters in which groups of runs differ."""
     first = [group.runs[0] for group in groups][:MAX_COMPARED]
     names = [group.name or "value" for group in groups][:MAX_COMPARED]
     rows = [row for row in parameter_differences(first) if row[0] != "seed"]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nip_astra.errors import counted
 from nip_astra.evaluation.outcomes import Replies
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.records import (
@@ -56,8 +57,7 @@ class Tile:
     whiskers: Sequence[Whisker] = ()
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a table: a label and a cell for each column."""
 
     label: str
@@ -184,16 +184,12 @@ def verdict(run: RunRecord) -> list[str]:
     if run.kind == PROTOCOL:
         return _protocol_verdict(run, agent_figures(before), agent_figures(after))
     if number(after.get("accuracy")) is not None:
-        among = f"{count(after.get('num_problems'))} held-out problems"
-        sentence = f"After training, {format_figure(after, 'accuracy')} of the answers to {among} "
-        sentence += "are right"
-        if number(before.get("accuracy")) is not None:
-            sentence += f"; before, it was {format_figure(before, 'accuracy')}"
-        return [f"{sentence}."]
+        return [_task_sentence(before, after)]
     if number(after.get("failure_rate")) is None:
         return [f"This run {_end(run, 'a failure rate')}."]
     num_episodes = number(after.get("num_episodes"))
-    among = f"{count(num_episodes)} held-out conversations" if num_episodes else "conversations"
+    is_counted = bool(num_episodes)
+    among = counted(num_episodes, "held-out conversation") if is_counted else "conversations"
     sentence = f"After training, the target fails in {_rate_of(after, among)}"
     if number(before.get("failure_rate")) is not None:
         sentence += f"; before, it was {_rate_of(before)}"
@@ -201,8 +197,31 @@ def verdict(run: RunRecord) -> list[str]:
     return [f"{sentence}.", *silent, *_fluency(before, after), *_discovery(run, before, after)]
 
 
+def _task_sentence(before: Report, after: Report) -> str:
+    """How many held-out problems are answered correctly, or answers are if there are several."""
+    num_answers, num_problems = number(after.get("num_answers")), number(after.get("num_problems"))
+    rates = [
+        f"{percent(one.get('accuracy'))} {interval(*interval_of(one, 'accuracy'))}".strip()
+        for one in (before, after)
+    ]
+    problems = counted(num_problems, "held-out problem")
+    if num_answers is None:
+        sentence = f"After training, {rates[1]} of {problems} are answered correctly"
+    else:
+        units = problems
+        if num_answers != num_problems:
+            units = f"{counted(num_answers, 'answer')} to {problems}"
+        verb = "are correct" if units != problems else "are answered correctly"
+        num_right = count(after.get("num_right"))
+        sentence = f"After training, {num_right} of {units} {verb} ({rates[1]})"
+    if number(before.get("accuracy")) is not None:
+        counts = counts_text(before, "accuracy")
+        sentence += f"; before, {counts} ({rates[0]})" if counts else f"; before, {rates[0]}"
+    return f"{sentence}."
+
+
 def _end(run: RunRecord, missing: str) -> str:
-    done = f"{count(run.metrics.num_rows)} iterations are recorded"
+    done = f"it recorded {counted(run.metrics.num_rows, 'iteration')}"
     if run.results.get("status") == FAILED:
         return f"failed; {done}"
     return f"has results without {missing}; {done}" if run.results else f"has not ended; {done}"
@@ -233,7 +252,9 @@ def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
             sentence += f", {count(plants_found(before))} before training"
         yield f"{sentence}."
     if met is not None:
-        sentence = f"Training met {met.text(met.found)} in {count(met.queries)} target queries"
+        sentence = (
+            f"Training met {met.text(met.found)} in {counted(number(met.queries), 'target query')}"
+        )
         if met.random is not None:
             sentence += f"; random search met {count(met.random)} in as many"
         yield f"{sentence}."
@@ -289,8 +310,8 @@ def tiles(run: RunRecord) -> list[Tile]:
         note = "nats per token" + ("" if old is None else f"; before {decimal(old)}")
         made.append(Tile("Probe NLL", decimal(nll), note))
     if number(after.get("distinct_share")) is not None:
-        note = f"{_num_distinct(after)} of {count(after.get('num_successful_probes'))} successful "
-        note += "probes"
+        total = number(after.get("num_successful_probes"))
+        note = f"{_num_distinct(after)} of {counted(total, 'successful probe')}"
         made.append(Tile("Distinct successes", percent(after["distinct_share"], 0), note))
     found, met = plants_found(after), met_in_training(run.results)
     if found is not None:
@@ -334,7 +355,7 @@ def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[T
 def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
     training = mapping(run.results.get("training"))
     seconds = sum(seconds for part, seconds in times(run) if part in ("collect", "update"))
-    note = f"{count(training.get('num_iterations'))} iterations"
+    note = counted(number(training.get("num_iterations")), "iteration")
     timed = note + (f", {duration(seconds)}" if seconds else "")
     queries = number(training.get("target_queries")) or number(after.get("target_queries"))
     if queries is not None:

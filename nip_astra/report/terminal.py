@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
-from nip_astra.evaluation.tables import services_table
+from nip_astra.errors import counted
+from nip_astra.evaluation.tables import lined_table, services_table
 from nip_astra.report import summary
 from nip_astra.report.evaluations import planted
 from nip_astra.report.records import PROTOCOL, RunRecord, words
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
 from nip_astra.tracking.wandb_runs import offline_runs
-from nip_astra.utils.formatting import NOTHING, count, decimal, percent
+from nip_astra.utils.formatting import NOTHING, decimal, number, percent
 
 
 def print_results(results: Mapping[str, Any], run_path: Path, console: Console) -> None:
@@ -79,10 +80,6 @@ def print_dry_run(
 
 def _print_placement(plans: Sequence[Plan], console: Console, price: float | None) -> None:
     """Print a column for each number of devices, and say what was measured."""
-    table = Table()
-    table.add_column("devices")
-    for plan in plans:
-        table.add_column(f"{plan.num_devices:,}", justify="right")
     rows = {
         "with work to do": [f"{plan.num_used:,}" for plan in plans],
         **{
@@ -100,8 +97,7 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
     }
     if price is not None:
         rows["cost"] = [decimal(plan.device_hours * price) for plan in plans]
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
+    table = lined_table(None, "devices", (f"{one.num_devices:,}" for one in plans), rows.items())
     console.print("", "on devices such as this one", table, sep="\n")
     console.print(
         "Measured: seconds, tokens and memory of one episode and its step on this device. "
@@ -116,11 +112,11 @@ def _heading(run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
     if run.kind == PROTOCOL:
         tests = f"tests {when}" if before else "tests of the agents"
         heading = f"{summary.protocol_of(run)}, {tests}"
-        num_episodes = after.get("num_episodes")
-        return heading if num_episodes is None else f"{heading}: {count(num_episodes)} episodes"
-    for name, unit in (("num_episodes", "episodes"), ("num_problems", "problems")):
+        num_episodes = number(after.get("num_episodes"))
+        return heading if num_episodes is None else f"{heading}: {counted(num_episodes, 'episode')}"
+    for name, unit in (("num_episodes", "episode"), ("num_problems", "problem")):
         if before.get(name) is not None:
-            return f"{count(before[name])} held-out {unit} {when}"
+            return f"{counted(number(before[name]), f'held-out {unit}')} {when}"
     return when
 
 
@@ -139,13 +135,7 @@ def _print_table(
     shown = [row for row in rows if not row.label.startswith("std ")]
     if not shown:
         return
-    table = Table()
-    table.add_column(corner)
-    for heading in headings:
-        table.add_column(Text(heading), justify="right")
-    for row in shown:
-        table.add_row(Text(row.label), *(Text(cell) for cell in row.cells))
-    console.print(table)
+    console.print(lined_table(None, corner, headings, shown))
 
 
 def _value(value: Any) -> str:

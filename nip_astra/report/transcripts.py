@@ -11,7 +11,7 @@ from itertools import count as count_from
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from nip_astra.errors import NipAstraError
+from nip_astra.errors import NipAstraError, counted
 from nip_astra.report.charts import agent_colors
 from nip_astra.report.records import Node, RunRecord, items, mapping, number, text, words
 from nip_astra.scenario_base.protocol.datapoint_views import Choice, DatapointView, Picture
@@ -326,9 +326,10 @@ def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
     num_nodes = sum(len(episode.turns) for episode in chosen)
     table.episodes = chosen
     table.sample = (
-        f"A sample of {len(chosen):,} of {table.num_episodes:,} conversations ({num_nodes:,} of "
-        f"{table.num_nodes:,} turns): the {(num_kept + 1) // 2:,} with the highest scores and "
-        "others at equal distances in the order of scores. All are in the run's rollouts folder."
+        f"A sample of {len(chosen):,} of {counted(table.num_episodes, 'conversation')} "
+        f"({num_nodes:,} of {counted(table.num_nodes, 'turn')}): the {(num_kept + 1) // 2:,} with "
+        "the highest scores and others at equal distances in the order of scores. All are in the "
+        "run's rollouts folder."
     )
 
 

@@ -141,12 +141,10 @@ REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry(
     package="nip_astra.reward_terms",
     members=RewardTermType,
     modules={
-        RewardTermType.COSINE_NOVELTY: "novelty",
-        RewardTermType.SELF_BLEU_NOVELTY: "novelty",
-        RewardTermType.FAILURE_RARITY: "failure_kinds",
-        RewardTermType.FAILURE_SHARING: "failure_kinds",
-        RewardTermType.ENTROPY_BONUS: "likelihood_terms",
-        RewardTermType.GIBBERISH_PENALTY: "likelihood_terms",
+        **dict.fromkeys(RewardTermType, "novelty"),
+        RewardTermType.ENTROPY_BONUS: "probe_terms",
+        RewardTermType.GIBBERISH_PENALTY: "probe_terms",
+        RewardTermType.SCORER_TERM: "probe_terms",
     },
 )
 

@@ -142,7 +142,7 @@ def group_advantages(
     _check_choices(baseline, scale)
     known_N, is_known_N, group_N, runs = _runs(rewards_N.detach(), group_N, run_N)
     run_N, mean_R, is_run_R, group_R = runs
-    # A row per group: runs beside each other.
+    # One row per group, with its runs as columns.
     lengths_P = group_R.bincount()
     order_R = group_R.argsort(stable=True)
     column_R = torch.empty_like(group_R)
@@ -222,7 +222,7 @@ def _num_codes(codes_N: Tensor) -> int:
 
 
 def _are_flat(runs: _Runs) -> Tensor:
-    """Return which groups have equal means of all runs, or none; rounding is not spread."""
+    """Return which groups have equal mean rewards in all runs, up to rounding, or no rewards."""
     _, mean_R, is_known_R, group_R = runs
     nothing_P = mean_R.new_full((_num_codes(group_R),), torch.inf)
     least_R = torch.where(is_known_R, mean_R, torch.inf)
@@ -534,7 +534,7 @@ def reverse_kl_advantages(
     gap_BT = masked_fill_zero(student_logprobs_BT.detach() - teacher_logprobs_BT.detach(), mask_BT)
     if discount == 0:
         return -weight * gap_BT
-    # Tokens between two of the student's count no step.
+    # Tokens between two of the student's are no steps.
     factor_BT = torch.where(mask_BT, discount, 1.0)
     return masked_fill_zero(-weight * discounted_sums(gap_BT, factor_BT), mask_BT)
 

@@ -142,7 +142,7 @@ def nystrom(
             rows.append(operator.apply_transposed(unit_P))
     columns_PK = torch.stack(columns, dim=1)
     rows_KP = columns_PK.T if operator.is_symmetric else torch.stack(rows)
-    # The small matrix holds squares of A: in doubles, and without what its dtype cannot tell from 0
+    # The small matrix holds squares of A: in double precision, ignoring values below rounding error
     # (a parameter that the loss ignores has a column of zeros).
     small_KK = columns_PK[drawn].double() + rows_KP.double() @ columns_PK.double() / rho
     tolerance = len(drawn) * torch.finfo(columns_PK.dtype).eps

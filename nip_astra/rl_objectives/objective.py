@@ -283,7 +283,7 @@ class Objective(LossModule):
         if is_acting_B.device.type == "cpu":
             rows = is_acting_B.nonzero().flatten()
             if len(rows) == 0:
-                # Networks are spared an empty batch: one frame stays, which does not count.
+                # Networks get no empty batch: one frame stays, which does not count.
                 frames = FrameRows(batch, torch.zeros(1, dtype=torch.long))
                 is_acting_B = is_acting_B[:1]
             else:

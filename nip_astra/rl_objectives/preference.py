@@ -209,7 +209,7 @@ def orpo_loss(
 
 
 def _log_odds(logprobs_B: Tensor) -> Tensor:
-    # log(1 - p) of a probability near 1 needs expm1; p = 1 is held a rounding below.
+    # log(1 - p) of a probability near 1 needs expm1; p = 1 is clamped below.
     logprobs_B = logprobs_B.clamp(max=-torch.finfo(logprobs_B.dtype).eps)
     return logprobs_B - torch.log(-torch.expm1(logprobs_B))
 

@@ -334,7 +334,7 @@ def _sum_over_earlier_rounds(
         return torch.zeros_like(values_B)
     by_round_B = round_B.argsort(stable=True)
     order_B = by_round_B[episode_B[by_round_B].argsort(stable=True)]
-    # One row an episode, so that no rounding error passes from one to another.
+    # One row per episode, so that rounding errors do not spread between episodes.
     sorted_B = episode_B[order_B]
     row_B = (sorted_B.diff(prepend=sorted_B[:1]) != 0).cumsum(0)
     lengths = row_B.bincount()

@@ -1,1 +1,1 @@
-"""What sampling produces: trees of conversations, and the training data drawn from them."""
+"""Rollouts: trees of conversations, and the training data drawn from them."""

@@ -1,4 +1,4 @@
-"""Trajectories as tensors to learn from.
+"""Batches of trajectories as padded tensors.
 
 Shape suffixes: `B` row (trajectory), `T` token.
 """
@@ -31,7 +31,7 @@ SAME_FIELDS = {
     "group_id": "group_ids",
     "run_id": "run_ids",
 }
-"""NexRL's names of fields, for reading and writing."""
+"""NexRL's field names, for reading and writing."""
 
 DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
     {
@@ -40,14 +40,14 @@ DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
         "batch_size": len,
     }
 )
-"""Fields of NexRL, derived unless stored: prompts are the first token, responses the rest."""
+"""NexRL's fields, derived unless stored: prompts are the first token, responses the rest."""
 
 TOKEN_FIELD = "attention_mask"
-"""The field that gives the width of a batch and its padding."""
+"""The field that defines the width of a batch and its padding."""
 
 
 class Batch:
-    """Trajectories side by side, padded, with one row each.
+    """Padded trajectories, one per row.
 
     `values` is a view of tensors and `metadata` of all else: lists with an entry per row
     (`group_ids`, `run_ids`, texts) and facts of the whole batch. Either finds the fields of the
@@ -116,7 +116,7 @@ class Batch:
         return cls(data, rows=rows, facts=dict(facts))
 
     def to_trajectories(self) -> list[Trajectory]:
-        """The rows without padding; rows that `pad_to_multiple` added are left out."""
+        """Return the rows without padding, and without those added by `pad_to_multiple`."""
         mask_BT = self.data[TOKEN_FIELD]
         names = {"input_ids", TOKEN_FIELD, "position_ids", "rewards", "row_weights", "advantages"}
         per_token = [name for name in self._token_fields() if name not in names]
@@ -153,7 +153,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Tokens of a row, padding included."""
+        """Tokens per row, including padding."""
         return int(self.values[TOKEN_FIELD].shape[1])
 
     def __repr__(self) -> str:
@@ -171,11 +171,11 @@ class Batch:
     # ---- padding
 
     def remove_redundant_left_padding(self, **options: Any) -> Batch:
-        """The batch without the columns on the left that are padding in all rows; see `strip`."""
+        """Remove columns on the left that are padding in all rows; see `strip`."""
         return self.strip(right=False, **options)
 
     def remove_redundant_right_padding(self, **options: Any) -> Batch:
-        """The batch without the columns on the right that are padding in all rows; see `strip`."""
+        """Remove columns on the right that are padding in all rows; see `strip`."""
         return self.strip(left=False, **options)
 
     def strip(
@@ -187,7 +187,7 @@ class Batch:
         anchor_field: str = "input_ids",
         pad_token_id: int | None = None,
     ) -> Batch:
-        """The batch without columns that are padding in all rows, by `attention_mask`.
+        """Remove columns that are padding in all rows, by `attention_mask`.
 
         `fields` and the `anchor_field` of token ids must exist per token; all other fields of
         tokens are cut too. The remaining padding of the anchor field becomes `pad_token_id`, if
@@ -214,7 +214,7 @@ class Batch:
         return self._with(data)
 
     def pad_to_multiple(self, multiple: int) -> Batch:
-        """The batch with rows of weight 0 added until their number is a multiple.
+        """Add rows of weight 0 until the number of rows is a multiple.
 
         Each has one token, which no loss counts: `row_weights` is 0 and `loss_mask` False.
         """
@@ -232,7 +232,7 @@ class Batch:
     # ---- rows
 
     def select(self, rows: Tensor | Sequence[int]) -> Batch:
-        """Some rows, by number or by a bool mask, in the order given."""
+        """Return the rows given by indices, in order, or by a bool mask."""
         index = torch.as_tensor(rows)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.to(torch.int64)
         chosen = index.tolist()
@@ -240,19 +240,19 @@ class Batch:
         return self._with(self.data[index], lists)
 
     def split(self, size: int) -> list[Batch]:
-        """Consecutive parts of at most so many rows."""
+        """Split into consecutive parts of at most `size` rows."""
         return [
             self.select(range(start, min(start + size, len(self))))
             for start in range(0, len(self), size)
         ]
 
     def shuffle(self, generator: torch.Generator) -> Batch:
-        """The rows in another order."""
+        """Return the rows in random order."""
         return self.select(torch.randperm(len(self), generator=generator))
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
-        """Batches one under the other, padded on the right to the widest; facts of the first."""
+        """Concatenate rows of batches, padded on the right to the widest; facts of the first."""
         if not batches:
             raise DataError("cannot concatenate no batches. Give at least one.")
         first, width = batches[0], max(batch.width for batch in batches)
@@ -275,7 +275,7 @@ class Batch:
     # ---- files
 
     def to_plain(self) -> dict[str, Any]:
-        """Tensors, rows and facts by name, as `save` writes them."""
+        """Return tensors, rows and facts by name, as `save` writes them."""
         return {"data": dict(self.data.items()), "rows": self.rows, "facts": self.facts}
 
     def save(self, path: Path) -> None:
@@ -284,7 +284,7 @@ class Batch:
 
     @classmethod
     def load(cls, path: Path) -> Batch:
-        """Inverse of `save`."""
+        """Load a batch written by `save`."""
         state = load_state(path)
         num_rows = len(state["data"][TOKEN_FIELD])
         data = TensorDict(state["data"], batch_size=[num_rows])
@@ -292,7 +292,7 @@ class Batch:
 
 
 class BatchView(MutableMapping[str, Any]):
-    """The tensors, or the rest, of a batch by name; names of the other half are found too.
+    """The tensors, or all other fields, of a batch by name; either finds the fields of the other.
 
     See `SAME_FIELDS` for synonyms.
     """
@@ -373,7 +373,7 @@ def _num_rows(fields: Mapping[str, Any]) -> int:
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A tensor, or numbers in a list or array, as a tensor; else None."""
+    """Return a tensor, or a tensor of numbers in a list or array; else None."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -392,7 +392,7 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch:
-    """A batch without redundant padding, `pad_token_id` elsewhere, and rows of weight 0 added.
+    """Strip redundant padding, set the rest to `pad_token_id`, and add rows of weight 0.
 
     The number of rows becomes a multiple of `multiple`.
     """
@@ -412,7 +412,7 @@ def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[st
     columns = {
         "input_ids": pad_rows([one.tokens for one in trajectories], mask_BT).to(torch.int64),
         "attention_mask": mask_BT,
-        # Padding is on the right, so that nothing need be counted.
+        # Padding is on the right, so positions need no counting.
         "position_ids": torch.minimum(
             torch.arange(mask_BT.shape[1]), (lengths_B - 1).clamp(min=0).unsqueeze(1)
         ),
@@ -437,13 +437,13 @@ def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[st
 
 
 def _ids(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
-    """The ids, with one of its own for each trajectory that has none."""
+    """Return the ids, with a unique one for each trajectory without."""
     found = [getattr(one, name) for one in trajectories]
     return [f"own-{index}" if one is None else one for index, one in enumerate(found)]
 
 
 def _advantages(trajectories: Sequence[Trajectory], mask_BT: Tensor) -> Tensor:
-    """`[B]`, or `[B, T]` where any trajectory has one per token."""
+    """Return advantages `[B]`, or `[B, T]` if any trajectory has one per token."""
     values = [one.advantage for one in trajectories]
     tensors = [torch.as_tensor(value, dtype=torch.float32) for value in values]
     if all(one.ndim == 0 for one in tensors):
@@ -468,18 +468,18 @@ def _column(
     return values
 
 
-# ---- padding, found by mask and never by comparing ids
+# ---- padding, identified by masks, never by ids
 
 
 def length_mask(lengths: Sequence[int] | Tensor) -> Tensor:
-    """Bool `[B, T]`, True on the first `lengths[b]` places of row b."""
+    """Return a bool mask `[B, T]`, True on the first `lengths[b]` positions of row b."""
     lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
     width = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(width, device=lengths_B.device) < lengths_B.unsqueeze(1)
 
 
 def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor) -> Tensor:
-    """Rows of different lengths as one tensor, padded on the right, without a loop over rows.
+    """Pad rows of different lengths on the right into one tensor, without a loop over rows.
 
     `mask_BT` is `length_mask` of their lengths.
     """
@@ -488,18 +488,18 @@ def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor) -> Tensor:
 
 
 def compute_position_id_with_mask(attention_mask_BT: Tensor) -> Tensor:
-    """The place of each token in its row, int64 `[B, T]` from 0; padding on the left stays at 0."""
+    """Return each token's position in its row, int64 `[B, T]` from 0; 0 on left padding."""
     return (attention_mask_BT.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
 
 
 def used_columns(mask_BT: Tensor) -> tuple[int, int]:
-    """First column where any row has a token, and the one after the last; (0, 0) where none has."""
+    """Return the first column with a token in any row, and the end of the last; (0, 0) if none."""
     used = mask_BT.any(dim=0).nonzero().squeeze(1)
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
 
 
 def widened(values: Tensor, width: int) -> Tensor:
-    """Values `[B, T, ...]` with zeros on the right up to a width."""
+    """Pad values `[B, T, ...]` with zeros on the right to a width."""
     missing = width - values.shape[1]
     if missing <= 0:
         return values

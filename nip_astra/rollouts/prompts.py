@@ -1,4 +1,4 @@
-"""Opening prompts with the other columns of their data set."""
+"""Opening prompts with the other columns of their dataset."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 RECORD_KEY = "prompt_columns"
-"""Key of the columns beside a prompt in a record of a conversation."""
+"""Key of a prompt's other columns in the record of a conversation."""
 Columns = tuple[tuple[str, str | int | float | bool | None], ...]
-"""Names and values beside a prompt, in the order of the data set."""
+"""Names and values of a prompt's other columns, in the order of the dataset."""
 
 
 class Prompt(str):
@@ -45,10 +45,10 @@ class Prompt(str):
 
 
 def columns_of(prompt: str) -> Columns:
-    """The columns beside a prompt; none for a plain text."""
+    """Return a prompt's other columns; none for a plain text."""
     return prompt.columns if isinstance(prompt, Prompt) else ()
 
 
 def columns_of_record(record: Mapping[str, Any]) -> Columns:
-    """The columns beside the prompt in a record of a conversation."""
+    """Return the prompt's other columns in the record of a conversation."""
     return tuple((record.get(RECORD_KEY) or {}).items())

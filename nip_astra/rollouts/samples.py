@@ -1,4 +1,4 @@
-"""Training samples, which are small dictionaries of tensors, and batches of them.
+"""Training samples as small dictionaries of tensors, and batches of them.
 
 Shape suffixes: `B` row, `T` token of the trajectory, `R` token after the first.
 """
@@ -18,14 +18,14 @@ from nip_astra.errors import DataError
 from nip_astra.rollouts.batch import Batch
 
 Sample = dict[str, Tensor]
-"""One training sample: tensors of 0 or 1 dimensions on the CPU, equal names in all samples."""
+"""One training sample: CPU tensors of 0 or 1 dimensions, with equal names in all samples."""
 
 LEFT_PADDED = frozenset({"context"})
 """Sequences that end where a continuation begins."""
 
 
 def collate(samples: Sequence[Sample]) -> TensorDict:
-    """One batch: numbers are stacked, sequences padded, each with its mask.
+    """Collate samples: numbers are stacked, sequences padded, each with its mask.
 
     A sequence `x` becomes `x` `[B, T]`, padded with 0 on the right (`context`: on the left), and
     `x_mask` `[B, T]` bool.
@@ -76,11 +76,12 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 ROWS_AT_ONCE = 64
 SEPARATE = ("input_ids", "attention_mask", "position_ids", "loss_mask")
-"""Fields that a sample holds in another form."""
+"""Batch fields that a sample stores in another form."""
 
 
 def score_batch(batch: Batch, score: Score) -> Tensor:
-    """Log-probability of each token given those before it, float32 `[B, T]`, without gradient.
+    """Return each token's log-probability given the preceding tokens, float32 `[B, T]`, no
+    gradient.
 
     0 for the first token of a row and on padding, which must be on the right.
     """
@@ -94,7 +95,7 @@ def score_batch(batch: Batch, score: Score) -> Tensor:
 
 
 def samples_of(batch: Batch) -> list[Sample]:
-    """A sample per row: `context` before the policy's first token, then `response`.
+    """Return a sample per row: `context` before the policy's first token, then `response`.
 
     `is_trained` marks the policy's tokens. The sample also has every other field of tokens, for the
     response, and of rows; `advantages` is per token, and `episode` numbers the groups. Fields of
@@ -132,14 +133,14 @@ def samples_of(batch: Batch) -> list[Sample]:
 
 
 class _Table(NamedTuple):
-    """Fields of tokens, `[B, T]`, and of rows, `[B]`, of which samples are views."""
+    """Token fields, `[B, T]`, and row fields, `[B]`, of which samples are views."""
 
     columns: dict[str, Tensor]
     start_B: Tensor
     length_B: Tensor
 
     def sample(self, row: int) -> Sample:
-        """One row: the context up to its start, the other tokens from there on."""
+        """Return one row: the context up to its start, the other tokens from there on."""
         start, end = int(self.start_B[row]), int(self.length_B[row])
         places = {"context": slice(start)}
         return {
@@ -148,14 +149,14 @@ class _Table(NamedTuple):
         }
 
     def collate(self, rows: Sequence[int]) -> TensorDict:
-        """What `collate` gives, without a loop over rows."""
+        """Return the result of `collate` without a loop over rows."""
         row_B1 = torch.tensor(rows).unsqueeze(1)
         start_B1 = self.start_B[row_B1]
         num_B1 = self.length_B[row_B1] - start_B1
         context_BT = torch.arange(int(start_B1.max())).expand(len(rows), -1)
         context_BT = context_BT - (context_BT.shape[1] - start_B1)
         response_BT = torch.arange(int(num_B1.max())).expand(len(rows), -1)
-        # Each place of the batch by its place in the row, and whether it is one.
+        # The row position of each batch position, and whether it is valid.
         context = context_BT.clamp(min=0), context_BT >= 0
         last = next(iter(self.columns.values())).shape[1] - 1
         response = (response_BT + start_B1).clamp(max=last), response_BT < num_B1
@@ -172,7 +173,7 @@ class _Table(NamedTuple):
 
 
 class _RowSample(dict[str, Tensor]):
-    """A sample that is made of its table when it is first read."""
+    """A sample that is created from its table on first access."""
 
     def __init__(self, table: _Table, row: int) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class _RowSample(dict[str, Tensor]):
         self.is_made = False
 
     def make(self, *, is_changed: bool) -> None:
-        """Fill the dict; one that is changed no longer is its row."""
+        """Fill the dict; a changed sample is detached from its row."""
         if not self.is_made and self.table is not None:
             self.is_made = True
             dict.update(self, self.table.sample(self.row))
@@ -215,7 +216,7 @@ for _name in (
 
 
 def _table_of(samples: Sequence[Sample]) -> _Table | None:
-    """The table of which all samples are rows; None if there is none."""
+    """Return the table of which all samples are rows; None if there is none."""
     tables = {id(one.table): one.table for one in samples if isinstance(one, _RowSample)}
     if len(tables) != 1 or not all(isinstance(one, _RowSample) for one in samples):
         return None
@@ -223,7 +224,7 @@ def _table_of(samples: Sequence[Sample]) -> _Table | None:
 
 
 def _episodes_of(batch: Batch) -> list[int]:
-    """A number per row, equal within a group."""
+    """Return a number per row, equal within a group."""
     groups = batch.metadata.get("group_ids") or [None] * len(batch)
     keys = [("row", row) if one is None else ("group", one) for row, one in enumerate(groups)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -231,7 +232,7 @@ def _episodes_of(batch: Batch) -> list[int]:
 
 
 def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:
-    """One batch of samples, with `trained_mask`, the tokens to train."""
+    """Collate samples, adding `trained_mask`, the tokens to train."""
     batch = collate(samples)
     batch["trained_mask"] = batch["is_trained"] & batch["response_mask"]
     return batch

@@ -1,4 +1,4 @@
-"""Interactions of a policy with its environment, as tokens.
+"""Trajectories: interactions of a policy with its environment, as tokens.
 
 Shape suffixes: `T` token of the trajectory.
 """
@@ -26,11 +26,11 @@ FIELDS = (
     *("tokens", "loss_mask", "logprobs", "reward"),
     *("run_id", "group_id", "advantage"),
 )
-"""What every trajectory has; all else are extras."""
+"""Fields of every trajectory; all others are extras."""
 
 
 class TokenSpan(NamedTuple):
-    """Tokens of one side.
+    """Consecutive tokens of one side.
 
     `logprobs` are those with which the policy sampled, nats; None for tokens of the prompt, a tool
     or the environment, which are not trained.
@@ -121,13 +121,13 @@ class Trajectory:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trajectories that are made together are views of tensors of all tokens.
+        # Trajectories built together are views of shared token tensors.
         fields = self.__dict__
         return fields | {n: x.clone() for n, x in fields.items() if isinstance(x, Tensor)}
 
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
-        """The trajectory of turns in order; those without log-probabilities are masked."""
+        """Build the trajectory of turns in order; turns without log-probabilities are masked."""
         (found,) = cls.all_from_spans([spans], [fields])
         return found
 
@@ -135,7 +135,7 @@ class Trajectory:
     def all_from_spans(
         cls, spans: Sequence[Sequence[TokenSpan]], fields: Sequence[Mapping[str, Any]]
     ) -> list[Trajectory]:
-        """A trajectory of each list of turns with its fields; see `from_spans`."""
+        """Build a trajectory from each list of turns with its fields; see `from_spans`."""
         turns = [span for own in spans for span in own]
         counts = [len(span.ids) for span in turns]
         is_own = np.array([span.logprobs is not None for span in turns], np.bool_)
@@ -156,7 +156,7 @@ class Trajectory:
             for token, own, logprob, given in zip(*columns, fields, strict=True)
         ]
 
-    # ---- one access
+    # ---- access by attribute, item and `get`
 
     def __getattr__(self, name: str) -> Any:
         # Called only where there is no field of the name.
@@ -195,14 +195,14 @@ class Trajectory:
         return name in FIELDS or name in self.extras
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field or extra, or the default where it is missing or None."""
+        """Return the field or extra, or the default if it is missing or None."""
         if name not in self:
             return default
         value = self[name]
         return default if value is None else value
 
     def keys(self) -> Iterator[str]:
-        """The names of all fields and extras."""
+        """Yield the names of all fields and extras."""
         return iter((*FIELDS, *self.extras))
 
     @property
@@ -211,7 +211,7 @@ class Trajectory:
         return _ExtraFields(self)
 
     def _at_own_tokens(self, values: Sequence[float] | Tensor) -> Tensor:
-        """Values of the policy's tokens as `[T]`, 0 elsewhere."""
+        """Scatter values of the policy's tokens to `[T]`, 0 elsewhere."""
         own = torch.as_tensor(values, dtype=torch.float32)
         if own.shape != (self.num_response_tokens,):
             raise DataError(
@@ -233,21 +233,21 @@ class Trajectory:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of the policy."""
+        """Number of the policy's tokens."""
         return int(self.loss_mask.sum())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the policy's first."""
+        """Number of tokens before the policy's first."""
         spoken = self.loss_mask.nonzero()
         return int(spoken[0]) if len(spoken) else len(self)
 
     def to_plain(self) -> dict[str, Any]:
-        """Fields and extras by name."""
+        """Return fields and extras by name."""
         return {name: self[name] for name in self.keys()}
 
     def truncated(self, max_tokens: int) -> Trajectory:
-        """The first tokens, with masks, log-probabilities and advantages of tokens cut alike."""
+        """Return the first tokens, with token fields truncated accordingly."""
         fields = self.to_plain()
         for name, value in fields.items():
             if isinstance(value, Tensor | np.ndarray) and value.shape[:1] == self.tokens.shape:
@@ -256,7 +256,7 @@ class Trajectory:
 
 
 class _ExtraFields(MutableMapping[str, Any]):
-    """A trajectory's fields but those that NexRL requires, by name."""
+    """A trajectory's fields except those that NexRL requires, by name."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory
@@ -290,7 +290,7 @@ class _ExtraFields(MutableMapping[str, Any]):
 
 
 def readable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array, as a copy where it is a reversed view, which torch refuses to read."""
+    """Return the array, copied if it is a reversed view, which torch cannot read."""
     return array.copy("C") if min(array.strides, default=0) < 0 else array
 
 
@@ -315,7 +315,7 @@ def compute_grpo_advantage_for_trajectories(
     logger: logging.Logger | None = None,
     **options: Any,
 ) -> list[Trajectory]:
-    """Set `advantage` of each trajectory, and return them; see `group_advantages` for the rules.
+    """Set `advantage` of each trajectory, and return them; see `group_advantages`.
 
     Parameters
     ----------
@@ -344,20 +344,20 @@ def advantages_of(
     *,
     use_run_ids: bool = True,
 ) -> GroupAdvantages:
-    """The advantages, and statistics of the groups in order of first appearance."""
+    """Return the advantages, with statistics of the groups in order of first appearance."""
     parameters = parameters or AdvantageParameters()
     return parameters.advantages(*_compared(trajectories, use_run_ids=use_run_ids))
 
 
 def zero_variance_of(trajectories: Sequence[Trajectory], *, use_run_ids: bool = True) -> list[bool]:
-    """Which groups, in order of first appearance, have equal rewards of all runs."""
+    """Return which groups, in order of first appearance, have equal rewards in all runs."""
     return zero_variance_groups(*_compared(trajectories, use_run_ids=use_run_ids)).tolist()
 
 
 def _compared(
     trajectories: Sequence[Trajectory], *, use_run_ids: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rewards, and numbers of groups and runs; a missing id is one of its own."""
+    """Return rewards, and numbers of groups and runs; missing ids are unique."""
     rewards = [math.nan if one.reward is None else one.reward for one in trajectories]
     groups, runs = (
         codes_of([object() if one is None else one for one in ids])

@@ -1,4 +1,4 @@
-"""A rollout tree: conversations that branch at every turn, stored flat.
+"""Rollout trees: conversations that branch at every turn, stored flat.
 
 Shape suffixes: `N` node, `E` episode, `T` token, `G` sibling, `P` parent (group of siblings).
 """
@@ -20,13 +20,13 @@ RECORDED = (
     *("parent", "depth", "episode", "response_score", "combined_score", "is_error"),
     *("reward", "probe_nll"),
 )
-"""Columns of the nodes that a record of a node holds."""
+"""Node columns that a record contains."""
 
 _PLAIN = (
     *("tree_width", "probes", "responses", "contexts", "num_unique_tokens", "seconds"),
     "response_failures",
 )
-"""Fields of a tree that are plain values."""
+"""Fields of a tree with plain values."""
 
 
 @dataclass
@@ -104,25 +104,25 @@ class RolloutTree:
         return len(self.prompts)
 
     def sibling_groups(self) -> Tensor:
-        """Node indices by group of siblings, int64 `[P, G]`."""
+        """Return node indices by group of siblings, int64 `[P, G]`."""
         return torch.arange(self.num_nodes).view(-1, self.tree_width)
 
     def context_of(self, node: int) -> list[int]:
-        """The attacker's context tokens before a node's probe."""
+        """Return the attacker's context tokens before a node's probe."""
         return self.contexts[node // self.tree_width]
 
     def failures_of_nodes(self) -> list[str | None]:
-        """Why there is no response, of each node; None where there is one."""
+        """Return why each node has no response; None if it has one."""
         return self.response_failures or [None] * self.num_nodes
 
     def replies(self) -> Iterator[tuple[str, str | None, bool]]:
-        """Each node's response, why there is none, and whether it is marked as a refusal."""
+        """Yield each node's response, why there is none, and whether it is marked as a refusal."""
         nodes = self.nodes
         refused = nodes["is_refused"].tolist() if "is_refused" in nodes else [False] * len(nodes)
         return zip(self.responses, self.failures_of_nodes(), refused, strict=True)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values and tensors, for a checkpoint: all that was played, without the prompts."""
+        """Return plain values and tensors for a checkpoint: everything except the prompts."""
         nodes = self.nodes
         return {
             "nodes": {name: nodes[name] for name in nodes.keys()},  # noqa: SIM118 - no mapping
@@ -136,7 +136,7 @@ class RolloutTree:
         return cls(nodes, prompts=list(prompts), **{name: plain[name] for name in _PLAIN})
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One flat record a node; a context is found by following `parent`."""
+        """Yield one flat record per node; a context is found by following `parent`."""
         nodes = self.nodes
         names = [str(name) for name in nodes.keys()]  # noqa: SIM118 - iteration gives rows
         terms = sorted(name for name in names if name.startswith("reward/"))
@@ -162,7 +162,7 @@ class RolloutTree:
 
 
 def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
-    """One tree of the episodes of all parts, in order, as if they had been played together."""
+    """Merge the episodes of all parts into one tree, in order, as if sampled together."""
     first_nodes = list(accumulate((part.num_nodes for part in parts), initial=0))
     first_episodes = list(accumulate((part.num_episodes for part in parts), initial=0))
     shifted = []

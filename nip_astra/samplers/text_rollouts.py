@@ -30,7 +30,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,9 +39,7 @@ from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatFailure,
     ChatMessage,
-    ChatModel,
     ChatRequest,
-    FailureReason,
     FinishReason,
 )
 from nip_astra.protocols.protocol_base import CONTINUE
@@ -65,28 +63,6 @@ from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-_OF_THE_SERVICE = {FailureReason.TIMEOUT, FailureReason.UNAVAILABLE, FailureReason.RATE_LIMITED}
-"""Failures of the service, at which the run stops."""
-
-
-class Speaker(Protocol):
-    """What the sampler needs of an agent."""
-
-    @property
-    def model(self) -> ChatModel: ...
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
-    def num_invalid_generation_retries(self) -> int: ...
 
 
 class TextMove(NamedTuple):
@@ -127,9 +103,15 @@ class TextNode:
 
 
 class TextRolloutSampler:
-    """Plays episodes of one game."""
+    """Plays episodes of one game.
 
-    def __init__(self, game: TextGame, speakers: Mapping[str, Speaker]) -> None:
+    Parameters
+    ----------
+    speakers : Mapping
+        By agent, its `model` and its `parameters`; see `TextAgent`.
+    """
+
+    def __init__(self, game: TextGame, speakers: Mapping[str, Any]) -> None:
         self.game = game
         self.speakers = speakers
 
@@ -218,7 +200,8 @@ class TextRolloutSampler:
         found: dict[int, TextMove] = {}
         missing = list(range(num_branches))
         fault = ""
-        for attempt in range(1 + speaker.num_invalid_generation_retries):
+        num_retries = speaker.parameters.num_invalid_generation_retries
+        for attempt in range(1 + num_retries):
             answers = await self._answers(
                 (*key, node.node_id, turn.agent, attempt), speaker, prompt, len(missing), journal
             )
@@ -246,14 +229,13 @@ class TextRolloutSampler:
                 node.episode.round + 1,
                 fault,
             )
-        tried = speaker.num_invalid_generation_retries
-        silent = TextMove(prompt, "", ParsedAnswer(), tried, is_filled=True)
+        silent = TextMove(prompt, "", ParsedAnswer(), num_retries, is_filled=True)
         return [found.get(branch, silent) for branch in range(num_branches)]
 
     async def _answers(
         self,
         key: tuple[str | int, ...],
-        speaker: Speaker,
+        speaker: Any,
         prompt: tuple[ChatMessage, ...],
         num_samples: int,
         journal: AnswerJournal,
@@ -265,9 +247,9 @@ class TextRolloutSampler:
         outcome = await speaker.model.answer(
             ChatRequest(
                 prompt,
-                max_tokens=speaker.max_tokens,
-                temperature=speaker.temperature,
-                top_p=speaker.top_p,
+                max_tokens=speaker.parameters.max_tokens,
+                temperature=speaker.parameters.temperature,
+                top_p=speaker.parameters.top_p,
                 # Services take seeds of 32 bits, with a sign.
                 seed=derive_seed(*key) % 2**31,
                 num_samples=num_samples,
@@ -275,7 +257,7 @@ class TextRolloutSampler:
             )
         )
         for sample in outcome.samples:
-            if isinstance(sample, ChatFailure) and sample.reason in _OF_THE_SERVICE:
+            if isinstance(sample, ChatFailure) and sample.reason.is_of_service:
                 place = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
                     f"no response of {speaker.model.name!r}{place} to {request_id}: "

@@ -22,7 +22,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
+from nip_astra.errors import (
+    ConfigurationError,
+    NipAstraError,
+    ScorerError,
+    ScorerTimeoutError,
+    counted,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import (
@@ -33,6 +39,7 @@ from nip_astra.parameters.parameters_base import (
 )
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
+from nip_astra.progress import counting
 from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
@@ -189,12 +196,13 @@ class Scorer:
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
         failed: set[bytes] = set()
-        if new:
-            for key, verdict in zip(new, self._checked_verdicts(list(new.values())), strict=True):
-                if isinstance(verdict, ScorerError):
-                    failed.add(key)
-                else:
-                    self._verdicts[key] = verdict
+        with counting(len(exchanges)):
+            checked = self._checked_verdicts(list(new.values())) if new else []
+        for key, verdict in zip(new, checked, strict=True):
+            if isinstance(verdict, ScorerError):
+                failed.add(key)
+            else:
+                self._verdicts[key] = verdict
         # A failed text has no verdict in the cache.
         verdicts = [self._verdicts.get(key) for key in keys]
         for key in list(islice(self._verdicts, max(0, len(self._verdicts) - MAX_VERDICTS))):
@@ -307,7 +315,8 @@ class Scorer:
         except TimeLimitExceeded as error:
             raise ScorerTimeoutError(
                 f"the scorer {_name_of(self)!r} exceeded timeout_seconds={limit:g} on "
-                f"{len(exchanges)} texts. Fix it or raise timeout_seconds, then resume the run."
+                f"{counted(len(exchanges), 'text')}. Fix it or raise timeout_seconds, then "
+                "resume the run."
             ) from error
         except NipAstraError:
             raise
@@ -315,22 +324,22 @@ class Scorer:
             raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {_name_of(self)!r} returned {len(verdicts)} scores for "
-                f"{len(exchanges)} texts. Return one score per text, in order."
+                f"the scorer {_name_of(self)!r} returned {counted(len(verdicts), 'score')} for "
+                f"{counted(len(exchanges), 'text')}. Return one score per text, in order."
             )
         return verdicts
 
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
-            f"the scorer {_name_of(self)!r} failed on {num_texts} texts: {type(error).__name__}: "
-            f"{error}. Fix the scorer, then resume the run."
+            f"the scorer {_name_of(self)!r} failed on {counted(num_texts, 'text')}: "
+            f"{type(error).__name__}: {error}. Fix the scorer, then resume the run."
         )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:
         """Return the error of an invalid verdict; None for a score or no verdict."""
         if verdict is None or isinstance(verdict, ScorerError):
             return verdict
-        if 0.0 <= verdict <= 1.0:  # which NaN is not
+        if 0.0 <= verdict <= 1.0:  # false for NaN
             return None
         return ScorerError(
             f"the scorer {_name_of(self)!r} returned {verdict} for the text "

@@ -16,6 +16,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError, nearest_names
 from nip_astra.language_models.sources import load_pretrained, read_limits
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
+from nip_astra.progress import count_requests
 from nip_astra.scorers.base import Scorer, register_scorer
 from nip_astra.utils.actors import actors_for
 from nip_astra.utils.devices import resolve_device
@@ -66,7 +67,10 @@ class ModelScorer(Scorer):
         actors = actors_for(self.device) if self.can_be_copied and len(batches) > 1 else None
         with torch.no_grad():
             if actors is None:
-                rated = [rate(batch).tolist() for batch in batches]
+                rated = []
+                for batch in batches:
+                    rated.append(rate(batch).tolist())
+                    count_requests(len(batch))
             else:
                 calls = [partial(self._rated, rate, batch) for batch in batches]
                 # Longest first, so that the last call is short.

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError, reason_of
+from nip_astra.errors import ModelLoadError, reason_of
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import PlainText
@@ -64,12 +65,7 @@ class DetoxifyScorer(ModelScorer):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        try:
-            import detoxify  # noqa: F401 - imported where it is used
-        except ImportError as error:
-            raise MissingDependencyError.of(
-                "the scorer 'detoxify'", "detoxify", "detoxify"
-            ) from error
+        import_extra("detoxify", "the scorer 'detoxify'", "detoxify")
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(
             resolve_reference(parameters.config_path, scenario_dir)
@@ -83,7 +79,7 @@ class DetoxifyScorer(ModelScorer):
             what="category",
         )
         window = int(self._model.config.max_position_embeddings)
-        # The positions of RoBERTa begin after its padding number.
+        # RoBERTa's positions start after its padding index.
         if self._model.config.model_type in ("roberta", "xlm-roberta"):
             window -= int(self._model.config.pad_token_id) + 1
         self._max_length = min(window, self._tokenizer.model_max_length)

@@ -140,8 +140,7 @@ class Engine:
                     if self._closed is not None:
                         break
                 try:
-                    for progress in self._batch.step():
-                        self._report(progress)
+                    self._report(self._batch.step())
                 except Exception as error:
                     # Only the requests of this batch fail, whatever the error.
                     is_known = isinstance(error, NipAstraError)

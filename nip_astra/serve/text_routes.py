@@ -23,6 +23,7 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelAbilityError,
     ModelLoadError,
+    counted,
 )
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.services.chat import render_chat
@@ -435,7 +436,8 @@ class TextReply:
         first = len(calls)
         for part in parts:
             if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
-                call = part.as_message_part(f"call_{secrets.token_hex(12)}")
+                # Mistral's chat templates accept no other length.
+                call = part.as_message_part(secrets.token_hex(5)[:9])
                 # Only streams number their calls.
                 calls.append(
                     {"index": len(calls), **call} if progress.request.is_streamed else call
@@ -639,7 +641,7 @@ class EngineClient:
         """A queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
-                f"{engine.num_waiting} requests are waiting, and this service allows "
+                f"{counted(engine.num_waiting, 'request')} waiting, and this service allows "
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )
@@ -764,6 +766,7 @@ class _TextRoutes:
             num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
             keeps_tokens=body.return_token_ids,
             grammar=grammar,
+            shown_ids=tuple(form.special.values()) if tools and form is not None else (),
         )
 
     async def completions(self, request: Request) -> Response:

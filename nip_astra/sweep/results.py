@@ -8,28 +8,27 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.run_results import import_pandas, read_results
+from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError, counted
+from nip_astra.evaluation.exports import write_parquet_file
+from nip_astra.evaluation.run_results import frame_of, read_results
 from nip_astra.report.charts import (
     Line,
     RunGroup,
-    charts_of,
     letter,
     line_chart,
-    parameter_differences,
     whisker,
 )
 from nip_astra.report.page import render_sections
 from nip_astra.report.records import read_run
-from nip_astra.report.sections import Context, Spec
+from nip_astra.report.sections import Context, Spec, curves, differences
 from nip_astra.sweep.plan import (
     DEV,
     Arm,
@@ -83,12 +82,23 @@ class SeedMean(NamedTuple):
     low, high : float or None
         Ends of Student's interval of the mean, within the values that the figure can have; None for
         one seed, and if all seeds have the same value.
+    counts : dict[int, str]
+        Of a share, by seed: "3 of 10"; empty where they are not stored.
     """
 
     values: dict[int, float]
     mean: float
     low: float | None
     high: float | None
+    counts: dict[int, str]
+
+    def each(self, write: Callable[[float], str]) -> str:
+        """The value of each seed, in order, with its counts."""
+        cells = []
+        for seed in sorted(self.values):
+            counts = f" ({self.counts[seed]})" if self.counts[seed] else ""
+            cells.append(f"{write(self.values[seed])}{counts}")
+        return ", ".join(cells)
 
 
 class Difference(NamedTuple):
@@ -130,7 +140,7 @@ class SweepResults:
     ----------
     rows : list of dict
         One per run and figure: `arm`, `trainer`, `scenario`, the varied parameters, `seed`,
-        `run_id`, `when`, `name`, `value`, `low`, `high`.
+        `run_id`, `when`, `name`, `value`, `low`, `high`, `counts`.
     trials : list[TrialRecord]
         Of a search, in the order of their proposal.
     """
@@ -167,7 +177,7 @@ class SweepResults:
         num_seeds = min((len(one.values) for one in means if one is not None), default=FEW_SEEDS)
         if num_seeds < FEW_SEEDS:
             cautions.append(
-                f"Intervals over {num_seeds} {'seeds' if num_seeds > 1 else 'seed'} are unreliable "
+                f"Intervals over {counted(num_seeds, 'seed')} are unreliable "
                 f"where some seeds do not learn. Compare the seeds' values, or run at least "
                 f"{FEW_SEEDS} seeds."
             )
@@ -207,16 +217,16 @@ class SweepResults:
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
         """A figure of an arm; None if no run of it that has ended has the figure."""
         seeds = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
-        values = {
-            seeds[row["run_id"]]: row["value"]
-            for row in self._rows_of.get((name, when), ())
-            if row["run_id"] in seeds
-        }
-        if not values:
+        rows = self._rows_of.get((name, when), ())
+        known = {seeds[row["run_id"]]: row for row in rows if row["run_id"] in seeds}
+        if not known:
             return None
+        values = {seed: row["value"] for seed, row in known.items()}
+        counts = {seed: row["counts"] for seed, row in known.items()}
         mean = _student(list(values.values()))
         low, high = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
-        return SeedMean(values, mean.estimate.value, *_ends(mean, low, high))
+        ends = _ends(mean, low, high)
+        return SeedMean(values, mean.estimate.value, ends[0], ends[1], counts)
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
         """A figure of an arm minus that of another; None without a common seed."""
@@ -293,25 +303,15 @@ class SweepResults:
 
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame."""
-        return import_pandas().DataFrame(self.rows)  # type: ignore[no-any-return]
+        return frame_of(self.rows)
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
         """`summary` as a pandas frame."""
-        return import_pandas().DataFrame(self.summary(names))  # type: ignore[no-any-return]
+        return frame_of(self.summary(names))
 
     def write_parquet(self, path: str | Path) -> None:
         """Write the rows as a Parquet file."""
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"a Parquet file needs the package pyarrow: {error}. Install it with: "
-                "pip install 'nip_astra[sweep]'"
-            ) from error
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        columns = {name: [row.get(name) for row in self.rows] for name in names}
-        parquet.write_table(pyarrow.table(columns), Path(path))
+        write_parquet_file(self.rows, Path(path))
 
     def write(self) -> None:
         """Write the tables and the page into the sweep's folder."""
@@ -397,8 +397,12 @@ def _page(results: SweepResults) -> str:
         Spec("arms", "Arms", lambda: _arms(results)),
         Spec("pairs", "Paired tests", lambda: _pairs(results)),
         Spec("trials", "Trials", lambda: _trials(results)),
-        Spec("curves", "Learning curves", lambda: _curves(groups)),
-        Spec("differences", "What differs", lambda: _differences(groups)),
+        Spec(
+            "curves", "Learning curves", lambda: curves(groups, means_only=True) if groups else None
+        ),
+        Spec(
+            "differences", "What differs", lambda: differences(groups) if len(groups) > 1 else None
+        ),
         Spec("runs", "Runs", lambda: _runs(results)),
     ]
     facts = [
@@ -441,9 +445,7 @@ def _table_of(results: SweepResults, name: str) -> Context:
                 "after": format_value(name, mean.mean),
                 "interval": interval(mean.low, mean.high, name),
                 "whisker": whisker(mean.mean, low, mean.high, limit=limit, color=_color(place)),
-                "seeds": ", ".join(
-                    format_value(name, mean.values[seed]) for seed in sorted(mean.values)
-                ),
+                "seeds": mean.each(partial(format_value, name)),
             }
         )
     return {"name": name, "rows": rows}
@@ -528,32 +530,6 @@ def _groups(results: SweepResults) -> list[RunGroup]:
         if runs:
             groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
     return groups
-
-
-def _curves(groups: Sequence[RunGroup]) -> Context | None:
-    if not groups:
-        return None
-    return {
-        "legend": [
-            {
-                "label": f"{group.name}: {group.label}"
-                + (f"; mean of {len(group.runs)} seeds" if len(group.runs) > 1 else ""),
-                "color": group.color,
-            }
-            for group in groups
-        ],
-        "is_compared": True,
-        "charts": charts_of(groups, means_only=True),
-        "metrics": [],
-    }
-
-
-def _differences(groups: Sequence[RunGroup]) -> Context | None:
-    if len(groups) < 2:
-        return None
-    rows = parameter_differences([group.runs[0] for group in groups])
-    names = [f"{group.name}: {group.label}" for group in groups]
-    return {"names": names, "rows": [row for row in rows if row[0] != "seed"]}
 
 
 def _runs(results: SweepResults) -> Context:

@@ -6,21 +6,21 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested
+from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import open_progress, read_progress
 from nip_astra.registry import Registry
+from nip_astra.run import signals_handled_by
 from nip_astra.sweep.plan import (
     FAILURES_FILE,
     LOGS_DIR,
@@ -367,7 +367,7 @@ class SweepRunner:
         `on_end` is called with each run as it ends, and with those that had ended before.
         """
         self._prepare_folder()
-        with run_lock(self.directory), self._listening():
+        with run_lock(self.directory), signals_handled_by(self._stop):
             runs = [] if self.plan.search else shard_of(self.plan.runs, self.options.shard)
             num_runs = len(runs)
             queue = RunQueue(runs)
@@ -520,24 +520,11 @@ class SweepRunner:
                 failures[one.run.run_id] = one.message
         write_atomically(self.directory / FAILURES_FILE, json.dumps(failures, indent=2) + "\n")
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Have signals stop the runs, which save their work, and then the sweep."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, _: object) -> None:
-            self._stopped_by = signal.Signals(number).name
-            for one in self._working:
-                one.job.stop()
-
-        before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+    def _stop(self, number: int, _: object) -> None:
+        """Have the runs save their work, and then the sweep end."""
+        self._stopped_by = signal.Signals(number).name
+        for one in self._working:
+            one.job.stop()
 
 
 class SweepBar:
@@ -565,7 +552,7 @@ class SweepBar:
             progress = read_progress(self._path_of(run_id))
             if progress is not None:
                 self._count(run_id, *progress)
-        text = f"{len(self._ended)} of {self._num_runs} runs, {len(ids)} at work"
+        text = f"{len(self._ended)} of {counted(self._num_runs, 'run')}, {len(ids)} at work"
         failed = sum(status is RunStatus.FAILED for status in self._ended.values())
         self._bar.set_description(f"{text}, {failed} failed" if failed else text)
 

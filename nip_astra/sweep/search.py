@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nip_astra.errors import MissingDependencyError, RunDirectoryError
+from nip_astra.errors import RunDirectoryError
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.evaluation.storage import read_rows
+from nip_astra.lazy import import_extra
 from nip_astra.registry import Registry
 from nip_astra.sweep.plan import (
     DEV,
@@ -141,7 +142,7 @@ class StudyQueue(RunQueue):
     def __init__(self, plan: SweepPlan, directory: Path) -> None:
         assert plan.search is not None
         self.plan, self.search, self.directory = plan, plan.search, directory
-        self._optuna = import_optuna()
+        self._optuna = import_extra("optuna", "a search", "sweep")
         self._study = self._open_study()
         self._open: list[_OpenTrial] = []
         self._objectives: dict[tuple[str, str | None], str] = {}
@@ -328,18 +329,6 @@ def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
         raise ValueError(f"a trial of {trainer!r} on {scenario!r} is none of the sweep's")
     values = {str(path): str(value) for path, value in stored["values"].items()}
     return Arm(trainer, scenario, values, plan.fixed)
-
-
-def import_optuna() -> Any:
-    """The package Optuna."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"a search needs the package optuna: {error}. Install it with: "
-            "pip install 'nip_astra[sweep]'"
-        ) from error
-    return optuna
 
 
 def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def describe_environment() -> dict[str, Any]:
         "processor": processor_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": None if torch is None else torch.get_num_threads(),
-        "packages": {package: _version_of(package) for package in PACKAGES},
+        "packages": {package: version_of(package) for package in PACKAGES},
         "git": _git_state(),
         "plugins": [
             {"spec": plugin.spec, "module": plugin.module_name, "sha256": plugin.sha256}
@@ -77,7 +77,8 @@ def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
         # Resuming does not need it.
         logger.warning("the environment of the run's start cannot be read: %s", error)
         return
-    changes = changes_of_rounding(before, describe_environment() | computed)
+    now = {"processor": processor_name(), "packages": {"torch": version_of("torch")}} | computed
+    changes = changes_of_rounding(before, now)
     if changes:
         logger.warning(
             "the run resumes in another environment, so last digits may differ from those of an "
@@ -109,7 +110,8 @@ def warn_of_changed_plugins(directory: RunDirectory) -> None:
             )
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

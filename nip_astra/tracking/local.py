@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
+from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped, plain_numbers, register_tracker
@@ -167,14 +168,8 @@ class TensorBoardTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the tracker 'tensorboard' needs the package tensorboard: {error}. Install it "
-                "with: pip install 'nip_astra[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(run_directory.path / "tensorboard"))
+        tensorboard = import_extra("torch.utils.tensorboard", "the tracker", "tensorboard")
+        self._writer: Any = tensorboard.SummaryWriter(str(run_directory.path / "tensorboard"))
         self._writer.add_text("hyper_parameters", _code(to_yaml(config)))
         self._step = 0
 

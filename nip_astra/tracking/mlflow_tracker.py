@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
+from nip_astra.lazy import import_extra
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
 from nip_astra.trust import read_variable
@@ -43,22 +44,17 @@ class MlflowTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        try:
-            from mlflow import entities
-            from mlflow.tracking import MlflowClient
-            from pandas import json_normalize
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the tracker 'mlflow' needs the package mlflow: {error}. Install it with: pip "
-                "install 'nip_astra[mlflow]'"
-            ) from error
+        entities, tracking, pandas = (
+            import_extra(name, "the tracker 'mlflow'", "mlflow")
+            for name in ("mlflow.entities", "mlflow.tracking", "pandas")
+        )
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        self._entities, self._json_normalize, self._step = entities, json_normalize, 0
+        self._entities, self._json_normalize, self._step = entities, pandas.json_normalize, 0
         folder = run_directory.path.resolve().parent
         uri = read_variable("MLFLOW_TRACKING_URI")
         try:
-            self._client: Any = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+            self._client: Any = tracking.MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
             self._run_id = self._begin(run_directory, settings, None if uri else folder)
             self._log_parameters(config)
         except Exception as error:

@@ -63,7 +63,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -139,12 +139,12 @@ class RunDirectory:
                     for folder in ("rollouts", "checkpoints"):
                         (new / folder).mkdir()
                     write(cls(new))
-                    _sync_folder(new)
+                    sync_folder(new)
                     new.rename(path)
                 except BaseException:
                     shutil.rmtree(new, ignore_errors=True)
                     raise
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except RunDirectoryError:
             raise
         except OSError as error:
@@ -324,13 +324,14 @@ def _parse_yaml(text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # References are text: what a run of others says must not read this one's environment.
+        # References are text: another user's run must not read this environment.
         return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
     except OmegaConfBaseException as error:
         raise ValueError(str(error)) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -33,7 +33,7 @@ def run_lock(directory: Path) -> Iterator[None]:
     """
     lock = _lock_of(directory)
     try:
-        (directory / LOCK).touch()  # a lock would make the folder
+        (directory / LOCK).touch()  # locking would create the folder
         lock.acquire()
     except Timeout:
         raise RunDirectoryError(_refusal(directory)) from None
@@ -62,7 +62,7 @@ def is_abandoned(directory: Path) -> bool:
     try:
         with _lock_of(directory):
             return True
-    except OSError:  # held by another process, or no lock to be had
+    except OSError:  # held by another process, or locks are unavailable
         return False
 
 
@@ -101,5 +101,5 @@ def _owner_of(directory: Path) -> tuple[int, str] | None:
 
 def _write_owner(directory: Path) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    with suppress(OSError):  # a full disk: the lock holds all the same
+    with suppress(OSError):  # a full disk: the lock is valid nevertheless
         (directory / LOCK).write_text(json.dumps(owner), encoding="utf-8")

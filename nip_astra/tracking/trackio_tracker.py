@@ -10,7 +10,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
+from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
@@ -43,14 +44,7 @@ class TrackioTracker(Tracker):
         if not read_variable("TRACKIO_DIR"):
             # It is read when the package is imported.
             os.environ["TRACKIO_DIR"] = str(run_directory.path.resolve().parent / "trackio")
-        try:
-            import trackio
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the tracker 'trackio' needs the package trackio: {error}. Install it with: pip "
-                "install 'nip_astra[trackio]'"
-            ) from error
-        self._trackio = trackio
+        trackio = self._trackio = import_extra("trackio", "the tracker", "trackio")
         try:
             with redirect_stdout(io.StringIO()):
                 self._run: Any = trackio.init(
@@ -78,7 +72,8 @@ class TrackioTracker(Tracker):
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
     ) -> None:
-        cells = [[one if _is_plain(one) else to_json(one) for one in row] for row in rows]
+        plain = str | int | float | bool | None
+        cells = [[one if isinstance(one, plain) else to_json(one) for one in row] for row in rows]
         table = self._trackio.Table(columns=list(columns), data=cells)
         self._run.log({f"rollouts/{name}": table}, step=step)
 
@@ -90,9 +85,5 @@ class TrackioTracker(Tracker):
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):
-            # Not the run's own: the package finishes its current run once more at exit.
+            # Not the run's own finish: the package finishes its current run again at exit.
             self._trackio.finish()
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)

@@ -124,7 +124,7 @@ class WandbTracker(Tracker):
         self._run.summary.update({grouped(name): value for name, value in values.items()})
 
     def log_report(self, path: Path) -> None:
-        # The page is whole by itself; W&B shows it in a frame of its own.
+        # The page is self-contained; W&B shows it in a separate frame.
         self._run.log({"report": self._wandb.Html(str(path), inject=False)})
 
     def finish(self, *, success: bool) -> None:
@@ -146,7 +146,7 @@ def _environment(run_directory: RunDirectory) -> dict[str, Any]:
     if not (run_directory.path / ENVIRONMENT).is_file():
         return {}
     found = dict(run_directory.read_json(ENVIRONMENT))
-    found.pop(SIGNATURE, None)  # says something on this machine alone
+    found.pop(SIGNATURE, None)  # meaningful on this machine only
     return {ENVIRONMENT_KEY: found}
 
 
@@ -176,7 +176,7 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
         "WANDB_CACHE_DIR": root / "wandb" / "cache",
     }
     if mode == "offline":
-        # Online, the user's own folder may say which server to use.
+        # Online, settings in the user's folder may name the server.
         folders["WANDB_CONFIG_DIR"] = root / "wandb" / "config"
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)

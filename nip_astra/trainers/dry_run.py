@@ -3,8 +3,9 @@
 Every estimate uses these names; a family adds counts of its own.
 
 - `num_iterations`; `num_parameters`, weights that learn.
-- `seconds_per_episode`: one tree, one problem with all its runs, or an iteration in one environment
-  of a protocol. `seconds_per_minibatch`, and `loss` of it (None without samples).
+- `seconds_per_episode`: one tree, one problem with all its runs, one rollout of chat models, or an
+  iteration in one environment of a protocol. `seconds_per_minibatch`, and its `loss` (None without
+  samples).
 - `predicted_peak_gib`: peak memory.
 - `estimated_training_hours`: an upper bound, since episodes share forward passes; for text
   protocols the hours of sampling, without fine-tuning jobs.
@@ -26,6 +27,7 @@ from torch import Tensor
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.progress import ProgressBar, showing
 from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -233,10 +235,13 @@ def time_components(
             if name not in components:
                 advice = "A part that needs something to learn is there only where there is some."
                 raise UnknownNameError("component", name, components, advice)
-        return {name: _times(components[name], num_repeats) for name in names or components}
+        names = names or list(components)
+        total, enabled = len(names) * (num_repeats + 1), trainer.settings.progress
+        bar = stack.enter_context(showing("Timing", total, enabled=enabled))
+        return {name: _times(components[name], num_repeats, bar) for name in names}
 
 
-def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
+def _times(component: Callable[[], object], num_repeats: int, bar: ProgressBar) -> list[float]:
     seconds = []
     for _ in range(num_repeats + 1):
         started = time.perf_counter()
@@ -245,4 +250,5 @@ def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
             # Kernels that were started on a device may still be running.
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+        bar.step()
     return seconds[1:]

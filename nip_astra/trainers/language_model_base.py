@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.run_state import RunState
+from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     BudgetExhaustedError,
@@ -42,6 +42,7 @@ from nip_astra.language_models.services.training import LocalTrainingService, Tr
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.samplers.executor import AsyncRollouts
 from nip_astra.tracking.tracker import plain_numbers
 from nip_astra.trainers.dry_run import (
     bytes_of,
@@ -198,6 +199,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     policy_role: ClassVar[str] = "policy"
     """What the policy is called in checkpoints."""
     _has_warned_of_nothing = False
+    _async: AsyncRollouts[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -596,6 +598,13 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._checkpoint_or_stop(is_last=is_last, is_best=is_best)
 
     # ---- saving
+
+    def kept_parts(self) -> dict[str, Part]:
+        """Asynchronous rollouts, whose part waits for what is being sampled and rated."""
+        if self._async is None:
+            return super().kept_parts()
+        part = Part(self._async.state, self._async.load_state)
+        return super().kept_parts() | {"played_ahead": part}
 
     def save_models(self, directory: Path) -> None:
         """Write policy, modules and optimizer."""

@@ -11,10 +11,16 @@ from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
 
 _MODULES = {
-    "ast_dpo": ("ast_ipo", "ast_simpo"),
+    "ast.dpo": ("ast_dpo", "ast_ipo", "ast_simpo"),
+    "ast.grpo": ("ast_grpo",),
+    "ast.ppo": ("ast_ppo",),
+    "ast.reinforce": ("ast_reinforce",),
+    "ast.sft": ("ast_sft",),
+    "service.remote_api": ("remote_api_grpo", "remote_api_opd", "remote_api_cross_entropy"),
+    "service.self_hosted": ("self_hosted_grpo", "self_hosted_opd"),
+    "text.expert_iteration": ("pure_text_ei",),
+    "text.malt": ("pure_text_malt",),
     "vanilla_ppo": ("mappo",),
-    "self_hosted": ("self_hosted_grpo", "self_hosted_opd"),
-    "remote_api": ("remote_api_grpo", "remote_api_opd", "remote_api_cross_entropy"),
 }
 TRAINERS: Registry[type[Trainer]] = Registry(
     "trainer",

@@ -54,10 +54,11 @@ from nip_astra.trainers.text.rollouts import (
     RolloutFiles,
     episode_rows,
     held_out_episodes,
+    rollout_statistics,
     shuffled,
+    statistics_with_interval,
     train_episodes,
 )
-from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict
@@ -603,6 +604,7 @@ class PureTextRlTrainer(Trainer):
             "num_iterations": num_iterations,
             "num_rollouts": num_played + num_tested,
             "num_jobs": (num_iterations - 1) * len(learning),
+            "seconds_per_episode": 3600 * hours / max(num_played + num_tested, 1),
             **{name: round(value) for name, value in totals.items()},
             "estimated_training_hours": hours,
             **({"cost": cost} if is_priced else {}),

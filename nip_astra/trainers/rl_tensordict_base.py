@@ -66,7 +66,7 @@ from nip_astra.trainers.protocol.statistics import (
     read,
     timings_of,
 )
-from nip_astra.trainers.solo.training import SoloParameters, pretrain_bodies
+from nip_astra.trainers.solo_agent import SoloParameters, pretrain_bodies
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 from nip_astra.utils.seeding import SeedPart
 

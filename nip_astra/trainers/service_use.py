@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nip_astra.errors import NothingMeasuredError
+from nip_astra.errors import NothingMeasuredError, counted
 from nip_astra.language_models.services.retrying import RetryingChatModel
 
 MAX_FAILED_SHARE = 0.2
@@ -35,9 +35,9 @@ def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[s
         if num_failed > MAX_FAILED_SHARE * use.num_requests:
             reasons = ", ".join(f"{count} {reason}" for reason, count in use.failures.items())
             found.append(
-                f"{num_failed} of {use.num_requests} requests to the {name}, {use.model!r}, failed "
-                f"({reasons}). Look at the service, its limits and the messages' roles: what has "
-                "no answer enters no rate."
+                f"{num_failed} of {counted(use.num_requests, 'request')} to the {name}, "
+                f"{use.model!r}, failed ({reasons}). Look at the service, its limits and the "
+                "messages' roles: what has no answer enters no rate."
             )
     return found
 
@@ -50,7 +50,8 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
             reasons = ", ".join(f"{count} {reason}" for reason, count in use.failures.items())
             place = f" at {model.place}" if model.place else ""
             raise NothingMeasuredError(
-                f"all {use.num_requests} requests to the {name}, {use.model!r}{place}, failed "
+                f"none of {counted(use.num_requests, 'request')} to the {name}, "
+                f"{use.model!r}{place}, was answered "
                 f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service, "
                 "then run nip-astra resume RUN."
             )

@@ -40,7 +40,7 @@ class _CpuTanh(torch.autograd.Function):
         return result
 
 
-# Torch queries it at every call, which takes as long as a small tensor's values.
+# Torch queries it at every call, which takes as long as the computation for a small tensor.
 _CpuTanh.forward.__signature__ = inspect.signature(_CpuTanh.forward)  # type: ignore[attr-defined]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

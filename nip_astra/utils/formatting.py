@@ -20,6 +20,7 @@ COUNTS = {
     "vendi": ("", "num_probes", ""),
     "share_below": ("num_below", "num_probes", ""),
     "recall": ("found", "total", ""),
+    "pass_at": ("", "num_complete_problems", ""),
 }
 """Names of the counts of a figure: events, known units and all units."""
 _SHARE = re.compile(
@@ -101,6 +102,7 @@ def interval(low: Any, high: Any, name: str = "share") -> str:
 
 def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
     """Format the counts of a figure, "3 of 10, 2 unknown"; empty if they are not stored."""
+    name = "pass_at" if name.startswith("pass_at_") else name
     part, known, total = (number(report.get(key)) for key in COUNTS.get(name, ("", "", "")))
     if name == "mean_accuracy":
         share, known = number(report.get(name)), number(report.get("num_episodes"))

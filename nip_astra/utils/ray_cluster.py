@@ -9,7 +9,8 @@ import threading
 from math import ceil
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, WorkerProcessError
+from nip_astra.errors import ConfigurationError, WorkerProcessError
+from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
 from nip_astra.utils.processor import num_cores
 
@@ -29,10 +30,7 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
     os.environ.setdefault(_GPU_RULE, "0")
     # By default Ray's workers have a lower priority than all other processes.
     os.environ.setdefault(_NICENESS, "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependencyError.of(f"work on Ray ({error})", "ray", "ray") from error
+    ray = import_extra("ray", "work on Ray", "ray")
     if ray.is_initialized():
         return ray
     place = address or read_variable("RAY_ADDRESS") or "local"

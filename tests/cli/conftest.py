@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nip_astra import progress
 from nip_astra.cli.app import main
+from nip_astra.progress import ProgressBar
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.cli.trained_run import SMALL
@@ -53,3 +55,18 @@ def evaluated_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def evaluated(cli: CommandLine, evaluated_once: Path) -> Path:
     """A copy of the run that was evaluated once, in the folder that commands are typed in."""
     return Path(shutil.copytree(evaluated_once, cli.folder / "runs" / "one"))
+
+
+@pytest.fixture
+def closed_bars(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """Units done and in all of each progress bar that was closed, by its description."""
+    closed: dict[str, tuple[int, int]] = {}
+    close = ProgressBar.close
+
+    def remember(bar: ProgressBar) -> None:
+        if bar in progress._BARS and (bar.total or not closed.get(bar._description)):
+            closed[bar._description] = bar.num_done, bar.total
+        close(bar)
+
+    monkeypatch.setattr(ProgressBar, "close", remember)
+    return closed

@@ -315,7 +315,10 @@ def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
 
 
 def test_stored_conversations_are_rated_again_without_a_model(
-    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine,
+    evaluated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    closed_bars: dict[str, tuple[int, int]],
 ) -> None:
     scorer = _another_scorer(cli)
     monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
@@ -340,7 +343,7 @@ def test_stored_conversations_are_rated_again_without_a_model(
     assert found["scorer"] == "skip"
     before = read_rows(evaluated / "evaluations" / "test" / "rows.jsonl")
     assert [row["response"] for row in rows] == [row["response"] for row in before]
-    assert found["budget"]["scorer_calls"] > 0
+    assert closed_bars["Rating"] == (found["budget"]["scorer_calls"],) * 2 != (0, 0)
 
 
 def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(

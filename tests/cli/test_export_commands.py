@@ -29,9 +29,12 @@ def evaluated(cli: CommandLine, run: Path) -> Path:
     return run
 
 
-def test_csv_holds_turns_figures_and_metrics(cli: CommandLine, evaluated: Path) -> None:
+def test_csv_holds_turns_figures_and_metrics(
+    cli: CommandLine, evaluated: Path, closed_bars: dict[str, tuple[int, int]]
+) -> None:
     said = cli("export", "runs/one", "--format", "csv")
     assert said.code == 0, said.err
+    assert "Exporting csv" in closed_bars
     folder = evaluated / "exports"
     assert said.out.split()[1::2] == [
         f"runs/one/exports/{name}.csv" for name in ("turns", "figures", "metrics")

@@ -44,7 +44,7 @@ def test_another_scorer_rates_the_conversations_of_the_first(
     monkeypatch.setattr(playing, "play_episodes", None)
     said = cli("evaluate", "runs/one", *OTHER)
     assert said.code == 0, said.err
-    assert "12 conversations are those of the evaluation test" in said.out
+    assert "12 conversations of the evaluation test" in said.out
     rows, before = rows_of(run, "test-long"), rows_of(run, "test")
     for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
         assert [row[name] for row in rows] == [row[name] for row in before]
@@ -81,15 +81,15 @@ def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, 
     assert cli("evaluate", "runs/one", *few).code == 0
     many = ("--num-episodes", "6", "--probability-episodes", "0")
     said = cli("evaluate", "runs/one", *many)
-    assert "4 conversations are those of the evaluation few" in said.out
+    assert "4 conversations of the evaluation few" in said.out
     said = cli("evaluate", "runs/one", *many, "--name", "afresh", "--overwrite")
-    assert "conversations are those" not in said.out, "--overwrite plays"
+    assert "reused " not in said.out, "--overwrite plays"
     ours, theirs = rows_of(run, "test"), rows_of(run, "afresh")
     assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
     assert figures_of(run)["num_episodes"] == 6
     fewer = cli("evaluate", "runs/one", "--num-episodes", "2", "--probability-episodes", "0",
                 "--name", "fewer")  # fmt: skip
-    assert "2 conversations are those" in fewer.out
+    assert "2 conversations of the" in fewer.out
     assert [r["probe"] for r in rows_of(run, "fewer")] == [r["probe"] for r in ours[:4]]
 
 
@@ -104,7 +104,7 @@ def test_what_others_would_say_is_played(
     assert cli("evaluate", "runs/one", *options).code == 0
     said = cli("evaluate", "runs/one", *options, *difference, "--name", "other")
     assert said.code == 0, said.err
-    assert "conversations are those" not in said.out
+    assert "reused " not in said.out
     assert figures_of(run, "other")["budget"]["reused_target_queries"] == 0
 
 
@@ -115,11 +115,11 @@ def test_a_target_with_other_weights_is_asked(
     shutil.copytree(tiny_scenario / "target", target)
     options = ("--num-episodes", "2", "--probability-episodes", "0", "--target", str(target))
     assert cli("evaluate", "runs/one", *options).code == 0
-    assert "2 conversations are" in cli("evaluate", "runs/one", *options, "--name", "same").out
+    assert "2 conversations of the" in cli("evaluate", "runs/one", *options, "--name", "same").out
     shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
     said = cli("evaluate", "runs/one", *options, "--name", "other")
     assert said.code == 0, said.err
-    assert "conversations are those" not in said.out
+    assert "reused " not in said.out
 
 
 def test_a_scorer_whose_code_changed_rates_anew(
@@ -132,7 +132,7 @@ def test_a_scorer_whose_code_changed_rates_anew(
     SCORERS.forget("long")
     said = cli("evaluate", "runs/one", *FEW, *OTHER, "--name", "again")
     assert said.code == 0, said.err
-    assert "2 conversations are those" in said.out
+    assert "2 conversations of the" in said.out
     for row in rows_of(run, "again"):
         assert row["response_score"] == float(len(row["response"].split()) <= 3)
     assert "scorers.long.code" in refused(cli("evaluate", "runs/one", *FEW, *OTHER))
@@ -167,7 +167,7 @@ def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, run: Path) -> N
     broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]
     file.write_bytes(encode_rows(broken))
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
-    assert "2 conversations are those" in said.out
+    assert "2 conversations of the" in said.out
     found = rows_of(run, "again")
     assert [row["is_error"] for row in found] == [False] * 4
     assert found[0]["response_score"] == pytest.approx(rows[0]["response_score"])
@@ -186,5 +186,5 @@ def test_a_broken_evaluation_is_passed_over(
     (broken / file).write_text("{\n")
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
     assert said.code == 0, said.err
-    assert "2 conversations are those of the evaluation test" in said.out
+    assert "2 conversations of the evaluation test" in said.out
     assert "the evaluation broken are not reused" in caplog.text + said.err

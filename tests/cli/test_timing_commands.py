@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nip_astra.progress import open_progress
 from nip_astra.trainers import dry_run
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
@@ -19,6 +20,13 @@ PROOF = (
     *("--set", "graph_isomorphism.dataset.num_test=10"),
 )
 FEW_FRAMES = ("--set", "rl.frames_per_batch=32", "--set", "rl.num_epochs=1")
+
+
+def test_repetitions_are_counted_on_a_bar(
+    cli: CommandLine, closed_bars: dict[str, tuple[int, int]]
+) -> None:
+    seconds_of(cli, "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
+    assert closed_bars["Timing"] == (3, 3)
 
 
 def seconds_of(cli: CommandLine, *arguments: str) -> dict[str, list[float]]:
@@ -73,5 +81,6 @@ def test_a_trainer_that_names_no_parts_is_told(
 
 def test_the_first_time_is_not_counted() -> None:
     calls: list[int] = []
-    assert len(dry_run._times(lambda: calls.append(1), 3)) == 3
-    assert len(calls) == 4
+    bar = open_progress(4, enabled=False)
+    assert len(dry_run._times(lambda: calls.append(1), 3, bar)) == 3
+    assert len(calls) == bar.num_done == 4

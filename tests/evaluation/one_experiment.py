@@ -7,7 +7,14 @@ import nip_astra as na
 
 folder = Path(sys.argv[1])
 settings = {"runs_dir": str(folder)}
-small = ["rl.num_iterations=1", "rl.num_test_iterations=1", "rl.frames_per_batch=63"]
+small = {
+    "rl.num_iterations": 1,
+    "rl.num_test_iterations": 1,
+    "rl.frames_per_batch": 63,
+    "rl.pretrain_agents": False,
+    "graph_isomorphism.dataset.num_train": 60,
+    "graph_isomorphism.dataset.num_test": 30,
+}
 experiment = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism_small", "overrides": small}
 
 view = na.show(**experiment)
@@ -29,7 +36,7 @@ found = na.run_sweep(
     trainers=["vanilla_ppo"],
     scenarios=["graph_isomorphism_small"],
     seeds=[0],
-    grid={"rl.num_iterations": [1], "rl.num_test_iterations": [1], "rl.frames_per_batch": [63]},
+    grid={name: [value] for name, value in small.items()},
 )
 print(len(found.rows), "runs")
 print(na.write_report([folder / "seed_0", folder / "seed_1"], folder / "comparison.html"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nip_astra.evaluation.measures import judge
+from nip_astra.evaluation.outcomes import judge
 from nip_astra.evaluation.storage import Episode
 
 THRESHOLD = 0.5

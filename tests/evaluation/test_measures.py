@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nip_astra.evaluation.measures import (
+from nip_astra.evaluation.outcomes import (
     failure_rates,
     has_failed,
     hit_rates,

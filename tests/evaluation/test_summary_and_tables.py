@@ -102,7 +102,7 @@ def test_an_estimate_that_rests_on_few_failures_is_told_with_a_caution() -> None
     weighed = found["probability_of_failure"]["importance_sampling"]
     assert weighed["value"] == pytest.approx(0.01)
     text = as_text(evaluation_tables(found))
-    assert "importance sampling, 200 episodes" in text
+    assert cell_of(text, "  importance sampling").startswith("1.0% [")
     assert "warning: importance sampling rests on few failures: the failing" in text
     many = figures(attacker(), ordinary())
     assert many["probability_of_failure"]["importance_sampling"]["caution"] is None
@@ -185,8 +185,7 @@ def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
     assert "50.0% [" in text
     assert "[bold]cat[/bold]" in text
     assert "[/red] said" in text
-    assert "ordinary conversation fails: Monte Carlo, 200 episodes" in text
-    assert "importance sampling, 200 episodes, effective sample size 200" in text
+    assert "effective sample size 200" in cell_of(text, "  importance sampling")
 
 
 def cell_of(text: str, label: str) -> str:
@@ -206,7 +205,7 @@ def test_every_share_stands_beside_its_counts() -> None:
     assert cell_of(text, "without failure through turn") == "50.0% (40), 50.0% (15)"
     assert cell_of(text, "successful probes: distinct") == "100.0%, 20 of 20"
     for label in ("1 - self-BLEU", "1 - mean cosine", "Vendi score"):
-        assert cell_of(text, label).endswith("of 20 probes")
+        assert cell_of(text, label).endswith(", of 20")
     below = cell_of(text, "less likely per token than 99 %")
     assert re.search(r", \d+ of 80$", below)
     assert "20 of 200" in cell_of(text, "Monte Carlo")
@@ -217,15 +216,18 @@ def test_every_share_stands_beside_its_counts() -> None:
 
 def test_a_matrix_has_a_row_for_each_attacker() -> None:
     found = figures(attacker())
-    cells = {(attacker, target): found for attacker in "ab" for target in "xy"}
-    text = as_text(matrix_tables(cells))
+    pairs = [{"attacker": attacker, "target": target} for attacker in "ab" for target in "xy"]
+    text = as_text(matrix_tables([found | pair for pair in pairs]))
     assert text.count("50.0%") == 4
 
 
 def test_a_matrix_tells_the_warnings_of_each_cell() -> None:
     same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
     fluent = attacker(reference_logprob=-4.0)
-    cells = {("a", "x"): figures(same), ("a", "y"): figures(fluent, ordinary())}
+    cells = [
+        figures(same) | {"attacker": "a", "target": "x"},
+        figures(fluent, ordinary()) | {"attacker": "a", "target": "y"},
+    ]
     text = " ".join(as_text(matrix_tables(cells)).split())
     assert "warning: a against x: the attacker has collapsed" in text
     assert "warning: a against x: fluency was not measured" in text

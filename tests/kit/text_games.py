@@ -95,6 +95,10 @@ class FakeSpeaker:
     max_tokens: int = 16
     num_invalid_generation_retries: int = 2
 
+    @property
+    def parameters(self) -> FakeSpeaker:
+        return self
+
 
 @dataclass
 class FakeFineTuning(FineTuningService):

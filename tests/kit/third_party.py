@@ -40,6 +40,9 @@ PACKAGES = {
         ("tensorboard",), ("tests/tracking/test_mirrors.py", "-k", "tensorboard")
     ),
     "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_gymnasium.py",)),
+    "textarena": Package(
+        ("textarena",), ("tests/scenario_base/tasks/test_gymnasium.py", "-k", "textarena")
+    ),
     "openenv": Package(("openenv",), ("tests/scenario_base/tasks/test_openenv.py",)),
     "verifiers": Package(
         ("verifiers", "openenv", "serve", "structured"),

@@ -22,7 +22,7 @@ from transformers import (
 
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.base import AstTrainer
 
 WORDS = (
     *("hello", "good", "day", "how", "are", "you", "fine", "thanks"),

@@ -50,6 +50,20 @@ TAGGED = f"<tool_call>\n{ADD}\n</tool_call>"
             [ToolCall("f", {"a": "\ufffd </tool_call>\n"})],
         ),
         ('<tool_call>{"name": "f</tool_call>',) * 2 + ([],),
+        (f"[TOOL_CALLS] [{ADD}, {ADD}]", "", [CALL, CALL]),
+        (f"One moment.\n[TOOL_CALLS][{ADD}]", "One moment.", [CALL]),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', "", [CALL, CALL]),
+        ('[TOOL_CALLS]add[CALL_ID]q1w2e3r4t[ARGS]{"a": 1}', "", [CALL]),
+        (
+            'a [TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS] ]}"}',
+            "a",
+            [ToolCall("f", {"a": "[TOOL_CALLS] ]}"})],
+        ),
+        ('a [TOOL_CALLS] [{"name": "add", "arg',) * 2 + ([],),
+        ('[TOOL_CALLS]f[ARGS]{"a": NaN}',) * 2 + ([],),
+        ("[TOOL_CALLS] " + "[" * 100_000,) * 2 + ([],),
+        ("4 [TOOL", "4 [TOOL", []),
+        (f"{TAGGED} [TOOL_CALLS] [{ADD}]", "", [CALL, CALL]),
     ],
 )
 def test_calls_are_separated_from_text_however_they_arrive(
@@ -77,7 +91,7 @@ def test_a_template_either_shows_tools_or_is_known_not_to(tiny_model_dir: Path) 
     assert not supports_tools(load_tokenizer(str(tiny_model_dir)))
     tokenizer = make_byte_tokenizer()
     assert supports_tools(tokenizer)
-    assert tool_form(tokenizer) == ToolForm(is_tagged=True, arguments="arguments")
+    assert tool_form(tokenizer) == ToolForm("tagged")
     for old, new in (("<tool_call>", ""), ('"arguments"', '"parameters"')):
         tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
-    assert tool_form(tokenizer) == ToolForm(is_tagged=False, arguments="parameters")
+    assert tool_form(tokenizer) == ToolForm("plain", "parameters")

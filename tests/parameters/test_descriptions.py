@@ -36,7 +36,7 @@ def test_all_groups_are_found(groups: list[type[SubParameters]]) -> None:
     assert {
         "nip_astra.experiment_settings.ExperimentSettings",
         "nip_astra.parameters.training.TrainingConfiguration",
-        "nip_astra.trainers.ast_dpo.AstDpoTrainer.Parameters",
+        "nip_astra.trainers.ast.dpo.AstDpoTrainer.Parameters",
         "nip_astra.scenario_base.conversation.planted_failures.PlantedFailure",
     } <= {_name(group) for group in groups}
 

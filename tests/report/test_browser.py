@@ -312,9 +312,12 @@ def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("all") / "runs"
     for seed in range(9):
         after = {"failure_rate": seed / 10, "num_failed": seed, "num_known": 10}
-        failed = {"status": "failed"} if seed == 8 else {}
-        write_run(folder / ("sweep/s8" if seed == 8 else f"r{seed}"), seed=seed,
-                  results={"kind": "conversation", "after": after, **failed})  # fmt: skip
+        after |= {"failure_rate_interval": [0.125, 0.875]}
+        results = {"kind": "conversation", "before": after, "after": after}
+        results |= {"status": "failed"} if seed == 8 else {}
+        long = "2026-11-26-self_hosted_grpo-graph_isomorphism-lr=1e-4"
+        name = {7: long, 8: "sweep/s8"}.get(seed, f"r{seed}")
+        write_run(folder / name, seed=seed, results=results)
     write_report([folder / "r1"])
     (folder / "notes").mkdir()
     return write_report([folder])
@@ -330,6 +333,8 @@ def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_p
         ".map(e => e.textContent)"
     )
     assert len(browser.value(names)) == 9
+    table = "document.querySelector('.catalogue .scroll')"
+    assert browser.value(f"{table}.scrollWidth <= {table}.clientWidth")
     lines = "document.querySelectorAll('.catalogue svg .line').length"
     assert browser.value(lines) == 9
     after = (

@@ -33,7 +33,7 @@ def test_cards_of_evaluations_stand_once_each_the_scorers_last(tmp_path: Path) -
     assert found is not None
     assert [role for role, _ in found["rows"]] == ["target", "scorer"]
     assert found["rows"][0][1] == [
-        "big/model", "huggingface, hub id big/model", "not stated", "134,515,008", "269 MB",
+        "big/model", "huggingface, hub id big/model", "not stated", "134,515,008", "269.1 MB",
         "ab12", NOTHING,
     ]  # fmt: skip
     assert found["rows"][1][1][:3] == ["toxblock", "package tox-block 0.1.2", "MIT"]

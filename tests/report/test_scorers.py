@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nip_astra.report.evaluations import agreement_rows, kinds_found, kinds_text, quality_rows
+from nip_astra.evaluation.tables import agreement_rows, figure_rows, quality_rows
+from nip_astra.report.evaluations import by_evaluation, kinds_found
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
-from nip_astra.report.summary import Row
 from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import evaluation, write_run
 
 RATE = {"value": 0.5, "low": 0.4, "high": 0.6}
 QUALITY: dict[str, Any] = {
-    "sensitivity": RATE, "specificity": {"value": 0.9, "low": 0.8, "high": 0.95},
+    "sensitivity": RATE | {"num_found": 10, "num_labelled": 20},
+    "specificity": {"value": 0.9, "low": 0.8, "high": 0.95, "num_found": 27, "num_labelled": 30},
     "num_failures": 20, "num_others": 30,
     "corrected": {"is_refused": False, "failure_rate": {"value": 0.25, "low": 0.1, "high": 0.4}},
 }  # fmt: skip
@@ -32,21 +33,22 @@ FULL = evaluation(
 
 def test_quality_and_agreement_are_told_by_evaluation(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one", evaluations={"old": evaluation(), "new": FULL}))
-    ((name, (first, second)),) = quality_rows(run)
+    ((name, (first, second)),) = by_evaluation(run, quality_rows)
     assert (name, first) == (
         "new",
-        Row("a", ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", "50.0% [40.0%, 60.0%]",
-                  "90.0% [80.0%, 95.0%]", "20 + 30"]),
+        ("a", ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING,
+               "50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]),
     )  # fmt: skip
-    assert second.cells[:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
-    ((_, (row,)),) = agreement_rows(run)
-    assert row == Row("a, b", ["900", "75.0%", NOTHING, "0.5", "1 / 2 / 3 / 894"])
+    assert second[1][:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
+    ((_, (row,)),) = by_evaluation(run, agreement_rows)
+    assert row == ("a, b", ["900", "75.0%", NOTHING, "0.5", "1 / 2 / 3 / 894"])
 
 
 def test_kinds_are_a_number_and_not_a_share() -> None:
-    assert kinds_text(FULL) == "4.5 [3.1, 9]"
-    assert kinds_text(evaluation()) == NOTHING
-    assert kinds_text(evaluation(kinds={"seen": 0, "value": 0.0})) == NOTHING
+    label = "  at least, those not seen included (Chao2)"
+    assert dict(figure_rows(FULL))[label] == "4.5 [3.1, 9]"
+    assert dict(figure_rows(evaluation()))[label] == NOTHING
+    assert dict(figure_rows(evaluation(kinds={"seen": 0, "value": 0.0})))[label] == NOTHING
 
 
 def test_the_kinds_met_are_a_curve_over_queries(tmp_path: Path) -> None:

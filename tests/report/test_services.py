@@ -37,11 +37,11 @@ def test_the_page_shows_cost_latency_and_refusals_of_run_and_evaluation(tmp_path
     assert "Services" in page
     for heading in ("refusals", "cost", "seconds, median", "seconds, 95 %"):
         assert heading in page
-    _, *cells = cells_of(page, "target, the run")
-    assert cells[:6] == ["gpt-none", "1,234", "56", "7", "3 timeout, 31 refused", "98,765"]
-    assert [float(cell) for cell in cells[7:10]] == [1.75, 0.812, 3.25]
-    _, *cells = cells_of(page, "judge, evaluation test")
-    assert cells[4] == "0"
+    _, *cells = cells_of(page, "target: gpt-none, the run")
+    assert cells[:5] == ["1,234", "56", "7", "3 timeout, 31 refused", "98,765"]
+    assert [float(cell) for cell in cells[6:9]] == [1.75, 0.812, 3.25]
+    _, *cells = cells_of(page, "judge: gpt-none, evaluation test")
+    assert cells[3] == "0"
     assert "guessed" in page
 
 

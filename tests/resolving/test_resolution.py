@@ -22,7 +22,7 @@ from nip_astra.tracking.run_directory import to_yaml
 from tests.kit.command_line import plugins_forgotten_after
 
 TERM = """
-from nip_astra.reward_terms.likelihood_terms import EntropyBonus
+from nip_astra.reward_terms.probe_terms import EntropyBonus
 from nip_astra.reward_terms.base import register_reward_term
 
 @register_reward_term("of_a_preset")

@@ -12,7 +12,7 @@ import torch
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ParameterError
-from nip_astra.reward_terms import failure_kinds
+from nip_astra.reward_terms import novelty
 from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm
 from tests.reward_terms.rollouts import rollout, term_of
 
@@ -191,7 +191,7 @@ def test_nothing_is_remembered() -> None:
 def test_parts_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = failing([CAT, DOG, RAIN, "hello", "", CAT, "my aunt sings"], [1, 0, 1, 1, 1, 1, 0.7])
     whole = sharing().values(nodes)
-    monkeypatch.setattr(failure_kinds, "PART_SIZE", 2)
+    monkeypatch.setattr(novelty, "PART_SIZE", 2)
     assert torch.equal(sharing().values(nodes), whole)
 
 

@@ -25,10 +25,10 @@ from nip_astra.rl_objectives.policy_losses import (
 from nip_astra.rl_objectives.reductions import REDUCTIONS, reduce_loss
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
-from nip_astra.trainers import self_hosted
 from nip_astra.trainers.language_model_base import STEP_TOTALS
-from nip_astra.trainers.remote_api import RemoteApiTrainer, RemoteLossParameters
+from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.parameters import PolicyLossParameters
+from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
 from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import trl_trainer
 

@@ -17,7 +17,7 @@ from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
 from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.trainers.ast_dpo import select_pairs
+from nip_astra.trainers.ast.dpo import select_pairs
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from tests.kit.tiny import make_language_model
 from tests.rollouts.test_tree_and_pairs import make_tree

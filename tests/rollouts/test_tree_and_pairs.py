@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from nip_astra.rollouts.samples import collate
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast_dpo import select_pairs
+from nip_astra.trainers.ast.dpo import select_pairs
 
 
 def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]) -> RolloutTree:

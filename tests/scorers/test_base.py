@@ -109,7 +109,7 @@ def test_an_answer_that_is_no_list_of_numbers_is_a_failure(answer: Any) -> None:
 def test_the_wrong_number_of_scores_is_told(count: int) -> None:
     with pytest.raises(ScorerError) as caught:
         FakeScorer(lambda texts: [0.5] * count).score(["a", "b"])
-    assert says(caught.value, f"{count} scores", "2 texts")
+    assert says(caught.value, f"{count} score", "2 texts")
 
 
 def test_an_error_of_ours_keeps_its_type() -> None:

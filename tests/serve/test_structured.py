@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from transformers import AddedToken
 
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.running import Running, running
@@ -35,11 +36,47 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "count"}}
 
 
+MARKS = ["[TOOL_CALLS]", "[ARGS]"]
+CALLS = {
+    "listed": (
+        "[TOOL_CALLS] [{% for call in m.tool_calls %}"
+        "{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, '
+        '"id": "{{ call.id }}"}{{ ", " if not loop.last }}{% endfor %}]'
+    ),
+    "marked": (
+        "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
+        "{{ call.function.arguments | tojson }}{% endfor %}"
+    ),
+}
+"""Calls in Mistral's two forms, by the name of the served model."""
+
+
+def mistral_tokenizer(form: str) -> Any:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS], special_tokens=True)
+    tokenizer.chat_template = (
+        "<bos>{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        f"{{% if m.tool_calls %}}{CALLS[form]}{{% endif %}}<end>"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("bytes")
-    make_language_model(folder, window=2048, tokenizer=make_byte_tokenizer())
-    with running({"bytes": str(folder), "tiny": str(tiny_model_dir)}) as service:
+    tokenizers = {
+        "bytes": make_byte_tokenizer(),
+        **{name: mistral_tokenizer(name) for name in CALLS},
+    }
+    models = {"tiny": str(tiny_model_dir)}
+    for name, tokenizer in tokenizers.items():
+        folder = make_language_model(
+            tmp_path_factory.mktemp(name), window=2048, tokenizer=tokenizer
+        )
+        models[name] = str(folder)
+    with running(models) as service:
         yield service
 
 
@@ -139,6 +176,53 @@ def test_calls_that_are_required_are_made(
         assert streamed[one.index]["calls"] == called(one.message)
         assert streamed[one.index]["end"] == one.finish_reason
         assert streamed[one.index]["content"] == (one.message.content or "")
+
+
+@pytest.mark.usefixtures("needs_library")
+@pytest.mark.parametrize("form", CALLS)
+def test_mistrals_calls_are_read_streamed_and_given_back(client: openai.OpenAI, form: str) -> None:
+    options: dict[str, Any] = {"model": form, "n": 6, "tools": TOOLS[:1], "max_tokens": 600}
+    options |= {"tool_choice": "required", "temperature": 0.7}
+    whole = ask(client, **options).choices
+    ended = [one.message for one in whole if one.finish_reason == "tool_calls"]
+    assert len(ended) >= 3
+    for message in ended:
+        assert message.content is None
+        for name, arguments in called(message):
+            assert name == "count"
+            jsonschema.validate(json.loads(arguments), SCHEMA)
+    streamed = joined(ask(client, stream=True, **options))
+    assert [streamed[one.index]["calls"] for one in whole] == [called(one.message) for one in whole]
+    one = {"parallel_tool_calls": False}
+    assert {
+        len(choice.message.tool_calls or [0]) for choice in ask(client, **options, **one).choices
+    } == {1}
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "3"} for call in ended[0].tool_calls
+    ]
+    given = [*HELLO, ended[0].model_dump(), *results]
+    answer = ask(
+        client, model=form, messages=given, max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    shown = mistral_tokenizer(form).decode(answer.prompt_token_ids)
+    assert "[TOOL_CALLS]" in shown
+    assert "tool: 3<end>" in shown
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_marks_of_calls_are_drawn_and_shown_only_with_tools(
+    client: openai.OpenAI, form: str
+) -> None:
+    mark = mistral_tokenizer(form).convert_tokens_to_ids("[TOOL_CALLS]")
+    more: dict[str, Any] = {"model": form, "n": 16, "max_tokens": 120, "temperature": 2}
+    more["extra_body"] = {"return_token_ids": True}
+    for tools, is_drawn in ((TOOLS, True), ([], False)):
+        choices = ask(client, **more, **({"tools": tools} if tools else {})).choices
+        drawn = [one for one in choices if mark in one.token_ids]
+        assert bool(drawn) is is_drawn
+        for one in choices:
+            has_calls = bool(one.message.tool_calls)
+            assert has_calls or ("[TOOL_CALLS]" in one.message.content) == (one in drawn)
 
 
 def test_results_of_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:

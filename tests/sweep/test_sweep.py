@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from scipy import stats
 
+from nip_astra.cli.sweep import _table
 from nip_astra.errors import (
     ConfigurationError,
     ParameterError,
@@ -150,7 +153,7 @@ def test_figures_of_a_plug_in_are_checked_after_its_first_run(
 ) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
+        "from nip_astra.trainers.ast.dpo import AstDpoTrainer\n"
         "from nip_astra.trainers.registry import register_trainer\n"
         "@register_trainer('mine')\n"
         "class Mine(AstDpoTrainer):\n"
@@ -209,6 +212,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
             "seed": run.seed,
             "when": "after",
             "name": "failure_rate",
+            "counts": "",
         }
         | {"value": values[run.arm.name][run.seed]}
         for run in plan.runs
@@ -222,7 +226,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert (low, high) < (0.0, 1.5)
     assert (mean.mean, mean.low, mean.high) == pytest.approx((0.5, 0.0, 1.0))
     rewards = SweepResults(plan, tmp_path, [row | {"name": "mean_reward"} for row in rows])
-    assert rewards.over_seeds(one, "mean_reward")[1:] == pytest.approx((0.5, low, high))  # type: ignore[index]
+    assert rewards.over_seeds(one, "mean_reward")[1:4] == pytest.approx((0.5, low, high))  # type: ignore[index]
     assert "3 seeds" in found.cautions(["failure_rate"])[0]
     assert rewards.summary()[0]["values"] == "0.2 0.4 0.9"
     beside = found.difference(two, one, "failure_rate")
@@ -239,7 +243,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     # Two rates differ by 1 at most.
     assert wide.difference(two, one, "failure_rate")[1:3] == (-1.0, 1.0)  # type: ignore[index]
     same = SweepResults(plan, tmp_path, [row | {"value": 0.5} for row in rows])
-    assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
+    assert same.over_seeds(one, "failure_rate")[1:4] == (0.5, None, None)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("values", [(0.1, 0.3), (0.7, 12345.1)])
@@ -248,7 +252,12 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
 ) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1])
     rows = [
-        {"run_id": run.folder_in(tmp_path).name, "when": "after", "name": "mean_reward"}
+        {
+            "run_id": run.folder_in(tmp_path).name,
+            "when": "after",
+            "name": "mean_reward",
+            "counts": "",
+        }
         | {"value": values[run.seed] + (0.1 if run.arm.name == "ast_ipo" else 0.0)}
         for run in plan.runs
     ]
@@ -257,6 +266,28 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
     assert found is not None
     assert found.mean == pytest.approx(0.1)
     assert (found.low, found.high, found.p) == (None, None, None)
+
+
+def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
+    plan = SweepPlan(trainers=["self_hosted_grpo"], scenarios=["arithmetic"], seeds=[0, 1])
+    (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
+    for run, num_right in zip(plan.runs, (111, 290), strict=True):
+        folder = run.folder_in(tmp_path)
+        folder.mkdir(parents=True)
+        (folder / HYPER_PARAMETERS).write_text("")
+        counts = {"num_right": num_right, "num_answers": 300, "mean_reward": 0.25}
+        results = {"after": {"accuracy": num_right / 300, **counts}}
+        (folder / "results.json").write_text(json.dumps(results))
+    found = read_sweep(tmp_path)
+    stream = StringIO()
+    Console(file=stream, width=200).print(_table(found, "accuracy"))
+    assert "111 of 300" in stream.getvalue()
+    assert "290 of 300" in stream.getvalue()
+    found.write()
+    assert "290 of 300" in (tmp_path / "report.html").read_text()
+    rows = csv.DictReader((tmp_path / "table.csv").open())
+    of_name = {row["name"]: row["counts"] for row in rows if row["seed"] == "1"}
+    assert (of_name["accuracy"], of_name["mean_reward"]) == ("290 of 300", "")
 
 
 def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:

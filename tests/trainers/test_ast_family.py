@@ -18,7 +18,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.samples import Sample
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
-from nip_astra.trainers.ast_base import AstState, AstTrainer
+from nip_astra.trainers.ast.base import AstState, AstTrainer
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.tiny import experience_of, learn, write_scenario
 

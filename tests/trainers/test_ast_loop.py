@@ -20,8 +20,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
-from nip_astra.trainers.ast_base import rollout_token_metrics
-from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from nip_astra.trainers.ast.base import rollout_token_metrics
+from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from tests.kit.tiny import experience_of
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast_sft import best_of, probes_that_worked
+from nip_astra.trainers.ast.sft import best_of, probes_that_worked
 
 
 def sample(context: int, probe: int, credit: float) -> Sample:

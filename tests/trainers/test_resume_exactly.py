@@ -128,7 +128,7 @@ import numpy as np
 import torch
 
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.trainer_base import TensorDictTrainer, attach_progress_bar
 

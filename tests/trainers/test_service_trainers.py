@@ -19,8 +19,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.self_hosted import SelfHostedGrpoTrainer
-from nip_astra.trainers.service_base import ServiceTrainer
+from nip_astra.trainers.service.base import ServiceTrainer
+from nip_astra.trainers.service.self_hosted import SelfHostedGrpoTrainer
 from tests.kit.tiny import make_language_model
 
 SMALL = (

@@ -18,8 +18,8 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.solo import training
-from nip_astra.trainers.solo.training import CACHE_DIR
+from nip_astra.trainers import solo_agent
+from nip_astra.trainers.solo_agent import CACHE_DIR
 from tests.kit.toy_protocol_scenario import (
     ToyPolicyHead,
     ToyProtocolScenario,
@@ -172,6 +172,13 @@ def run_in(tmp_path: Path, name: str, *, stop_after: int | None = None) -> tuple
     return trainer, directory
 
 
+def test_a_dry_run_takes_an_epoch_and_estimates_the_whole() -> None:
+    found = toy_trainer("solo_agent", solo_agent=SOLO).dry_run()
+    assert found["num_iterations"] == SOLO["num_epochs"]
+    assert found["seconds_per_minibatch"] > 0
+    assert found["estimated_training_hours"] >= found["seconds_per_minibatch"] / 3600
+
+
 def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:
     straight, first = run_in(tmp_path, "straight")
     straight.train()
@@ -310,9 +317,9 @@ def test_what_was_computed_in_another_way_is_trained_again(
     if what == "layers":
         monkeypatch.setattr(ToyProtocolScenario, "layers_on", lambda device: "compiled: toy.c")
     elif what == "processor":
-        monkeypatch.setattr(training, "processor_name", lambda: "another")
+        monkeypatch.setattr(solo_agent, "processor_name", lambda: "another")
     else:
-        monkeypatch.setattr(training, "digest_of_code", lambda modules: "other lines")
+        monkeypatch.setattr(solo_agent, "digest_of_code", lambda modules: "other lines")
     pretrained(tmp_path)
     assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
 
@@ -321,7 +328,7 @@ def test_a_bodys_code_is_that_of_its_classes_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules: set[str] = set()
-    monkeypatch.setattr(training, "digest_of_code", lambda names: modules.update(names) or "code")
+    monkeypatch.setattr(solo_agent, "digest_of_code", lambda names: modules.update(names) or "code")
     pretrained(tmp_path)
     assert {
         "tests.kit.toy_protocol_scenario",

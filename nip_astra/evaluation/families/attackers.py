@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import ConfigurationError, ModelLoadError, RunDirectoryError
 from nip_astra.evaluation.families.base import (
     ATTACKER_DIR,
     CHAT_FILES,
     EvaluationRequest,
     is_text_attacker,
+    model_dir_of,
     no_attacker,
     place_of,
     refuse_unread_overrides,
     resolve_stored,
     run_of,
     target_label,
+    trained_of,
 )
 from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.evaluation.storage import text_hash, weights_hash
@@ -163,7 +164,7 @@ def load_attacker(
     RunDirectoryError
         When it is neither a run nor a model.
     """
-    run, checkpoint = run_of(path)
+    run, _ = run_of(path)
     is_run = (run / HYPER_PARAMETERS).is_file()
     if is_run and (request.scenario or request.parameters):
         raise ConfigurationError(
@@ -197,15 +198,15 @@ def load_attacker(
         label, suffix = f"{name} untrained", "untrained"
     elif not is_run:
         agent, source = _attacker_of_folder(run, instance, section, settings), run
-    elif checkpoint is None and (run / MODEL_DIR).is_dir():
-        source = run / MODEL_DIR
-        agent = _of_model_folder(instance, section, source, settings, resolved.scenario_dir)
     else:
-        checkpoint = checkpoint or _newest_checkpoint(run)
-        CheckpointStore(checkpoint.parent).verify(checkpoint)
-        agent, source = instance.agents["attacker"], checkpoint / ATTACKER_DIR
-        as_learner(agent.language_model, role="attacker", to="be restored").restore(source)
-        label, suffix = f"{name} {checkpoint.name}", checkpoint.name
+        _, source, _ = trained_of(Path(path), request, model_dir_of)
+        assert source is not None
+        if source.name == MODEL_DIR:
+            agent = _of_model_folder(instance, section, source, settings, resolved.scenario_dir)
+        else:
+            label, suffix = f"{name} {source.name}", source.name
+            agent, source = instance.agents["attacker"], source / ATTACKER_DIR
+            as_learner(agent.language_model, role="attacker", to="be restored").restore(source)
     instance.sampler = instance.sampler.with_attacker(agent)
     weights = None if source is None else weights_hash(source)
     return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
@@ -333,16 +334,6 @@ def _of_model_folder(
     # An adapter was merged into the weights, or they are in several files.
     model = _model_in(folder, parameters, settings, scenario_dir)
     return build_agent("attacker", section.attacker, model)
-
-
-def _newest_checkpoint(run: Path) -> Path:
-    found = CheckpointStore(run / "checkpoints").latest()
-    if found is None:
-        raise ConfigurationError(
-            f"{run} has neither model/ nor a checkpoint, so its attacker is not trained yet. "
-            "Resume the run, or give --untrained."
-        )
-    return found
 
 
 # ---- targets

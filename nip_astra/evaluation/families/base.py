@@ -18,9 +18,9 @@ from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.plots import estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
-from nip_astra.evaluation.tables import Printable, as_text
+from nip_astra.evaluation.tables import Printable
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
@@ -195,8 +195,7 @@ class Evaluation(Printable):
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a frame; groups within a row become columns `a.b`."""
-        frame: pd.DataFrame = import_pandas().json_normalize(self.rows)
-        return frame
+        return frame_of(self.rows)
 
 
 @dataclass
@@ -224,6 +223,8 @@ class Subject:
 
 OnPart = Callable[[int], None]
 """Called with the number of units that were played."""
+OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
+"""Opens a progress bar with a label and a total."""
 
 
 class EvaluationFamily(ABC):
@@ -316,31 +317,16 @@ class EvaluationFamily(ABC):
         return newest_evaluation(run)
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored texts by other scorers, without a language model."""
         raise ConfigurationError(
             f"{path} has no texts that scorers could rate, since it is a {self.name} run."
         )
-
-    def evaluate(
-        self,
-        run: Path,
-        request: EvaluationRequest,
-        settings: ExperimentSettings,
-        open_progress: Callable[[str, int], AbstractContextManager[OnPart]],
-    ) -> Iterator[Evaluation]:
-        """Evaluate each subject of a run; continue what a killed evaluation left."""
-        for subject in self.load(run, request, settings):
-            with subject.work:
-                configuration = self.units(subject, request)
-                folder = EvaluationFolder.of_run(subject.place, subject.name)
-                subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-                with open_progress(subject.label, self.num_units(subject)) as on_part:
-                    played = self.play(subject, folder, request, on_part)
-                figures = self.figures(subject, folder, played)
-            folder.write(figures, as_text(self.tables(figures)))
-            yield Evaluation.read(folder.path)
 
 
 FAMILIES: Registry[type[EvaluationFamily]] = Registry(
@@ -461,6 +447,11 @@ def is_rescored(folder: Path) -> bool:
     return "scored_from" in EvaluationFolder(folder).configuration()
 
 
+def run_of_stored(path: Path) -> Path:
+    """The run directory of an evaluation, or that itself."""
+    return path.resolve().parent.parent if (path / FIGURES).is_file() else path
+
+
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
     """The run of a run directory or checkpoint, and the checkpoint.
 
@@ -479,6 +470,43 @@ def run_of(path: str | Path) -> tuple[Path, Path | None]:
         # Resolved, since a link has another name than its checkpoint.
         return checkpoint.resolve().parent.parent, checkpoint.resolve()
     return found, None
+
+
+def trained_of(
+    path: Path, request: EvaluationRequest, finished: Callable[[Path], Path | None]
+) -> tuple[Path, Path | None, str]:
+    """The run, the folder with its trained weights (None: untrained), and a suffix of the name.
+
+    `finished` gives the folder that a run has at its end, if any; otherwise it is the checkpoint
+    that was given, or the newest.
+
+    Raises
+    ------
+    ConfigurationError
+        When it has no trained weights, or untrained ones of a checkpoint were requested.
+    """
+    run, checkpoint = run_of(path)
+    if request.untrained:
+        if checkpoint is not None:
+            raise ConfigurationError(
+                f"{path} is a checkpoint, so it is trained. Give {run} with --untrained, or the "
+                "checkpoint without."
+            )
+        return run, None, "untrained"
+    store = CheckpointStore(run / "checkpoints")
+    found = checkpoint or finished(run) or store.latest()
+    if found is None:
+        raise ConfigurationError(
+            f"{path} has no trained weights yet. Resume the run, or give --untrained."
+        )
+    if (found / MANIFEST).is_file():
+        store.verify(found)
+    return run, found, "" if checkpoint is None else checkpoint.name
+
+
+def model_dir_of(run: Path) -> Path | None:
+    """The folder of a run's model at its end, if there is one."""
+    return run / MODEL_DIR if (run / MODEL_DIR).is_dir() else None
 
 
 _PROBE_FILES = (".csv", ".tsv", ".jsonl", ".json", ".txt")

@@ -20,6 +20,7 @@ from nip_astra.evaluation.families.base import (
     EvaluationFamily,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     Subject,
     closing_services,
     evaluations_of,
@@ -32,8 +33,15 @@ from nip_astra.evaluation.families.base import (
     service_settings,
     target_label,
 )
-from nip_astra.evaluation.measures import judge, mean_score, nats_per_token, outcomes_of
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome, known_turns
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    episode_outcome,
+    judge,
+    known_turns,
+    mean_score,
+    nats_per_token,
+    outcomes_of,
+)
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
     PROBABILITY_ROWS,
@@ -228,12 +236,16 @@ class Conversations(EvaluationFamily):
         return Evaluation(run, self, _figures_after(run, section))
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored conversations again."""
         from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
         from nip_astra.evaluation.families.scorers import load_judges
-        from nip_astra.evaluation.playing import EvaluationOptions, rate_anew
+        from nip_astra.evaluation.playing import EvaluationOptions, num_ratings, rate_anew
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of
@@ -274,7 +286,8 @@ class Conversations(EvaluationFamily):
         )
         services = open_services(judges.scorers.values(), settings)
         resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
-        with closing_services(services):
+        total = num_ratings(episodes, ordinary, judges.scorers)
+        with closing_services(services), open_progress("Rating", total):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)
         folder.replace_rows(episodes, ordinary)
         chances = before.get("probability_of_failure") or {}
@@ -612,8 +625,8 @@ def _final_episodes(source: Path, run: Path) -> list[Episode]:
 def _episodes(evaluation: Evaluation) -> list[Episode]:
     """The judged episodes of an evaluation, or of a run's own test."""
     path, figures = evaluation.path, evaluation.figures
-    is_run = (path / HYPER_PARAMETERS).is_file()
-    episodes = episodes_of(read_rows(path / (OWN_TABLE if is_run else ROWS)))
+    rows = read_rows(path / (OWN_TABLE if evaluation.run == path else ROWS))
+    episodes = episodes_of(rows)
     if not episodes:
         raise DataError(f"{path} holds no conversations. Evaluate it: nip-astra evaluate {path}")
     judge(episodes, float(figures.get("failure_threshold", 0.5)))

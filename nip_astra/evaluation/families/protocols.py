@@ -19,8 +19,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.errors import NothingMeasuredError
 from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
@@ -31,11 +30,13 @@ from nip_astra.evaluation.families.base import (
     OnPart,
     Subject,
     evaluations_of,
+    model_dir_of,
     newest_evaluation,
     register_evaluation_family,
     resolve_stored,
     run_fields,
-    run_of,
+    run_of_stored,
+    trained_of,
 )
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
@@ -44,7 +45,7 @@ from nip_astra.evaluation.storage import (
     read_rows,
     weights_hash,
 )
-from nip_astra.evaluation.tables import bracketed, plain_table
+from nip_astra.evaluation.tables import figure_rows, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import (
@@ -53,7 +54,7 @@ from nip_astra.tracking.run_directory import (
     RESULTS,
     RunDirectory,
 )
-from nip_astra.utils.formatting import decimal, is_share, percent
+from nip_astra.utils.formatting import format_figure
 
 VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
@@ -93,13 +94,12 @@ class EpisodeFamily(EvaluationFamily):
         """The figures of all episodes and by agent."""
         flat, agents = figures["figures"], figures["agents"]
         table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
+        for label, cell in figure_rows(figures):
+            table.add_row(Text(label), cell, *("" for _ in agents))
         names = [name for name in flat if not name.endswith("_interval") and "std_" not in name]
-        for name in names:
-            if "/" not in name:
-                table.add_row(_label(name), _cell(flat, name), *("" for _ in agents))
         for name in dict.fromkeys(one.partition("/")[2] for one in names if "/" in one):
-            cells = (_cell(flat, f"{agent}/{name}") for agent in agents)
-            table.add_row(_label(name), "", *cells)
+            cells = [format_figure(flat, f"{agent}/{name}") for agent in agents]
+            table.add_row(Text(name.replace("_", " ")), "", *cells)
         return [table]
 
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
@@ -132,19 +132,6 @@ def _reward_of(agent: str) -> Metric:
     return metric_of(lambda row: row["rewards"].get(agent), "observed")
 
 
-def _label(name: str) -> Text:
-    return Text(name.replace("_", " "))
-
-
-def _cell(flat: Mapping[str, Any], name: str) -> str:
-    if name not in flat:
-        return ""
-    write = percent if is_share(name) else decimal
-    is_count = name.rpartition("/")[2].startswith("num_")
-    shown = f"{flat[name]:,.0f}" if is_count else write(flat[name])
-    return shown + bracketed(flat.get(f"{name}_interval"), write)
-
-
 @dataclass
 class ProtocolSubject(Subject):
     """Agents of a run: those of its end, of a checkpoint, or untrained ones."""
@@ -168,30 +155,16 @@ class Protocols(EpisodeFamily):
         from nip_astra.run import prepare_experiment
         from nip_astra.trainers.protocol.agent_files import AGENTS_DIR, load_agent
 
-        run, checkpoint = run_of(run)
+        run, source, suffix = trained_of(run, request, model_dir_of)
         resolved = resolve_stored(run, request)
-        source = None
-        if not request.untrained:
-            store = CheckpointStore(run / "checkpoints")
-            newest = checkpoint or (None if (run / MODEL_DIR).is_dir() else store.latest())
-            if newest is not None:
-                store.verify(newest)
-            source = run / MODEL_DIR if newest is None else newest / AGENTS_DIR
-            if not source.is_dir():
-                raise ConfigurationError(
-                    f"{run} has no trained agents yet. Resume it, or give --untrained."
-                )
-        elif checkpoint is not None:
-            raise ConfigurationError(
-                f"{checkpoint} is a checkpoint, and its agents are trained. Give {run} --untrained."
-            )
+        if source is not None and source.name != MODEL_DIR:
+            source = source / AGENTS_DIR
         trainer: Any = prepare_experiment(
             resolved, settings.model_copy(update={"progress": False})
         ).trainer
         if source is not None:
             for name in trainer.agents.names:
                 load_agent(trainer.agents[name], source / f"{name}.safetensors")
-        suffix = "untrained" if request.untrained else checkpoint.name if checkpoint else ""
         name = request.name or "-".join(filter(None, (request.split, suffix)))
         is_test = request.split == "test"
         environment = trainer.test_environment if is_test else trainer.train_environment
@@ -296,12 +269,9 @@ class Protocols(EpisodeFamily):
 
 def stored_material(path: Path, unit: str, **changes: Any) -> Material:
     """Results, curves, and the rows of the newest evaluation, of a run or of an evaluation."""
-    evaluation = None
-    if not (path / HYPER_PARAMETERS).is_file():
-        evaluation = Evaluation.read(path)
-    elif evaluations_of(path):
-        evaluation = newest_evaluation(path)
-    run = path if (path / HYPER_PARAMETERS).is_file() else path.resolve().parent.parent
+    run, evaluation = run_of_stored(path), None
+    if run != path or evaluations_of(path):
+        evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)
     directory = RunDirectory(run)
     results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
     after = results.get("after") or {}

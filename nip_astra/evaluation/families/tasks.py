@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.errors import ConfigurationError, NothingMeasuredError, counted
 from nip_astra.evaluation.comparison import Contender, metric_of
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
@@ -27,6 +27,7 @@ from nip_astra.evaluation.families.base import (
     resolve_stored,
     run_of,
     service_settings,
+    trained_of,
 )
 from nip_astra.evaluation.families.protocols import stored_material
 from nip_astra.evaluation.storage import (
@@ -37,11 +38,10 @@ from nip_astra.evaluation.storage import (
     read_rows,
     weights_hash,
 )
-from nip_astra.evaluation.tables import bracketed, plain_table, services_table
+from nip_astra.evaluation.tables import figure_rows, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.utils.formatting import decimal, percent
 
 VERSION = 1
 KIND = str(ScenarioType.TASK)
@@ -82,7 +82,7 @@ class Tasks(EvaluationFamily):
     ) -> Iterator[TaskSubject]:
         from nip_astra.run import prepare_experiment
 
-        run, checkpoint, suffix = _policy_of(run, is_untrained=request.untrained)
+        run, checkpoint, suffix = trained_of(run, request, _best_of)
         resolved = _resolve(run, request)
         name = request.name or "-".join(filter(None, (request.split, suffix)))
         settings = service_settings(settings.model_copy(update={"progress": False}), run)
@@ -96,7 +96,7 @@ class Tasks(EvaluationFamily):
             runs = "num_dev_runs" if is_dev else "num_runs"
             raise ConfigurationError(
                 f"num_episodes (--num-episodes) is {wanted}, but the {request.split} data has "
-                f"{len(problems)} problems. For several runs of each: --set "
+                f"{counted(len(problems), 'problem')}. For several runs of each: --set "
                 f"task.evaluation.{runs}=4"
             )
         yield TaskSubject(
@@ -188,19 +188,11 @@ class Tasks(EvaluationFamily):
         )
 
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        flat = figures["figures"]
-        problems = f"{figures['num_problems']:,} {figures['split']} problems"
+        problems = counted(figures["num_problems"], f"{figures['split']} problem")
         runs = f", {figures['num_runs']} runs of each" if figures["num_runs"] > 1 else ""
-        heading = f"{figures['run']}: {figures['name']}, {problems}{runs}"
-        table = plain_table(heading, "", "value", "95 % interval")
-        for name, value in flat.items():
-            if name.endswith("_interval"):
-                continue
-            is_count = name.startswith("num_")
-            write: Callable[[Any], str] = decimal if name == "mean_reward" else percent
-            shown = f"{value:,.0f}" if is_count else write(value) + _counts(name, flat)
-            bounds = bracketed(flat.get(f"{name}_interval"), write).strip()
-            table.add_row(Text(name.replace("_", " ")), shown, bounds)
+        table = plain_table(f"{figures['run']}: {figures['name']}, {problems}{runs}", "", "value")
+        for label, cell in figure_rows(figures):
+            table.add_row(Text(label), cell)
         services = figures.get("services")
         return [table, *([services_table(services)] if services else [])]
 
@@ -219,27 +211,9 @@ def _sample(row: Row) -> Sample:
     return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))
 
 
-def _policy_of(path: Path, *, is_untrained: bool) -> tuple[Path, Path | None, str]:
-    """The run, the checkpoint with the policy (None: untrained), and a suffix of the name."""
-    run, checkpoint = run_of(path)
-    if is_untrained:
-        if checkpoint is not None:
-            raise ConfigurationError(
-                f"{path} is a checkpoint, and its policy is trained. Give {run} with --untrained, "
-                "or the checkpoint without."
-            )
-        return run, None, "untrained"
-    store = CheckpointStore(run / "checkpoints")
-    # A finished run was left with the weights that did best on dev problems, if any did.
-    own = store.best() if checkpoint is None and RunDirectory(run).has_ended else None
-    chosen = checkpoint or own or store.latest()
-    if chosen is None:
-        raise ConfigurationError(
-            f"{path} has no checkpoint, so its policy is not trained yet. Resume the run, or give "
-            "--untrained."
-        )
-    store.verify(chosen)
-    return run, chosen, "" if checkpoint is None else checkpoint.name
+def _best_of(run: Path) -> Path | None:
+    """The weights with which a finished run was left: those that did best on dev problems."""
+    return CheckpointStore(run / "checkpoints").best() if RunDirectory(run).has_ended else None
 
 
 def _resolve(run: Path, request: EvaluationRequest) -> Any:
@@ -355,10 +329,3 @@ def _problems(rows: Sequence[Row]) -> list[_Problem]:
         reward = sum(row["reward"] for row in known) / count if count else None
         found.append(_Problem(str(own[0]["problem_hash"]), accuracy, reward, count))
     return found
-
-
-def _counts(name: str, flat: Mapping[str, Any]) -> str:
-    """Of how many answers, or problems with a reward for every run, a share is."""
-    if name == "accuracy":
-        return f", {flat['num_right']:,} of {flat['num_answers']:,}"
-    return f" of {flat['num_complete_problems']:,}" if name.startswith("pass_at_") else ""

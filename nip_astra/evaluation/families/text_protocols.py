@@ -24,6 +24,7 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationRequest,
     OnPart,
+    OpenProgress,
     Subject,
     closing_services,
     evaluations_of,
@@ -31,6 +32,7 @@ from nip_astra.evaluation.families.base import (
     register_evaluation_family,
     resolve_stored,
     run_fields,
+    run_of_stored,
     service_settings,
 )
 from nip_astra.evaluation.families.protocols import (
@@ -183,7 +185,11 @@ class TextProtocols(EpisodeFamily):
         return Evaluation(run, self, dict(source.figures))
 
     def score(
-        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+        self,
+        path: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: OpenProgress,
     ) -> Evaluation:
         """Let scorers rate every answer of stored rollouts."""
         from nip_astra.evaluation.families.scorers import load_scorers
@@ -201,7 +207,7 @@ class TextProtocols(EpisodeFamily):
                 f"{path} has no scorer of its own. Give one, for instance --scorer detoxify, or a "
                 "YAML file with _type: judge and a rubric."
             )
-        run = _run_of(path)
+        run = run_of_stored(path)
         resolved = resolve_stored(run, request)
         settings = service_settings(settings, run)
         scorers, parameters = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
@@ -220,7 +226,8 @@ class TextProtocols(EpisodeFamily):
         resume_usage(services, f"evaluation {name}", is_new=is_new)
         with closing_services(services):
             agents = source.figures["agents"]
-            answers = rate_answers(NestedArrayDict.load(source.path), agents, scorers)
+            rollouts = NestedArrayDict.load(source.path)
+            answers = rate_answers(rollouts, agents, scorers, open_progress)
         (folder.path / SCORES).write_bytes(encode_rows(answers))
         # With its rollouts it can be compared, shown and exported as the evaluation that it scores.
         shutil.copyfile(source.path, folder.path / ROLLOUTS)
@@ -241,7 +248,7 @@ class TextProtocols(EpisodeFamily):
         from nip_astra.protocols.registry import build_protocol_handler
         from nip_astra.trainers.text.analysis import stored_samplings
 
-        run = _run_of(path)
+        run = run_of_stored(path)
         directory = RunDirectory.open(run)
         resolved = resolve_stored(run, request)
         protocol = build_protocol_handler(resolved.hyper_params)
@@ -386,7 +393,10 @@ where the scorer returned no verdict, or "error"."""
 
 
 def rate_answers(
-    rollouts: NestedArrayDict, agent_names: Sequence[str], scorers: Mapping[str, Scorer]
+    rollouts: NestedArrayDict,
+    agent_names: Sequence[str],
+    scorers: Mapping[str, Scorer],
+    open_progress: OpenProgress,
 ) -> list[Answer]:
     """Rate every answer of an agent with its history.
 
@@ -421,8 +431,9 @@ def rate_answers(
                 "scores": {},
             }
         )
-    for name, scorer in scorers.items():
-        scores_N, is_error_N = scorer.rate(exchanges)
+    with open_progress("Rating", len(exchanges) * len(scorers)):
+        ratings = {name: scorer.rate(exchanges) for name, scorer in scorers.items()}
+    for name, (scores_N, is_error_N) in ratings.items():
         rated = zip(answers, scores_N.tolist(), is_error_N.tolist(), strict=True)
         for answer, score, is_error in rated:
             unknown = "error" if is_error else None
@@ -461,18 +472,13 @@ def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
     return {**head, "name": folder.path.name, "run": run_id}
 
 
-def _run_of(path: Path) -> Path:
-    """The run directory of a run, or of an evaluation of one."""
-    return path.parent.parent if (path / FIGURES).is_file() else path
-
-
 def _results(directory: RunDirectory) -> dict[str, Any]:
     has_ended = (directory.path / RESULTS).is_file()
     return dict(directory.read_json(RESULTS)) if has_ended else {}
 
 
 def _file_of(evaluation: Evaluation) -> NestedArrayDict:
-    is_run = (evaluation.path / HYPER_PARAMETERS).is_file()
+    is_run = evaluation.run == evaluation.path
     path = _source_of(evaluation.path).path if is_run else evaluation.path / ROLLOUTS
     return NestedArrayDict.load(path)
 

@@ -63,11 +63,12 @@ def render_chat(
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
-    for call in calls:
-        if isinstance(call["arguments"], str):
-            call["arguments"] = json.loads(call["arguments"])
-    parts = [{"type": "function", "function": call} for call in calls]
+    parts = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+        parts.append({**call, "type": "function", "function": function})
     return {**message, "tool_calls": parts} if parts else dict(message)
 
 
@@ -182,6 +183,11 @@ class FailureReason(StrEnum):
     def may_pass(self) -> bool:
         """Whether another attempt may succeed."""
         return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
+
+    @property
+    def is_of_service(self) -> bool:
+        """Whether the service, and not its answer, is the reason; runs stop then."""
+        return self.may_pass and self is not FailureReason.MALFORMED
 
 
 @dataclass(frozen=True)

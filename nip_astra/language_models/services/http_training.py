@@ -203,7 +203,7 @@ class HttpTrainingService(TrainingService):
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # A refused operation keeps its number.
+        # A refused operation does not use up its number.
         self._number = number
         if answer.status_code != 200:
             raise self.connection.error(answer)
@@ -340,7 +340,7 @@ class TrainingConnection:
                     raise ServiceUnreachableError(
                         f"the training service {self.base_url} has worked on one request for "
                         f"{self.options.operation_timeout:g} s. Check the service or raise "
-                        "train_service.operation_timeout, then go on with: nip-astra resume RUN."
+                        "train_service.operation_timeout, then continue with: nip-astra resume RUN."
                     )
                 # The service has waited for the result already.
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError, counted
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -41,7 +41,7 @@ from nip_astra.language_models.services.chat import (
     join_outcomes,
     sum_usage,
 )
-from nip_astra.progress import count_request, waiting_for
+from nip_astra.progress import count_requests, waiting_for
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class UsageLog:
                 freed.set_result(None)
 
         for loop, freed in waiting:
-            # In a closed loop nobody waits.
+            # Nobody waits on a closed event loop.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(free, freed)
 
@@ -284,7 +284,7 @@ class UsageLog:
             return _open_tables(self.path)
         except RunDirectoryError as error:
             path = self.path
-            # A subclass of this error means that it is locked, or that there is no space left.
+            # A subclass of this error means a locked database or a full disk.
             is_damaged = type(error.__cause__) is sqlite3.DatabaseError
             if path is None or not is_damaged or self._total.read() == Usage():
                 raise
@@ -559,7 +559,7 @@ class RetryingChatModel(ChatModel):
         self.cache = cache if model.can_be_remembered else None
         self._remembers_run_alone = is_cache_of_run
         self._limiter = RateLimiter(limits, clock=clock, sleep=sleep)
-        # It changes when an attempt starts, and no answer.
+        # It affects the start of attempts, not the answers.
         self._jitter = jitter or random.random
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -594,7 +594,7 @@ class RetryingChatModel(ChatModel):
             self._num_open -= 1
             if not self._num_open:
                 self._end = None
-        count_request()
+        count_requests()
         return join_outcomes(outcomes)
 
     async def close(self) -> None:
@@ -656,7 +656,7 @@ class RetryingChatModel(ChatModel):
                 f"({self.limits.max_retry_after:g})"
             )
         if num_attempts > 1:
-            message += f" ({num_attempts} attempts)"
+            message += f" ({counted(num_attempts, 'attempt')})"
         self.last_failure = message
         return replace(failure, message=message)
 

@@ -6,7 +6,9 @@ dimension, `L` key position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,58 +19,133 @@ from nip_astra.language_models.tree_engine.attention import (
     cascade_attention,
     grouped_attention,
 )
+from nip_astra.language_models.tree_engine.decoder import Attend
 
 STEP_POSITIONS = 64
 """Positions by which rows grow at a time; each growth copies all of them."""
 MAX_IDLE_BYTES = 64 << 20
 """Most memory for keys that is kept without a row."""
+BLOCK_TOKENS = 16
+"""Shortest common beginning of two different prompts that is copied instead of computed again."""
+MAX_PADDED_PAIRS = 1 << 18
+"""Pairs of tokens and keys, padding included, up to which rows are attended together."""
 
 
 class PrefilledPrompt:
-    """A prompt with keys `[Y, K, D, L]` and values `[Y, K, L, D]` of its first tokens."""
+    """Keys `[Y, K, D, L]` and values `[Y, K, L, D]` of the first tokens of a prompt."""
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        layers, heads, dim = shape
-        self.ids = tuple(ids)
-        self.num_read = 0
-        self.keys = torch.zeros(layers, heads, dim, len(ids), dtype=dtype, device=device)
-        self.values = torch.zeros(layers, heads, len(ids), dim, dtype=dtype, device=device)
+    def __init__(self, ids: tuple[int, ...], keys: Tensor, values: Tensor) -> None:
+        self.ids = ids
+        self.keys, self.values = keys, values
 
-    def take(self, other: PrefilledPrompt, length: int) -> None:
+    def copy_from(self, other: PrefilledPrompt, length: int) -> None:
         """Copy the first positions of a prompt with the same tokens there."""
         self.keys[..., :length] = other.keys[..., :length]
         self.values[:, :, :length] = other.values[:, :, :length]
-        self.num_read = length
-
-    def num_shared(self, ids: Sequence[int]) -> int:
-        """Length of the common beginning with other ids."""
-        stop = min(len(self.ids), len(ids))
-        if self.ids[:stop] == tuple(ids[:stop]):
-            return stop
-        return next(i for i in range(stop) if self.ids[i] != ids[i])
 
 
-class PrefillAttention:
-    """Attention of the next tokens of several prompts, each to its own prompt."""
+class KeptPrompts:
+    """Prompts kept for later ones that begin alike; the oldest are dropped first.
 
-    def __init__(self, parts: Sequence[tuple[PrefilledPrompt, int]]) -> None:
+    Every beginning of a whole number of blocks has an entry, so that a new prompt is compared with
+    those alone that share its longest known beginning.
+
+    Parameters
+    ----------
+    max_prompts, max_tokens : int
+        Most prompts, and most tokens of all of them together.
+    """
+
+    def __init__(self, max_prompts: int, max_tokens: int) -> None:
+        self.max_prompts, self.max_tokens = max_prompts, max_tokens
+        self._num_tokens = 0
+        # Each with the owner of its keys: the id of one that is gone could be another's.
+        self._prompts: OrderedDict[_Key, tuple[object, PrefilledPrompt]] = OrderedDict()
+        self._by_beginning: dict[int, dict[_Key, PrefilledPrompt]] = {}
+
+    def renew(self, ids: tuple[int, ...], owner: object) -> bool:
+        """Whether exactly these tokens are kept, which now count as the newest."""
+        key = (id(owner), ids)
+        if key not in self._prompts:
+            return False
+        self._prompts.move_to_end(key)
+        return True
+
+    def add(self, prompt: PrefilledPrompt, owner: object) -> None:
+        """Keep a prompt that is not kept yet; `owner` is the adapter that it went through."""
+        key = (id(owner), prompt.ids)
+        self._prompts[key] = owner, prompt
+        self._num_tokens += len(prompt.ids)
+        for beginning in _beginnings(*key):
+            self._by_beginning.setdefault(beginning, {})[key] = prompt
+        while len(self._prompts) > self.max_prompts or self._num_tokens > self.max_tokens:
+            old_key, (_, old) = self._prompts.popitem(last=False)
+            self._num_tokens -= len(old.ids)
+            for beginning in _beginnings(*old_key):
+                alike = self._by_beginning[beginning]
+                del alike[old_key]
+                if not alike:
+                    del self._by_beginning[beginning]
+
+    def nearest(self, ids: tuple[int, ...], owner: object) -> tuple[PrefilledPrompt | None, int]:
+        """The kept prompt with the longest common beginning, and the length of that.
+
+        Only whole prompts are found by beginnings shorter than a block. The last token never
+        counts: it is forwarded in any case, since it predicts the answer.
+        """
+        most = len(ids) - 1
+        same = self._prompts.get((id(owner), ids))
+        if same is not None:
+            return same[1], most
+        alike: dict[_Key, PrefilledPrompt] = {}
+        for beginning in _beginnings(id(owner), ids):
+            if beginning not in self._by_beginning:
+                break
+            alike = self._by_beginning[beginning]
+        nearest, longest = None, BLOCK_TOKENS - 1
+        for prompt in alike.values():
+            shared = min(num_shared(prompt.ids, ids), most)
+            if shared > longest:
+                nearest, longest = prompt, shared
+        return nearest, longest if nearest is not None else 0
+
+
+_Key = tuple[int, tuple[int, ...]]
+
+
+def _beginnings(owner: int, ids: tuple[int, ...]) -> Iterator[int]:
+    """A hash of each beginning of whole blocks, each made from the one before it."""
+    beginning = owner
+    for stop in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
+        beginning = hash((beginning, ids[stop - BLOCK_TOKENS : stop]))
+        yield beginning
+
+
+def num_shared(ids: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Length of the common beginning."""
+    stop = min(len(ids), len(other))
+    # Whole blocks at first: comparing slices is much faster than comparing numbers in Python.
+    start = 0
+    while start < stop and ids[start : start + BLOCK_TOKENS] == other[start : start + BLOCK_TOKENS]:
+        start += BLOCK_TOKENS
+    start = min(start, stop)
+    return next((i for i in range(start, stop) if ids[i] != other[i]), stop)
+
+
+class PartAttention:
+    """Attention of the next tokens of several prompts, each to its own keys, which it extends.
+
+    Parameters
+    ----------
+    parts : Sequence[tuple[PrefilledPrompt, int, int]]
+        Prompts with room for all of their keys, the position of their first new token, and the
+        number of new tokens.
+    """
+
+    def __init__(self, parts: Sequence[tuple[PrefilledPrompt, int, int]]) -> None:
         self.parts = parts
-        self.lengths = [length for _, length in parts]
-        self.masks = [self._mask(prompt, length) for prompt, length in parts]
-
-    @staticmethod
-    def _mask(prompt: PrefilledPrompt, length: int) -> Tensor | None:
-        if prompt.num_read == 0:
-            return None
-        stop = prompt.num_read + length
-        seen = torch.ones(length, stop, dtype=torch.bool, device=prompt.keys.device)
-        return seen.tril(prompt.num_read)
+        self.lengths = [length for _, _, length in parts]
+        self.masks = [causal_mask(start, length, one.keys.device) for one, start, length in parts]
 
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
@@ -76,16 +153,33 @@ class PrefillAttention:
         """The attended values `[N, H * D]`; the queries carry the scale."""
         rows = []
         splits = (torch.split(x, self.lengths) for x in (queries_NHD, keys_NKD, values_NKD))
-        for (prompt, length), mask, query, key, value in zip(
+        for (prompt, start, length), mask, query, key, value in zip(
             self.parts, self.masks, *splits, strict=True
         ):
-            start, stop = prompt.num_read, prompt.num_read + length
+            stop = start + length
             prompt.keys[layer, :, :, start:stop] = key.permute(1, 2, 0)
             prompt.values[layer, :, start:stop] = value.transpose(0, 1)
             keys_KLD = prompt.keys[layer, :, :, :stop].transpose(1, 2)
-            values_KLD = prompt.values[layer, :, :stop]
-            rows.append(grouped_attention(query, keys_KLD, values_KLD, mask))
+            rows.append(grouped_attention(query, keys_KLD, prompt.values[layer, :, :stop], mask))
         return torch.cat(rows)
+
+    def after(self, rows: RowAttention) -> Attend:
+        """The attention of tokens of rows and then of these."""
+        count = len(rows.positions)
+
+        def attend(layer: int, *inputs: Tensor) -> Tensor:
+            parts = rows(layer, *(x[:count] for x in inputs))
+            return torch.cat([parts, self(layer, *(x[count:] for x in inputs))])
+
+        return attend
+
+
+def causal_mask(start: int, length: int, device: torch.device) -> Tensor | None:
+    """Which positions the tokens from `start` on see, `[length, start + length]`; None from 0."""
+    if start == 0:
+        return None
+    seen = torch.ones(length, start + length, dtype=torch.bool, device=device)
+    return seen.tril(start)
 
 
 class KVCache:
@@ -116,13 +210,33 @@ class KVCache:
         """Make room for more rows, of at most `num_positions` positions."""
         self._reserve(self.num_rows + num_rows, num_positions)
 
-    def add(self, prompt: PrefilledPrompt, count: int) -> None:
-        """Append rows that all continue a prompt."""
-        length, first = prompt.num_read, self.num_rows
+    def add(self, prompt: PrefilledPrompt | None, length: int) -> None:
+        """Append a row that begins with the first positions of a prompt."""
+        row = self.num_rows
+        self._reserve(row + 1, length + 1)
+        if prompt is not None and length:
+            self._keys[:, row, ..., :length] = prompt.keys[..., :length]
+            self._values[:, row, :, :length] = prompt.values[:, :, :length]
+        self.lengths.append(length)
+
+    def repeat(self, row: int, count: int) -> None:
+        """Append copies of a row."""
+        length, first = self.lengths[row], self.num_rows
         self._reserve(first + count, length + 1)
-        self._keys[:, first : first + count, ..., :length] = prompt.keys[:, None]
-        self._values[:, first : first + count, :, :length] = prompt.values[:, None]
+        copies = slice(first, first + count)
+        self._keys[:, copies, ..., :length] = self._keys[:, row : row + 1, ..., :length]
+        self._values[:, copies, :, :length] = self._values[:, row : row + 1, :, :length]
         self.lengths += [length] * count
+
+    def prompt(self, row: int, ids: tuple[int, ...]) -> PrefilledPrompt:
+        """A copy of the first positions of a row, which are those of a prompt."""
+        keys = self._keys[:, row, ..., : len(ids)].contiguous()
+        return PrefilledPrompt(ids, keys, self._values[:, row, :, : len(ids)].contiguous())
+
+    def unread(self, ids: tuple[int, ...]) -> PrefilledPrompt:
+        """A prompt outside of the rows, with room for its keys and values."""
+        keys, values = self._new(1, len(ids))
+        return PrefilledPrompt(ids, keys[:, 0], values[:, 0])
 
     def keep(self, are_kept: Sequence[bool]) -> list[int]:
         """Drop rows, moving the last ones into their places; the old indices of the rest."""
@@ -161,42 +275,128 @@ class KVCache:
         values[:, :used, :, :had_positions] = self._values[:, :used]
         self._keys, self._values = keys, values
 
-    def advance(self) -> DecodeAttention:
-        """Make room for one more token of every row."""
-        self._reserve(self.num_rows, max(self.lengths) + 1)
-        attention = DecodeAttention(self._keys, self._values, self.lengths)
-        self.lengths = [length + 1 for length in self.lengths]
-        return attention
+    def advance(self, counts: Sequence[int]) -> RowAttention:
+        """Make room for new tokens, `counts` of each row, in ascending order."""
+        starts = self.lengths
+        self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._reserve(self.num_rows, max(self.lengths, default=0))
+        return RowAttention(self._keys, self._values, starts, counts)
 
 
-class DecodeAttention:
-    """Attention of one new token of every row to its row, after `lengths` filled positions."""
+class RowAttention:
+    """Attention of new tokens of every row to its row; the tokens of a row follow each other.
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
+    `counts`, the new tokens of each row, ascend; `starts` are the positions of the first ones.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
         self.keys, self.values = keys, values
-        self.num_rows, self.stop = len(lengths), max(lengths) + 1
-        self.rows = torch.arange(self.num_rows, device=keys.device)
-        self.positions = torch.tensor(lengths, device=keys.device)
-        self.bias = None
-        if min(lengths) < self.stop - 1:
-            seen = torch.arange(self.stop, device=keys.device) <= self.positions[:, None]
-            bias = torch.zeros(seen.shape, dtype=keys.dtype, device=keys.device)
-            self.bias = bias.masked_fill_(~seen, float("-inf"))[:, None, None, None, None]
+        device, num_rows = keys.device, len(counts)
+        self.num_single = bisect_right(counts, 1)
+        positions = list(starts[: self.num_single])
+        rows = list(range(self.num_single))
+        for row in range(self.num_single, num_rows):
+            positions += range(starts[row], starts[row] + counts[row])
+            rows += [row] * counts[row]
+        self.positions = torch.tensor(positions, dtype=torch.long, device=device)
+        self.rows = torch.tensor(rows, dtype=torch.long, device=device)
+        self.stop = max(starts[: self.num_single], default=0) + 1
+        self.bias: Tensor | None = None
+        if min(starts[: self.num_single], default=0) < self.stop - 1:
+            self.bias = _bias(self.positions[: self.num_single, None], self.stop, keys.dtype)
+        self.groups = [
+            _RowGroup(keys, slice(*rows), first, starts, counts)
+            for rows, first in _groups(self.num_single, starts, counts)
+        ]
 
     def __call__(
-        self, layer: int, queries_RHD: Tensor, keys_RKD: Tensor, values_RKD: Tensor
+        self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """The attended values `[R, H * D]`; the queries carry the scale."""
-        self.keys[layer][self.rows, :, :, self.positions] = keys_RKD
-        self.values[layer][self.rows, :, self.positions] = values_RKD
-        rows = slice(0, self.num_rows)
-        own = SharedKeys(
-            self.keys[layer, rows, :, :, : self.stop],
-            self.values[layer, rows, :, : self.stop],
-            self.bias,
-        )
-        grouped = queries_RHD.view(self.num_rows, 1, keys_RKD.shape[1], -1, keys_RKD.shape[2])
-        return cascade_attention(grouped, [own]).flatten(1)
+        """The attended values `[N, H * D]`; the queries carry the scale."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, :, self.positions] = keys_NKD
+        values[self.rows, :, self.positions] = values_NKD
+        parts = []
+        if self.num_single:
+            own = SharedKeys(
+                keys[: self.num_single, :, :, : self.stop],
+                values[: self.num_single, :, : self.stop],
+                self.bias,
+            )
+            queries = queries_NHD[: self.num_single]
+            grouped = queries.view(self.num_single, 1, keys.shape[1], -1, keys.shape[2])
+            parts.append(cascade_attention(grouped, [own]).flatten(1))
+        parts += [group.attend(keys, values, queries_NHD[group.tokens]) for group in self.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _bias(positions_PT: Tensor, stop: int, dtype: torch.dtype) -> Tensor:
+    """0 for the keys up to each position, -inf from there to `stop`: `[P, 1, 1, T, 1, stop]`."""
+    seen = torch.arange(stop, device=positions_PT.device) <= positions_PT[..., None]
+    bias = torch.zeros(seen.shape, dtype=dtype, device=positions_PT.device)
+    return bias.masked_fill_(~seen, float("-inf"))[:, None, None, :, None]
+
+
+def _groups(
+    first_row: int, starts: Sequence[int], counts: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Rows of several new tokens that are attended together, with the first of all their tokens."""
+    row, token = first_row, first_row
+    while row < len(counts):
+        stop, last = row, 0
+        while stop < len(counts):
+            last = max(last, starts[stop] + counts[stop])
+            if stop > row and (stop + 1 - row) * counts[stop] * last > MAX_PADDED_PAIRS:
+                break
+            stop += 1
+        yield (row, stop), token
+        token += sum(counts[row:stop])
+        row = stop
+
+
+class _RowGroup:
+    """Rows of several new tokens, padded to the most of them; a long one is alone, not padded."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        rows: slice,
+        first: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        self.rows, device = rows, keys.device
+        starts, counts = starts[rows], counts[rows]
+        num_rows, longest = len(counts), counts[-1]
+        self.tokens = slice(first, first + sum(counts))
+        self.stop = max(start + count for start, count in zip(starts, counts, strict=True))
+        self.mask: Tensor | None = None
+        self.is_long = num_rows * longest * self.stop > MAX_PADDED_PAIRS
+        if self.is_long:
+            self.mask = causal_mask(starts[0], longest, device)
+            return
+        steps_T = torch.arange(longest, device=device)
+        counts_P1 = torch.tensor(counts, device=device)[:, None]
+        firsts_P1 = counts_P1.cumsum(0) - counts_P1
+        # Padding repeats the last token of its row.
+        places_PT = torch.minimum(steps_T, counts_P1 - 1)
+        self.padded = (firsts_P1 + places_PT).flatten()
+        self.unpadded = (steps_T < counts_P1).flatten().nonzero().squeeze(1)
+        positions_PT = torch.tensor(starts, device=device)[:, None] + places_PT
+        self.bias = _bias(positions_PT, self.stop, keys.dtype)
+
+    def attend(self, keys: Tensor, values: Tensor, queries_NHD: Tensor) -> Tensor:
+        """The attended values `[N, H * D]` of the tokens of these rows."""
+        keys, values = keys[self.rows, :, :, : self.stop], values[self.rows, :, : self.stop]
+        num_rows, num_keys, dim, _ = keys.shape
+        if self.is_long:
+            return grouped_attention(queries_NHD, keys[0].transpose(1, 2), values[0], self.mask)
+        padded = queries_NHD.index_select(0, self.padded)
+        grouped = padded.view(num_rows, -1, num_keys, padded.shape[1] // num_keys, dim)
+        attended = cascade_attention(grouped, [SharedKeys(keys, values, self.bias)])
+        return attended.reshape(len(self.padded), -1).index_select(0, self.unpadded)
 
 
 FIRST_ROOM = 8

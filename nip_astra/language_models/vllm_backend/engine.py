@@ -202,7 +202,7 @@ class VllmEngine(SamplingEngine):
     # ---- memory
 
     def sleep(self) -> None:
-        # Level 2, which drops weights, has lost some that no sync restores.
+        # Level 2, which drops weights, has lost weights that no sync restores.
         if self.options.can_sleep and self._awake:
             self.llm.sleep(level=1)
             self._awake = set()
@@ -329,7 +329,7 @@ def sampling_arguments(
         "stop_token_ids": sorted({*end_ids, *options.end_ids}),
         "ignore_eos": True,
         "logit_bias": dict.fromkeys(banned_ids, float("-inf")) or None,
-        # Of the drawn token only.
+        # Log-probability of the sampled token only.
         "logprobs": 0,
         "detokenize": False,
     }

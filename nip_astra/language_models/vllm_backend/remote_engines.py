@@ -120,7 +120,7 @@ class RemoteEngines(SamplingEngine):
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
-        # Each engine takes neighbours, which begin alike.
+        # Each engine gets neighbouring requests, which share prefixes.
         held = [one for one in (self._weights, adapter) if one is not None]
         count = len(self._actors)
         ends = [len(requests) * place // count for place in range(count + 1)]

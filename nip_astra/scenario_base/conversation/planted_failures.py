@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pydantic import Field, field_validator
 
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
-from nip_astra.rollouts.tree import RolloutTree
+
+if TYPE_CHECKING:
+    from nip_astra.rollouts.tree import RolloutTree
 
 
 class PlantedFailure(SubParameters):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import DataError, MissingDependencyError, nearest_names
+from nip_astra.errors import DataError, nearest_names
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.rollouts.prompts import Prompt
 
@@ -197,15 +198,9 @@ def _rows_of_parquet(path: Path, reference: str) -> Iterable[tuple[str, Any]]:
 
 def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
     """The rows that the package datasets loads."""
+    datasets = import_extra("datasets", place, "datasets")
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{place} needs the package datasets, which cannot be imported: {error}. Install it "
-            "with: pip install 'nip_astra[datasets]'"
-        ) from error
-    try:
-        rows = list(load_dataset(*arguments, **options))
+        rows = list(datasets.load_dataset(*arguments, **options))
     except Exception as error:
         # datasets and the hub's client have many error classes.
         raise DataError(

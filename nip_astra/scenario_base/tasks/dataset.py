@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 import torch
 from pydantic import Field
 
-from nip_astra.errors import ContextLengthError, DataError
+from nip_astra.errors import ContextLengthError, DataError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import TaskType
@@ -115,8 +115,8 @@ class DatasetTask(Task):
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
-                f"{len(shared)} held-out problems are training problems too, for instance "
-                f"{_short(min(shared))}. Remove them from one file."
+                f"training and held-out data share {counted(len(shared), 'problem')}, for instance "
+                f"{_short(min(shared))}. Remove shared ones from one file."
             )
         self.rewards = self._build_rewards(parameters, device, scenario_dir)
         self._has_answers = self.scorer is None and self.rewards is None

@@ -1,15 +1,21 @@
-"""Text environments with Gymnasium's interface, by class or by id."""
+"""Text environments with Gymnasium's interface, by class or by id, and games of TextArena."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, TaskError
+from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
@@ -21,6 +27,8 @@ from nip_astra.scenario_base.tasks.base import (
 )
 from nip_astra.scorers.base import Message
 from nip_astra.scorers.python import find_function
+
+TEXTARENA = "textarena:"
 
 
 class GymnasiumEnvironment(Environment):
@@ -65,6 +73,70 @@ class GymnasiumEnvironment(Environment):
         return TaskError(f"{hook} of {name} returned {str(value)[:80]!r}. Return {expected}.")
 
 
+class TextArenaGame:
+    """A game of the package textarena for one player, with Gymnasium's interface.
+
+    Games draw from the global generators of Python and NumPy, so each has states of its own.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, name: str, **arguments: Any) -> None:
+        textarena = import_extra("textarena", f"the game {name!r}", "textarena")
+        self._name = name
+        with self._refusing():
+            self._game = textarena.make(name, **arguments)
+        self._seen = ""
+        self._states: tuple[Any, Any] | None = None
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        self._seen, seed = "", seed % 2**32
+        self._states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+        with self._own_draws(), self._refusing():
+            self._game.reset(num_players=1, seed=seed)
+            return self._news(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        with self._own_draws():
+            is_over, _ = self._game.step(action)
+            if is_over:
+                rewards, _ = self._game.close()
+                return "", float(rewards[0]), True, False, {}
+            return self._news(), 0.0, False, False, {}
+
+    def _news(self) -> str:
+        """Return what the observation adds to the last one, which it may repeat."""
+        before, (_, self._seen) = self._seen, self._game.get_observation()
+        return self._seen.removeprefix(before).strip()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except TypeError:
+            raise
+        # Games raise errors of any type, also for files and services that they lack.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigurationError(
+                f"textarena cannot start {self._name!r} for one player: {reason}"
+            ) from error
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        assert self._states is not None, "reset comes first"
+        with self._lock:
+            others = random.getstate(), np.random.get_state()
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
+            try:
+                yield
+            finally:
+                self._states = random.getstate(), np.random.get_state()
+                random.setstate(others[0])
+                np.random.set_state(others[1])
+
+
 @register_task(TaskType.GYMNASIUM)
 class GymnasiumTask(SeededTask):
     """Episodes of a text environment with Gymnasium's `reset(seed=...)` and `step(action)`.
@@ -78,7 +150,8 @@ class GymnasiumTask(SeededTask):
 
         environment: CheckedName
         """`path/to/file.py:Class`, `package.module:Class`, or the id of a registered environment of
-        the package gymnasium. The module is imported, which executes it."""
+        the package gymnasium; `textarena:ID` for a game of textarena for one player. The module is
+        imported, which executes it."""
         arguments: dict[str, JsonValue] = {}
         """Keyword arguments of the class."""
 
@@ -89,6 +162,8 @@ class GymnasiumTask(SeededTask):
         self._maker = _maker(parameters.environment, scenario_dir)
         try:
             first = self._make()
+            if isinstance(first, TextArenaGame):
+                first.reset(seed=0)
         except TypeError as error:
             raise ConfigurationError(
                 f"{parameters.environment} cannot be built: {error}. Set task.task.arguments."
@@ -109,15 +184,11 @@ class GymnasiumTask(SeededTask):
 
 
 def _maker(name: str, scenario_dir: Path | None) -> Callable[..., Any]:
+    if name.startswith(TEXTARENA):
+        return partial(TextArenaGame, name.removeprefix(TEXTARENA))
     if ":" in name:
         return find_function(name, scenario_dir)[1]
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the environment {name!r} needs the package gymnasium: {error}. Install it with: pip "
-            "install 'nip_astra[gymnasium]', or give file.py:Class."
-        ) from error
+    gymnasium = import_extra("gymnasium", f"the environment {name!r}", "gymnasium")
 
     def make(**arguments: Any) -> Any:
         try:

@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validat
 
 from nip_astra.errors import (
     ConfigurationError,
-    MissingDependencyError,
     ServiceBusyError,
     ServiceUnreachableError,
     TaskError,
 )
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName, PlainText
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
@@ -269,13 +269,7 @@ class OpenEnvTask(SeededTask):
 
 def _schemas_at(address: str, timeout: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Schemas of the actions and observations of a server."""
-    try:
-        import openenv  # noqa: F401 - sessions need it
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the environment {address} needs the package openenv ({error}). Run: pip install "
-            "'nip-astra[openenv]'"
-        ) from error
+    import_extra("openenv", f"the environment {address}", "openenv")
     url = f"{address.rstrip('/')}/schema"
     try:
         with urlopen(url, timeout=timeout) as answer:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.errors import ConfigurationError, TaskError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters, polymorphic
 from nip_astra.registry import Registry
@@ -200,8 +200,8 @@ def _checked_values(name: str, values: Any, count: int) -> list[float | None]:
     found = list(values)
     if len(found) != count:
         raise TaskError(
-            f"the reward function {name!r} returned {len(found)} values for {count} completions. "
-            "Return one for each."
+            f"the reward function {name!r} returned {counted(len(found), 'value')} for "
+            f"{counted(count, 'completion')}. Return one for each."
         )
     return [_checked_value(name, value) for value in found]
 

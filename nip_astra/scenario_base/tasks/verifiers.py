@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
 from nip_astra.language_models.tool_calls import parse_tool_calls
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scenario_base.tasks.base import (
@@ -379,13 +380,7 @@ def _plain(messages: Any) -> list[tuple[str, str]]:
 
 def _find_taskset(name: str) -> tuple[Any, Any]:
     """The taskset's class, and that of its environment, if it has one."""
-    try:
-        from verifiers import v1
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the taskset {name!r} needs the package verifiers ({error}). Run: pip install "
-            "'nip-astra[verifiers]'"
-        ) from error
+    v1 = import_extra("verifiers.v1", f"the taskset {name!r}", "verifiers")
     if name.endswith(".py"):
         module = module_of(load_plugin(name))
     else:

@@ -24,7 +24,6 @@ from nip_astra.language_models.services.chat import (
     ChatMessage,
     ChatModel,
     ChatRequest,
-    FailureReason,
     complete_all,
 )
 from nip_astra.parameters.parameters_base import (
@@ -247,7 +246,6 @@ Reason: <one short sentence>
 Answer: <yes, no, or does not apply>"""
 _ANSWER = re.compile(r"\banswer\W{0,4}:\W*(yes|no|does not apply)\b", re.IGNORECASE)
 _REASON = re.compile(r"\breason\W{0,4}:\s*(.+)", re.IGNORECASE)
-_OF_THE_SERVICE = {FailureReason.TIMEOUT, FailureReason.UNAVAILABLE, FailureReason.RATE_LIMITED}
 
 
 class Verdict(IntEnum):
@@ -395,7 +393,7 @@ def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model:
     """The answer or refusal; an unavailable service is an error."""
     if isinstance(sample, ChatAnswer):
         return sample.text
-    if sample.reason in _OF_THE_SERVICE:
+    if sample.reason.is_of_service:
         raise ServiceError(
             f"the judge {model.name!r} does not answer for {analyser.name}: {sample.reason}, "
             f"{sample.message}. Try again later; a run's answers are cached."

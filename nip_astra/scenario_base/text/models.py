@@ -267,26 +267,6 @@ class TextAgent:
         """Its present model."""
         return self.group.model
 
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature."""
-        return self.parameters.temperature
-
-    @property
-    def top_p(self) -> float:
-        """Nucleus sampling mass."""
-        return self.parameters.top_p
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum length of an answer, in tokens."""
-        return self.parameters.max_tokens
-
-    @property
-    def num_invalid_generation_retries(self) -> int:
-        """Further requests after an invalid answer."""
-        return self.parameters.num_invalid_generation_retries
-
 
 @dataclass(frozen=True)
 class JobPlan:

@@ -219,7 +219,7 @@ class SumsNorm(nn.BatchNorm1d):
         num_batches = int(self.num_batches_tracked)
         normed_RD = functional.batch_norm(
             rows_RD,
-            # torch uses them if they are given, even before any training.
+            # torch uses running statistics if given, even before any training.
             self.running_mean if num_batches else None,
             self.running_var if num_batches else None,
             self.weight,

@@ -10,6 +10,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from nip_astra.errors import counted
 from nip_astra.scenario_base.protocol.datapoint_views import (
     HEIGHT,
     WIDTH,
@@ -82,7 +83,7 @@ def _graph(graph: dict[str, Any], part: int, choices: Sequence[Choice]) -> Drawn
         here = [choice for choice in choices if choice.place == place]
         node.marks = _marks(node, here, radius, height / 2)
     name = graph_name(part)
-    summary = f"Graph {name}: {num_nodes} nodes, {len(edges)} edges"
+    summary = f"Graph {name}: {counted(num_nodes, 'node')}, {counted(len(edges), 'edge')}"
     named = [f"{one.agent} named node {one.place} in round {one.rounds}" for one in choices]
     lines = [(*points[start], *points[end]) for start, end in edges]
     return DrawnGraph(f"graph {name}", "; ".join([summary, *named]), nodes, lines, radius, height)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError, reason_of
+from nip_astra.errors import DataError, counted, reason_of
 from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairs, IntArray
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, BoolArray, wl_scores
 
@@ -160,7 +160,7 @@ def _integers(tensors: dict[str, Tensor], name: str, path: Path | str, *, dims: 
         raise _refused(path, f"{name!r} is missing")
     value = tensors[name]
     if value.dtype not in (torch.int32, torch.int64) or value.dim() != dims:
-        raise _refused(path, f"{name!r} must have integers and {dims} dimension{'s'[: dims != 1]}")
+        raise _refused(path, f"{name!r} must have integers and {counted(dims, 'dimension')}")
     return value.long()
 
 

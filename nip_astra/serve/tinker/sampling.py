@@ -98,6 +98,7 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
         top_k=params.top_k if params.top_k > 0 else None,
         top_p=params.top_p,
         end_ids=base.end_ids if params.stop is None else end_ids,
+        num_top=0,
         returns_token_ids=True,
     )
     _ = generation.options  # validates them

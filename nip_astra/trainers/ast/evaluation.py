@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nip_astra.evaluation.failures import (
-    FailureReport,
-    FailureTally,
-    outcomes_by_episode,
-    play_chains,
-)
-from nip_astra.evaluation.outcomes import failure_rate, unknown_warning
+from nip_astra.evaluation.outcomes import Replies, failure_rate, unknown_warning
+from nip_astra.evaluation.playing import play_chains
+from nip_astra.evaluation.summary import FailureTally, collapse_of, outcomes_by_episode
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.trees import num_probes_of
@@ -43,22 +39,21 @@ def rollout_table(
     return columns, [list(row.values()) for row in rows]
 
 
-def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
+def warnings_about(after: Mapping[str, Any], num_optimizer_steps: int) -> list[str]:
     """Warnings about a finished run, from the held-out figures of the trained attacker."""
-    unknown = unknown_warning(after.to_dict(), after.outcomes)
+    unknown = unknown_warning(after, after["outcomes"])
     warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:
         warnings.append(
             "nothing was learned: no iteration had a training sample. Raise the scenario's "
             "tree_width or training.num_episodes_per_experience, or lower the trainer's margins."
         )
-    if after.is_collapsed:
-        warnings.append(
-            f"the attacker has collapsed: only {after.distinct_share:.0%} of its successful probes "
-            f"are distinct, most often {after.most_common_probe!r}. Raise "
-            "training.num_episodes_per_experience or beta, or lower training.lr."
-        )
-    return warnings
+    names = ("num_successful_probes", "distinct_share", "most_common_probe")
+    collapse = collapse_of(*(after[name] for name in names))
+    if collapse is not None:
+        advice = "Raise training.num_episodes_per_experience or beta, or lower training.lr."
+        warnings.append(f"{collapse}. {advice}")
+    return [*warnings, *Replies.read(after["replies"]).warnings()]
 
 
 class AstEvaluation:
@@ -94,7 +89,7 @@ class AstEvaluation:
         return tally
 
     @torch.no_grad()
-    def dev_report(self) -> FailureReport:
+    def dev_report(self) -> dict[str, Any]:
         """Measure the attacker on the dev prompts."""
         return self.run("dev", range(self.num_parts("dev"))).report()
 

@@ -22,7 +22,7 @@ OTHERS = ""
 """Name of the optimizer of weights of the loss module that belong to no agent."""
 
 
-class Part(NamedTuple):
+class LearningPart(NamedTuple):
     """Weights with one learning rate, a multiple of rl.lr; 0 for weights that never move."""
 
     name: str
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     lr_factor: float
 
 
-def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
+def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[LearningPart]:
     """The parts of an agent that reinforcement learning trains, for instance "actor_body".
 
     The factor of a part is that of the agent, times that of the body for a body (unless
@@ -40,7 +40,7 @@ def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
     config = agent.parameters_of_agent
     gnn_factors = getattr(config, "gnn_lr_factor", LrFactors())
     value_body = None if agent.shares_body else agent.value_body
-    parts: list[Part] = []
+    parts: list[LearningPart] = []
     for role, body, head in (
         ("actor", agent.policy_body, agent.policy_head),
         ("critic", value_body, agent.value_head),
@@ -54,10 +54,10 @@ def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
             gnn = [] if of_body is None else list(of_body())
             of_gnn = {id(parameter) for parameter in gnn}
             rest = [one for one in body.parameters() if id(one) not in of_gnn]
-            parts.append(Part(f"{role}_gnn", gnn, factor * getattr(gnn_factors, role)))
-            parts.append(Part(f"{role}_body", rest, factor))
+            parts.append(LearningPart(f"{role}_gnn", gnn, factor * getattr(gnn_factors, role)))
+            parts.append(LearningPart(f"{role}_body", rest, factor))
         if head is not None:
-            parts.append(Part(f"{role}_head", list(head.parameters()), head_factor))
+            parts.append(LearningPart(f"{role}_head", list(head.parameters()), head_factor))
     return [part for part in parts if part.parameters]
 
 
@@ -218,11 +218,11 @@ class AgentOptimizers:
             self._add(name, [] if agent.is_random else parts_of(agent))
         of_agents = {id(p) for agent in agents.values() for p in agent.parameters()}
         rest = [p for p in more if id(p) not in of_agents]
-        self._add(OTHERS, [Part("loss_module", rest, 1.0)])
+        self._add(OTHERS, [LearningPart("loss_module", rest, 1.0)])
         learned = [weight for name in self.optimizers for weight in self._weights(name)]
         self.weights = [*learned, *self._frozen]
 
-    def _add(self, name: str, parts: Sequence[Part]) -> None:
+    def _add(self, name: str, parts: Sequence[LearningPart]) -> None:
         by_factor: dict[float, list[nn.Parameter]] = {}
         for part in parts:
             new = [p for p in part.parameters if id(p) not in self._taken and p.requires_grad]

@@ -23,7 +23,7 @@ from nip_astra.language_models.services.training import (
 )
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
-from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from tests.trainers.test_ast_family import _trainer
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from nip_astra import resolve_experiment, run_experiment
 from nip_astra.errors import ConfigurationError, TaskError
 from nip_astra.scenario_base.tasks.base import opening_of, reaction_of
 from nip_astra.scorers.base import Message
+from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
 
 SOURCE = """
@@ -145,3 +148,49 @@ def test_an_id_is_made_by_gymnasium() -> None:
         task_of("gymnasium", environment="CartPole-v1")
     with pytest.raises(ConfigurationError, match="Nothing"):
         task_of("gymnasium", environment="nip_astra/Nothing-v0")
+
+
+@pytest.mark.slow
+def test_games_of_textarena_are_played_by_one_player_from_a_seed(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    task = task_of("gymnasium", environment="textarena:GuessTheNumber-v0")
+    state = random.getstate()
+
+    def played(index: int, between: Callable[[], object]) -> list[Any]:
+        environment = task.environment("train", index)
+        said: list[Any] = [opening_of(environment)]
+        for guess in range(1, 21):
+            between()
+            said.append(reaction_of(environment, f"[{guess}]"))
+            if said[-1].is_over:
+                break
+        return said
+
+    first = played(0, lambda: None)
+    assert first == played(0, lambda: opening_of(task.environment("train", 1)))
+    assert random.getstate() == state
+    games = sorted((played(index, lambda: None) for index in range(8)), key=len)
+    assert len(games[0]) < len(games[-1])
+    (opening,), reaction, *_, last = games[-1]
+    assert "between 1 and 20" in opening.text
+    assert opening.text not in reaction.messages[0].text
+    assert last.is_over
+    assert 0.0 <= last.reward <= 1.0
+    for name in ("Chess-v0", "Nothing-v0"):
+        with pytest.raises(ConfigurationError, match=name):
+            task_of("gymnasium", environment=f"textarena:{name}")
+    model = make_language_model(tmp_path / "m", window=16384, tokenizer=make_byte_tokenizer())
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo",
+        scenario="gymnasium",
+        overrides=[
+            "task.task.environment=textarena:FrozenLake-v0",
+            f"task.policy.language_model.model={model}",
+            "task.task.num_test=2",
+            "task.policy.max_new_tokens=4",
+            "training.num_iterations=1",
+            "training.num_episodes_per_experience=2",
+        ],
+    )
+    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="g", progress=False)
+    assert result.results["after"]["num_answers"] == 2

@@ -338,7 +338,7 @@ def test_a_policy_learns_a_taskset(taskset: Path) -> None:
 
 @pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
 def test_without_verifiers_the_extra_is_named() -> None:
-    with pytest.raises(MissingDependencyError, match=r"pip install 'nip-astra\[verifiers\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[verifiers\]'"):
         task_of(Path("my_sums.py"))
 
 

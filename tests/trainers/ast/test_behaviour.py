@@ -17,8 +17,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import importance_weights, policy_loss
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import node_samples
-from nip_astra.trainers.ast_base import AstTrainer
 from tests.kit.tiny import experience_of, learn, write_scenario
 
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")

@@ -14,7 +14,7 @@ from nip_astra.errors import BudgetExhaustedError, CheckpointError
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers import trainer_base
-from nip_astra.trainers.service_base import ServiceTrainer
+from nip_astra.trainers.service.base import ServiceTrainer
 from tests.kit.command_line import CommandLine
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 

@@ -10,8 +10,12 @@ import pytest
 
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.parameters.trainers import TextRlParameters, guess_replacement_proportion
-from nip_astra.trainers.pure_text_ei import above_threshold, sampling_weights, weighted_sample
-from nip_astra.trainers.text.statistics import episode_returns
+from nip_astra.trainers.text.expert_iteration import (
+    above_threshold,
+    sampling_weights,
+    weighted_sample,
+)
+from nip_astra.trainers.text.rollouts import episode_returns
 from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
 
 

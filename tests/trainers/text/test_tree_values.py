@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nip_astra.trainers.pure_text_malt import AnswerPair, preference_pairs, tree_values
+from nip_astra.trainers.text.malt import AnswerPair, preference_pairs, tree_values
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 AGENTS = ("prover", "verifier")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, JsonValue, model_validator
 
+from nip_astra.errors import counted
 from nip_astra.language_models.services.chat import (
     CPU,
     NUM_SEEDS,
@@ -168,7 +169,9 @@ class OpenAIChatModel(ChatModel):
                 FailureReason.MALFORMED,
                 f"{shown!r} is not a chat completion",
             )
-        missing = ChatFailure(FailureReason.MALFORMED, f"only {len(choices)} answers were given")
+        missing = ChatFailure(
+            FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
+        )
         read = [_read_choice(choice) for choice in choices[: request.num_samples]]
         samples = (*read, *[missing] * (request.num_samples - len(read)))
         usage = _read_usage(found.get("usage"))

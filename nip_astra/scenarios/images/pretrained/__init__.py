@@ -1,1 +1,1 @@
-"""Pretrained models whose embeddings of images agents read; registered by name."""
+"""Pretrained image embeddings that agents read; registered by name."""

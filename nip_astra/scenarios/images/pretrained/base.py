@@ -26,7 +26,7 @@ from nip_astra.utils.tensor_cache import digest_of_code, keep_tensors, take_tens
 
 
 class PretrainedModel(ABC):
-    """Embeddings of images: a vector for each of a grid of places. A subclass implements `embed`.
+    """Image embeddings: a vector for each cell of a grid. Subclasses implement `embed`.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class PretrainedModel(ABC):
 
     @abstractmethod
     def embed(self, images_NKHW: Tensor) -> Tensor:
-        """Embeddings of images, float32 [N, F, height, width], without gradients."""
+        """Return embeddings of images, float32 [N, F, height, width], without gradients."""
 
 
 PRETRAINED_MODELS: ComponentRegistry[type[PretrainedModel]] = ComponentRegistry(
@@ -61,12 +61,12 @@ PretrainedModelParameters = polymorphic(PRETRAINED_MODELS.get, PretrainedModel.P
 def register_pretrained_model(
     name: str,
 ) -> Callable[[type[PretrainedModel]], type[PretrainedModel]]:
-    """Register a `PretrainedModel` subclass under the `_type` by which parameter files name it."""
+    """Register a `PretrainedModel` subclass under its `_type` in parameter files; a decorator."""
     return PRETRAINED_MODELS.register(name)
 
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
-    """A dataset's key of a model's embeddings; equal parameters share it."""
+    """Return a dataset's key of a model's embeddings; equal parameters share it."""
     described = {k: v for k, v in parameters.to_dict().items() if k != "cache_dir"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return f"embeddings_{parameters.type_name}_{digest[:12]}"
@@ -79,7 +79,7 @@ def embed_all(
     *,
     scenario_dir: Path | None,
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings of training and test images, from the cache if possible."""
+    """Return embeddings of training and test images, from the cache if possible."""
     model_class = PRETRAINED_MODELS.get(parameters.type_name)
     path = _cache_path(parameters, model_class, train_images_NKHW, test_images_NKHW)
     cached = None if path is None else take_tensors(path)

@@ -1,4 +1,4 @@
-"""Image models of transformers, which also reads those of timm.
+"""Image models of transformers, including those of timm.
 
 Shapes: N images, K channels of an image, H and W its height and width, F channels of an embedding,
 h and w its height and width.
@@ -31,7 +31,7 @@ ADVICE = (
 class HuggingFaceImageModel(PretrainedModel):
     """The last hidden state of a convolutional network, or of a transformer's patches.
 
-    Images are normalised by the model's preprocessor; grey ones are repeated in each colour.
+    Images are normalised by the model's preprocessor; grey channels are repeated to colours.
     """
 
     class Parameters(PretrainedModel.Parameters):
@@ -90,7 +90,7 @@ class HuggingFaceImageModel(PretrainedModel):
         return self._as_picture(state, images_NKHW)
 
     def _as_picture(self, state: Tensor, images_NKHW: Tensor) -> Tensor:
-        """[N, F, h, w]; a transformer's patches are its last tokens, row by row."""
+        """Reshape to [N, F, h, w]; a transformer's patches are its last tokens, row by row."""
         if state.ndim == 4:
             return state
         patch = getattr(self.model.config, "patch_size", None)
@@ -136,7 +136,7 @@ def _load(name: str) -> Any:
 
 
 def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the model's training pixels; 0 and 1 if unknown."""
+    """Return mean and standard deviation of the model's training pixels; 0 and 1 if unknown."""
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:

@@ -19,7 +19,7 @@ from nip_astra.parameters.types import PretrainedModelType
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel, register_pretrained_model
 
 MIN_SHARE = 1e-6
-"""Components with a smaller fraction of the largest variance are noise, and set to 0."""
+"""Components below this fraction of the largest variance are noise, and set to 0."""
 
 
 @register_pretrained_model(PretrainedModelType.PCA)
@@ -30,10 +30,10 @@ class PcaModel(PretrainedModel):
         """Patches and components."""
 
         num_components: int = Field(default=8, ge=1)
-        """Components per patch. Larger describes it better."""
+        """Components per patch. Larger describes a patch better."""
         patch_size: int | None = Field(default=None, ge=1)
-        """Width and height of a patch in pixels; patches do not overlap, and a rest at the right
-        and lower edge is not read. null: the whole image."""
+        """Width and height of a patch in pixels; patches do not overlap, and a remainder at the
+        right and lower edge is not read. null: the whole image."""
 
     def __init__(
         self, parameters: Any, *, train_images_NKHW: Tensor, scenario_dir: Path | None

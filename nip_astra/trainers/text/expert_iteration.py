@@ -13,7 +13,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
-from nip_astra.trainers.text.statistics import episode_returns
+from nip_astra.trainers.text.rollouts import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict, concatenate_nested_array_dicts
 from nip_astra.utils.seeding import derive_seed
 

@@ -21,7 +21,7 @@ from nip_astra.checkpoints.run_state import Part
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError, counted
 from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
@@ -107,6 +107,7 @@ class ServiceTrainer(LanguageModelTrainer):
     )
     samples_in_training: ClassVar[bool] = True
     """Whether training samples the policy."""
+    _async: AsyncRollouts[CollectedRollout] | None
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
@@ -135,7 +136,6 @@ class ServiceTrainer(LanguageModelTrainer):
         self._is_checked = False
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
-        self._async: AsyncRollouts[CollectedRollout] | None = None
         self._staleness = 0
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
@@ -374,9 +374,6 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
-        # First: it waits for what is being played and rated.
-        if self._async is not None:
-            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
@@ -452,7 +449,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if found.samples:
             return ""
         return (
-            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories teaches "
+            f"none of {counted(found.metrics['rollout/num_trajectories'], 'trajectory')} teaches "
             "anything: advantages are 0, or rewards are missing."
         )
 

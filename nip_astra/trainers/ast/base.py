@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.failures import FailureReport
-from nip_astra.evaluation.outcomes import Known, Replies, known_turns
+from nip_astra.evaluation.outcomes import Known, known_turns
+from nip_astra.evaluation.summary import RUN_FIGURES
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,
@@ -49,8 +49,7 @@ from nip_astra.trainers.ast.behaviour import (
     correct_for_staleness,
 )
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
-from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.ast.rollouts import RewardShaping, Rollouts, credit_of
 from nip_astra.trainers.language_model_base import (
     Experience,
     LanguageModelState,
@@ -110,7 +109,7 @@ class AstTrainer(LanguageModelTrainer):
     trained_tokens: ClassVar[str] = "probe"
     policy_role: ClassVar[str] = "attacker"
     figures: ClassVar[tuple[str, ...] | None] = (
-        *(one.name for one in fields(FailureReport)),
+        *RUN_FIGURES,
         "plants_found_held_out",
         *(f"dev/{name}" for name in DEV_FIGURES),
     )
@@ -357,15 +356,14 @@ class AstTrainer(LanguageModelTrainer):
         report = tally.report()
         if when == "before":
             self.tracker.log_table("before", *rollout_table(tally.trees), step=0)
-            return report.to_dict()
+            return report
         for text in (
             *warnings_about(report, self.state.num_optimizer_steps),
-            *Replies.read(report.replies).warnings(),
             *warnings_about_services(self.scenario_instance.services),
         ):
             self._warn(text)
         self.tracker.log_table("evaluation", *rollout_table(tally.trees), step=self.state.iteration)
-        return report.to_dict()
+        return report
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
         """Turns with a verdict; none are needed where a reward is known without them."""
@@ -394,7 +392,7 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def evaluate_dev(self) -> dict[str, float]:
-        report = self.evaluation.dev_report().to_dict()
+        report = self.evaluation.dev_report()
         return {name: report[name] for name in DEV_FIGURES}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -404,16 +402,13 @@ class AstTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         """What reward terms and the scorer remember."""
-        parts = {}
-        # First: it waits for what is being played and rated.
-        if self._async is not None:
-            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
+        parts = super().kept_parts()
         parts["terms"] = Part(self.shaping.state, self.shaping.load_state)
         # A sampler of one's own need not say who rates.
         scorer = getattr(self.sampler, "scorer", None)
         if isinstance(scorer, Scorer):
             parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
-        return super().kept_parts() | parts
+        return parts
 
     def _write_results(self) -> None:
         found, state = self._discovery(), self.state

@@ -25,14 +25,13 @@ from nip_astra.rl_objectives.reductions import LossOutput, Reduction, reduce_los
 from nip_astra.rl_objectives.registry import PolicyLossName, has_option
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
     importance_weights_of,
 )
-from nip_astra.trainers.ast.rewards import CreditParameters
-from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.rollouts import CreditParameters, learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, counted
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
 from nip_astra.rl_objectives.advantages import codes_of
@@ -26,6 +26,7 @@ from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.service.base import ServiceTrainer
 from nip_astra.trainers.service.contract import check_batch, check_takes
 from nip_astra.trainers.service.metrics import mismatch_metrics
 from nip_astra.trainers.service.parameters import (
@@ -35,7 +36,6 @@ from nip_astra.trainers.service.parameters import (
     PolicyLossParameters,
     RolloutParameters,
 )
-from nip_astra.trainers.service_base import ServiceTrainer
 
 
 def policy_loss(
@@ -158,7 +158,7 @@ class SelfHostedTrainer(ServiceTrainer):
             return super().why_nothing_is_learnt(found)
         if any(bool(one["advantages"][one["is_trained"]].any()) for one in found.samples):
             return ""
-        return f"the advantages of all {len(found.samples)} trajectories are 0."
+        return f"all advantages are 0, of {counted(len(found.samples), 'trajectory')}."
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
         """The policy's own log-probabilities before the update, `[B, T]`, scored again."""

@@ -21,13 +21,13 @@ from nip_astra.rl_objectives.reductions import LossOutput, masked_mean, reduce_l
 from nip_astra.rl_objectives.values import explained_variance, value_loss
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
     importance_weights_of,
 )
 from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
-from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
 
 

@@ -36,8 +36,8 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts
-from nip_astra.trainers.ast.rewards import CreditParameters
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.base import AstTrainer
+from nip_astra.trainers.ast.rollouts import CreditParameters
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 

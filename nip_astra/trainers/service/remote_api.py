@@ -22,6 +22,7 @@ from nip_astra.rollouts.trajectory import TokenSpan, Trajectory, advantages_of
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.service.base import ServiceTrainer
 from nip_astra.trainers.service.contract import check_takes, check_trajectories
 from nip_astra.trainers.service.metrics import mismatch_metrics
 from nip_astra.trainers.service.parameters import (
@@ -30,7 +31,6 @@ from nip_astra.trainers.service.parameters import (
     RolloutParameters,
 )
 from nip_astra.trainers.service.playing import CollectedRollout
-from nip_astra.trainers.service_base import ServiceTrainer
 
 
 class RemoteLossParameters(LossParameters):

@@ -17,14 +17,13 @@ from nip_astra.rl_objectives.policy_losses import policy_loss
 from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows, reduce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
     importance_weights_of,
 )
-from nip_astra.trainers.ast.rewards import CreditParameters
-from nip_astra.trainers.ast.rollouts import node_samples
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast.rollouts import CreditParameters, node_samples
 from nip_astra.trainers.registry import register_trainer
 
 

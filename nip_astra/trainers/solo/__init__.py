@@ -1,1 +1,0 @@
-"""Parts of trainers that train one agent alone."""
