@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from nip_astra.evaluation.outcomes import Outcome, episode_outcome
 from nip_astra.report.records import (
     CONVERSATION,
     PROTOCOL,
@@ -387,21 +388,22 @@ def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
         for (_, prompt), turns in sorted(conversations.items()):
             seen[prompt] += 1
             # A prompt that was played several times is paired time by time.
-            side = _attacked(sorted(turns, key=lambda node: node.depth), run.threshold)
+            side = _attacked(sorted(turns, key=lambda node: node.depth))
             found[name].append(Entry(f"{prompt}/{seen[prompt]}", prompt, "", [], side))
     return found
 
 
-def _attacked(turns: Sequence[Node], threshold: float | None) -> Side:
+def _attacked(turns: Sequence[Node]) -> Side:
     scores = [node.response_score for node in turns if node.response_score is not None]
-    failed = [place for place, node in enumerate(turns, start=1) if node.is_failure(threshold)]
-    is_known = len(scores) == len(turns)
+    outcomes = [node.outcome for node in turns]
+    outcome = episode_outcome(outcomes)
+    failed = outcome is Outcome.FAILURE
     facts = f"highest score {decimal(max(scores))}" if scores else "no score"
     return Side(
         "",
-        True if failed else False if is_known else None,
+        failed if outcome.is_known else None,
         max(scores, default=None),
-        f"{facts}, fails at turn {failed[0]}" if failed else facts,
+        f"{facts}, fails at turn {outcomes.index(outcome) + 1}" if failed else facts,
         [message for node in turns for message in node.messages],
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of
 from nip_astra.evaluation.tables import TableRow, figure_rows, matrix_rows
 from nip_astra.report.charts import NUM_COLORS, Chart, Line, line_chart
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text, words
@@ -288,7 +288,7 @@ def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
     rows: list[Row] = []
     lines: list[Line] = []
     for name, table in (("after", "evaluation"), ("before", "before")):
-        shares = _by_turn(run.tables.get(table, ()), run.threshold)
+        shares = _by_turn(run.tables.get(table, ()))
         for turn, num_nodes, score, failing, survived in shares:
             cells = [count(turn), count(num_nodes), decimal(score), percent(failing)]
             rows.append(Row(name, [*cells, percent(survived)]))
@@ -313,7 +313,7 @@ def _discovered(
 
 
 def _by_turn(
-    nodes: Sequence[Node], threshold: float | None
+    nodes: Sequence[Node],
 ) -> list[tuple[int, int, float | None, float | None, float | None]]:
     """Return turn, responses with a verdict, mean score, share failing, share failure-free so far.
 
@@ -322,17 +322,16 @@ def _by_turn(
     last = max((node.step for node in nodes), default=0)
     nodes = sorted((node for node in nodes if node.step == last), key=lambda node: node.depth)
     conversations: dict[tuple[int, str], list[Outcome]] = {}
-    if threshold is None:
+    if any(node.threshold is None for node in nodes):
         return []
     for node in nodes:
-        outcome = outcome_of(node.response_score, node.is_error, threshold)
-        conversations.setdefault(node.conversation, []).append(outcome)
+        conversations.setdefault(node.conversation, []).append(node.outcome)
     survival = kaplan_meier(follow_up_of([*conversations.values()])).survival
     rows = []
     for turn, survived in enumerate(survival, start=1):
         level = [one for one in nodes if one.depth == turn - 1]
         scores = [one.response_score for one in level if one.response_score is not None]
-        num_failing = sum(one.is_failure(threshold) for one in level)
+        num_failing = sum(one.is_failure for one in level)
         mean = sum(scores) / len(scores) if scores else None
         share = num_failing / len(scores) if scores else None
         rows.append((turn, len(scores), mean, share, number(survived)))

@@ -69,8 +69,8 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
     """
     for table in sorted(run.tables, key=lambda name: (order_of(name), name)):
         nodes = [node for node in run.tables[table] if node.response_score is not None]
-        if nodes and run.threshold is not None:
-            return _grouped(table, [node for node in nodes if node.is_failure(run.threshold)])
+        if nodes and nodes[0].threshold is not None:
+            return _grouped(table, [node for node in nodes if node.is_failure])
     return None
 
 
@@ -228,7 +228,7 @@ def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool]
         figures["log-probability"] = last.logprob
         return Example(
             node.prompt,
-            [(one, one is path[-1] or one.is_failure(run.threshold)) for one in path],
+            [(one, one is path[-1] or one.is_failure) for one in path],
             [(name, decimal(value)) for name, value in figures.items() if value is not None],
             "" if stored is None else label_of(table, stored),
             "" if stored is None else links.get((table, key_of(stored)), ""),
@@ -252,7 +252,6 @@ class Labels:
     """
 
     def __init__(self, run: RunRecord, grouped: GroupedFailures | None) -> None:
-        self._threshold = run.threshold
         self._planted = list(_plants_of(run))
         self.plants = [plant.name for plant in self._planted]
         self.clusters: list[ClusterLabel] = []
@@ -272,7 +271,7 @@ class Labels:
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return the planted failures and the clusters of the failures among nodes."""
-        failures = [node for node in nodes if node.is_failure(self._threshold)]
+        failures = [node for node in nodes if node.is_failure]
         paths = Paths(nodes) if self._planted else None
         plants: set[int] = set()
         clusters: set[int] = set()

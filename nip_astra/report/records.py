@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
+from nip_astra.evaluation.outcomes import Outcome, outcome_of
 from nip_astra.parameters.conversion import current_name, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
@@ -66,6 +67,7 @@ class Node:
     run: int = 0
     solution: str = ""
     is_right: bool | None = None
+    threshold: float | None = None  # from which a score is a failure; unknown: none is
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -89,10 +91,16 @@ class Node:
             return None
         return -self.probe_nll * self.num_tokens
 
-    def is_failure(self, threshold: float | None) -> bool:
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of the turn."""
+        limit = math.inf if self.threshold is None else self.threshold
+        return outcome_of(self.response_score, self.is_error, limit)
+
+    @property
+    def is_failure(self) -> bool:
         """Whether the response's score reaches the threshold."""
-        score = self.response_score
-        return threshold is not None and score is not None and score >= threshold
+        return self.outcome is Outcome.FAILURE
 
 
 class Columns:
@@ -178,7 +186,7 @@ class RunRecord:
         found |= dict.fromkeys(agent for name in self.metrics if (agent := split_name(name)[0]))
         return list(found)
 
-    @cached_property
+    @property
     def threshold(self) -> float | None:
         """Minimum score of a failure; None if no file has it."""
         groups = [*self.hyper_params.values(), *self.evaluations.values()]
@@ -259,6 +267,9 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
         if not file.name.endswith(".verdicts.json"):
             name = file.relative_to(directory.path).as_posix()
             run.analyses.append(reader.document(name, directory.read_json))
+    for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
+        name = file.relative_to(directory.path).as_posix()
+        run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
     for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
         if file.stem == "analyses":
             # The same as in `analyses`, for trackers.
@@ -272,20 +283,19 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
             run.episodes[file.stem] = episodes
         if len(rows) > len(episodes) or not rows:
             others = [row for row in rows if not isinstance(row.get("rounds"), list)]
-            run.tables[file.stem] = nodes_of(others)
-    for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
-        name = file.relative_to(directory.path).as_posix()
-        run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
-        if (file.parent / "episodes.jsonl").is_file():
-            episodes = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
-            run.episodes[f"evaluations/{file.parent.name}"] = episodes
-        outcomes = list(reader.lines(f"{Path(name).parent}/episode_rows.jsonl", False))
+            run.tables[file.stem] = nodes_of(others, run.threshold)
+    for stem, figures in run.evaluations.items():
+        folder, own = f"evaluations/{stem}", number(figures.get("failure_threshold"))
+        if (directory.path / folder / "episodes.jsonl").is_file():
+            run.episodes[folder] = list(reader.lines(f"{folder}/episodes.jsonl"))
+        outcomes = list(reader.lines(f"{folder}/episode_rows.jsonl", False))
         if outcomes:
-            run.outcomes[f"evaluations/{file.parent.name}"] = outcomes
-        for rows_file in ("problems.jsonl", "rows.jsonl"):
-            nodes = nodes_of(reader.lines(f"{Path(name).parent}/{rows_file}", False))
+            run.outcomes[folder] = outcomes
+        for name in ("problems.jsonl", "rows.jsonl"):
+            rows_of = reader.lines(f"{folder}/{name}", False)
+            nodes = nodes_of(rows_of, run.threshold if own is None else own)
             if any(node.probe or node.response or node.transcript is not None for node in nodes):
-                run.tables[f"evaluations/{file.parent.name}"] = nodes
+                run.tables[folder] = nodes
     matrices = sorted(directory.path.glob(TRANSFER), key=lambda file: file.stat().st_mtime_ns)
     if matrices:
         newest = matrices[-1].relative_to(directory.path).as_posix()
@@ -353,17 +363,17 @@ class _Reader:
             self.run.notes.append(f"Of {name} the first {MAX_ROWS:,} lines were read.")
 
 
-def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
+def nodes_of(rows: Iterable[Mapping[str, Any]], threshold: float | None) -> list[Node]:
     """Convert rows to nodes; one that is a whole conversation is a separate episode."""
     nodes: list[Node] = []
     for row in rows:
-        node = node_of(row)
+        node = node_of(row, threshold)
         is_whole = node.transcript is not None
         nodes.append(replace(node, episode=len(nodes)) if is_whole else node)
     return nodes
 
 
-def node_of(row: Mapping[str, Any]) -> Node:
+def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
     """Convert a row to a node; missing columns or wrong types become None or empty."""
     place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
     parts = {
@@ -400,6 +410,7 @@ def node_of(row: Mapping[str, Any]) -> Node:
         run=_integer(row.get("run")) or 0,
         solution="" if solution is None else value_text(solution),
         is_right=is_right if isinstance(is_right, bool) else None,
+        threshold=threshold,
     )
 
 

@@ -300,7 +300,7 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
         node.probe
         for nodes in run.tables.values()
         for node in nodes
-        if node.probe and node.is_failure(run.threshold)
+        if node.probe and node.is_failure
     }
     parts = [mapping(run.results.get(name)) for name in ("before", "after")]
     failing |= {text(part["most_common_probe"]) for part in parts if part.get("most_common_probe")}

@@ -179,7 +179,7 @@ def tables_of(
     taken: set[str] = set()
     tables = []
     for name, step, nodes in by_step(run.tables):
-        episodes = _episodes(name, nodes, scale, run.threshold)
+        episodes = _episodes(name, nodes, scale)
         _name_turns(name, episodes, prefix, taken)
         table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
         tables.append(table)
@@ -235,23 +235,17 @@ def by_step(
             yield name, step, found[step]
 
 
-def _episodes(
-    table: str, nodes: Sequence[Node], scale: Scale, threshold: float | None
-) -> list[Episode]:
+def _episodes(table: str, nodes: Sequence[Node], scale: Scale) -> list[Episode]:
     gathered: dict[tuple[int, str], list[Node]] = {}
     for node in nodes:
         gathered.setdefault(node.conversation, []).append(node)
     is_chain = bool(_CHAINS.fullmatch(table))
-    episodes = [
-        _episode(members, scale, threshold, is_chain=is_chain) for members in gathered.values()
-    ]
+    episodes = [_episode(members, scale, is_chain=is_chain) for members in gathered.values()]
     return sorted(episodes, key=lambda episode: episode.rank, reverse=True)
 
 
-def _episode(
-    nodes: list[Node], scale: Scale, threshold: float | None, *, is_chain: bool
-) -> Episode:
-    turns = [_turn(node, scale, threshold) for node in nodes]
+def _episode(nodes: list[Node], scale: Scale, *, is_chain: bool) -> Episode:
+    turns = [_turn(node, scale) for node in nodes]
     if all(turn.node.node is not None and turn.node.parent is not None for turn in turns):
         roots, is_flat = _linked(turns), False
     elif is_chain and sorted(node.depth for node in nodes) == list(range(len(nodes))):
@@ -285,13 +279,8 @@ def _linked(turns: list[Turn]) -> list[Turn]:
     return roots
 
 
-def _turn(node: Node, scale: Scale, threshold: float | None) -> Turn:
-    if node.is_error:
-        outcome = "error"
-    elif node.response_score is None:
-        outcome = "undetermined"
-    else:
-        outcome = "failure" if node.is_failure(threshold) else "none"
+def _turn(node: Node, scale: Scale) -> Turn:
+    outcome = str(node.outcome)
     scores = {"score": node.response_score, "with probe": node.combined_score}
     shown = [(name, f"{value:.3f}") for name, value in scores.items() if value is not None]
     figures = {"reward": node.reward, "NLL": node.probe_nll, **node.reward_parts}

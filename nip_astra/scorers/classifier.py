@@ -92,13 +92,11 @@ class ModelScorer(Scorer):
 
     def _logits(self, texts: Sequence[str]) -> torch.Tensor:
         """Return logits of texts truncated to `_max_length`, float32 `[text, label]`."""
-        inputs = self._tokenizer(
-            list(texts),
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self.device)
+        # Without `return_tensors`, by which tokenizers look at each number in Python.
+        rows = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_length
+        )
+        inputs = {name: torch.tensor(ids, device=self.device) for name, ids in rows.items()}
         logits: torch.Tensor = self._model(**inputs).logits.float()
         return logits
 

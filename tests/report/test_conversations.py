@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nip_astra.report.answers import groups_of
 from nip_astra.report.records import RunRecord, node_of
 from nip_astra.report.transcripts import (
     MAX_CHARACTERS,
@@ -19,7 +20,7 @@ from tests.report.runs import THRESHOLD, chains, failing, row, tree
 
 def tables(**rows: list[dict]) -> list[Table]:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {name: [node_of(one) for one in table] for name, table in rows.items()}
+    run.tables = {name: [node_of(one, THRESHOLD) for one in table] for name, table in rows.items()}
     return tables_of(run, max_nodes=MAX_NODES, max_characters=MAX_CHARACTERS)
 
 
@@ -96,6 +97,24 @@ def test_the_worst_conversations_come_first() -> None:
         "failure", "none", "undetermined",
     ]  # fmt: skip
     assert table.num_failed == 1
+
+
+def test_turns_and_conversations_have_the_outcomes_of_an_evaluation() -> None:
+    rated = row(episode=0, response_score=0.9, is_error=True)
+    late = [
+        row(episode=1, depth=0, prompt="b", response_score=None),
+        row(episode=1, depth=1, prompt="b", response_score=0.9),
+    ]
+    (first,) = only_episode(evaluation=[rated]).turns
+    assert first.outcome == "failure"
+    parameters = {"ast_chat": {"failure_threshold": THRESHOLD}}
+    run = RunRecord(Path("run"), hyper_params=parameters)
+    run.tables = {
+        name: [node_of(one, THRESHOLD) for one in [rated, *late]]
+        for name in ("before", "evaluation")
+    }
+    (group,) = groups_of(run)
+    assert [item.kind for item in group.items] == ["right both times", "without a verdict"]
 
 
 def test_a_scorer_that_failed_is_told_apart_from_no_verdict() -> None:

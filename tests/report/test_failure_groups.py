@@ -11,7 +11,7 @@ from tests.report.runs import THRESHOLD, failing, row
 
 def grouped(*rows: dict, table: str = "evaluation") -> GroupedFailures:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {table: [node_of(one) for one in rows]}
+    run.tables = {table: [node_of(one, THRESHOLD) for one in rows]}
     found = group_failures(run)
     assert found is not None
     return found

@@ -24,7 +24,7 @@ from tests.report.test_page import Page, report
 
 
 def nodes(rows: list[dict[str, Any]]) -> list[Node]:
-    return [node_of(one) for one in rows]
+    return [node_of(one, 0.5) for one in rows]
 
 
 def said(path: list[Node]) -> list[str]:

@@ -11,7 +11,16 @@ import pytest
 from nip_astra.errors import RunDirectoryError
 from nip_astra.report import records
 from nip_astra.report.records import node_of, number, read_run
-from tests.report.runs import THRESHOLD, chains, evaluation, row, write_json, write_run
+from tests.report.runs import (
+    THRESHOLD,
+    chains,
+    evaluation,
+    failing,
+    row,
+    write_json,
+    write_lines,
+    write_run,
+)
 
 
 def test_everything_of_a_run_is_read_without_a_note(tmp_path: Path) -> None:
@@ -104,10 +113,22 @@ def test_the_log_probability_of_a_probe_comes_from_the_reference_or_its_nll() ->
     assert node_of(row(probe_nll=0.5, probe_num_tokens=4)).logprob == -2.0
 
 
+def test_a_response_fails_by_the_threshold_of_its_own_evaluation(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "one",
+        tables={"evaluation": [failing("a")]},
+        evaluations={"strict": evaluation(failure_threshold=0.95)},
+    )
+    write_lines(folder / "evaluations" / "strict" / "rows.jsonl", [failing("a")])
+    tables = read_run(folder).tables
+    assert tables["evaluation"][0].is_failure
+    assert not tables["evaluations/strict"][0].is_failure
+
+
 def test_no_verdict_is_no_failure() -> None:
-    assert node_of(row(response_score=THRESHOLD)).is_failure(THRESHOLD)
-    assert not node_of(row(response_score=None)).is_failure(THRESHOLD)
-    assert not node_of(row(response_score=0.9)).is_failure(None)
+    assert node_of(row(response_score=THRESHOLD), THRESHOLD).is_failure
+    assert not node_of(row(response_score=None), THRESHOLD).is_failure
+    assert not node_of(row(response_score=0.9)).is_failure
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "1", None, [1.0], 10**400])

@@ -58,7 +58,7 @@ def test_an_attacker_of_hugging_face_learns_to_say_what_is_rewarded(
 @pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
 def test_an_attacker_of_ones_own_learns_to_say_what_is_rewarded(algorithm: Any) -> None:
     problem = ValuedWordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(training_steps=30, **{**LEARN, "lr": 0.1})
+    config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
     Trainer(config, ASTSampler(problem, PROMPTS), algorithm(problem)).train()
     assert says(problem, "silly") > 0.6
 
