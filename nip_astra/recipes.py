@@ -192,7 +192,7 @@ def stress_parameters(
         raise ConfigurationError(
             f"the target {str(target)!r} is an address, so it needs the name of its model."
             if is_address
-            else f"target_model belongs to an address, but the target is {str(target)!r}."
+            else f"target_model is for addresses only, not for {str(target)!r}."
         )
     known = attacker if attacker is not None else None if is_address else target
     is_small = known is not None and len(_tokenizer(known)) <= len(_tokenizer(POCKET_ATTACKER))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -98,25 +98,30 @@ def is_package(module: str, known: Iterable[str]) -> bool:
     return any(name.startswith(f"{module}.") for name in known)
 
 
-def imports_of(module: str, tree: ast.Module, known: Iterable[str]) -> Iterator[Import]:
+def imports_of(module: str, tree: ast.Module, known: Iterable[str]) -> list[Import]:
     """Every import of a module, also those inside functions and for type checkers."""
     known = set(known)
     package = module if is_package(module, known) else module.rpartition(".")[0]
+    found: list[Import] = []
 
-    def visit(node: ast.AST, at_top: bool, for_types: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, at_top: bool, for_types: bool) -> None:
         for name in names_imported(node, package, known):
-            yield Import(module, name, getattr(node, "lineno", 0), at_top, for_types)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for inner in node.body:
-                yield from visit(inner, at_top, True)
-            for inner in node.orelse:
-                yield from visit(inner, at_top, for_types)
-            return
+            found.append(Import(module, name, getattr(node, "lineno", 0), at_top, for_types))
+        guarded = node.body if isinstance(node, ast.If) and is_for_types(node.test) else []
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, at_top and not is_function, for_types)
+            visit(child, at_top and not is_function, for_types or child in guarded)
 
-    yield from visit(tree, True, False)
+    visit(tree, True, False)
+    return found
+
+
+def last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def is_for_types(test: ast.expr) -> bool:
+    return any(last_name(part) == "TYPE_CHECKING" for part in ast.walk(test))
 
 
 def names_imported(node: ast.AST, package: str, known: set[str]) -> list[str]:
@@ -129,7 +134,7 @@ def names_imported(node: ast.AST, package: str, known: set[str]) -> list[str]:
             base = ".".join([*parts, *([base] if base else [])])
         inner = [f"{base}.{alias.name}" for alias in node.names]
         return [name if name in known else base for name in inner]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    if isinstance(node, ast.Call) and last_name(node.func) == "import_module":
         first = node.args[0] if node.args else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str):
             return [first.value]

@@ -1,4 +1,4 @@
-"""Bring your own objects: ASTRA-RL's interface over the loop of the registered trainers."""
+"""ASTRA-RL's interface for custom objects, over the loop of the registered trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of experiments, and W&B as a place to send numbers to."""
+"""The experiment log, and sending of metrics to W&B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nip_astra.tracking.wandb_runs import has_credentials
 from nip_astra.trust import read_variable
 
 logger = logging.getLogger("nip_astra.astra")
-"""Where trainers of this package write; a trainer of one's own may, too."""
+"""Logger of this package's trainers, also for custom ones."""
 
 
 def config_logging(level: int = logging.INFO) -> None:
@@ -23,7 +23,7 @@ def config_logging(level: int = logging.INFO) -> None:
 
 
 class ASTRAWandbLogger:
-    """Sends numbers to Weights & Biases; offline it needs neither account nor key.
+    """Sends metrics to Weights & Biases; offline it needs neither account nor key.
 
     Parameters
     ----------
@@ -50,5 +50,5 @@ class ASTRAWandbLogger:
         self.run = wandb.init(**given)
 
     def log(self, current_logs: Mapping[str, Any]) -> None:
-        """Send numbers."""
+        """Send metrics."""
         self.run.log(dict(current_logs))

@@ -404,7 +404,7 @@ def compare_dumps(
 
     found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
     if not found.differences:
-        say(f"the same in all of {counted(found.num_stages, 'stage')}")
+        say(f"the same in {counted(found.num_stages, 'stage')}")
         return
     first = found.differences[0].stage
     say(f"they differ first in {first}")

@@ -67,7 +67,7 @@ class Grammars:
             import llguidance.hf
         except ImportError as error:
             raise MissingDependencyError.of(
-                "an answer in a given form", "llguidance", "structured"
+                "a structured answer", "llguidance", "structured"
             ) from error
         self._arguments = tokenizer, end_ids, vocab_size
         self._library = llguidance

@@ -1,8 +1,7 @@
-"""nip's names under nip's paths, mapped onto ours: code that was written for nip runs on our loop.
+"""nip's names under nip's module paths, mapped to ours: code written for nip runs on our loop.
 
-Replace the root of imports: `from nip.utils.experiments import ...` becomes
-`from nip_astra.nip.utils.experiments import ...`. Which of nip's names is which of ours stands in
-`nip_astra.nip.modules`.
+Replace the root of imports: `from nip.utils.experiments import ...` becomes `from
+nip_astra.nip.utils.experiments import ...`. `nip_astra.nip.modules` has the table of names.
 """
 
 from nip_astra.lazy import lazy_modules

@@ -1,8 +1,8 @@
-"""nip's parameter classes, with its names and its defaults, and what they are here.
+"""nip's parameter classes, with its names and defaults, and their conversion to ours.
 
-`OUR_NAMES` says what a field of nip's is called here. What has no counterpart is refused where it
-differs from nip's default (`REFUSED`), or makes no difference (`IGNORED`). As in nip, a value that
-nothing in the run reads is left alone.
+`OUR_NAMES` has our names of nip's fields. Fields without a counterpart are refused if they differ
+from nip's default (`REFUSED`), or have no effect (`IGNORED`). As in nip, values that nothing in the
+run reads are accepted.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rerun_tests_force_test_during_training_state": True,
     },
 }
-"""nip's classes of parameters, their fields in order, and nip's defaults."""
+"""nip's parameter classes, their fields in order, and nip's defaults."""
 GROUPS = {
     "rl": "RlTrainerParameters",
     "ppo": "CommonPpoParameters",
@@ -265,14 +265,14 @@ OUR_NAMES = {
     "mnip_protocol": "mnip",
     "pretrain_agents": "rl.pretrain_agents",
 }
-"""Parameters, or groups of them, that have another name here."""
+"""Parameters, or groups of them, with another name here."""
 REFUSED = ("use_manual_architecture",)
 IGNORED = (
     *("functionalize_modules", "test_size", "text_rl.save_transcripts"),
     *("text_rl.transcript_format", "code_validation.apps_solution_number"),
     *("code_validation.apps_exclude_flagged", "randomize_channel_order"),
 )
-"""Parameters that change no result here, or only which of the datapoints are drawn."""
+"""Parameters that change no result here, or only the selection of datapoints."""
 ONLY_HERE = {
     "rl": {"grad_clipping": "joint", "pretrain_decisions": False},
     "reinforce": {"entropy_weight": 0.0},
@@ -284,29 +284,29 @@ ONLY_HERE = {
         "min_fine_tune_examples": 10,
     },
 }
-"""Parameters that nip has not, with the values that stand for what nip does."""
+"""Parameters that nip lacks, with the values that reproduce nip."""
 LEVELS = {"introductory": [1], "interview": [2], "competition": [3]}
 NUM_PAIRS = {"test": 100, "er1000": 1000}
-"""Pairs of graphs to train on, by nip's dataset; 10,000 for the others."""
+"""Number of training pairs of graphs, by nip's dataset; 10,000 for the others."""
 SELECTED_CLASSES = {"cifar10": [3, 5]}
-"""Classes that `select_two` takes where none are given; 0 and 1 for other datasets."""
+"""Default classes of `select_two`; 0 and 1 for other datasets."""
 BLOCKS = {"conv2d": "conv", "residual_basic": "residual"}
 DUMMY_ANSWERS = ["Decision: reject", "Decision: accept", *("Please explain that further.",) * 3]
-"""What `use_dummy_api` says: a decision in two of five answers, as nip's does."""
+"""Answers of `use_dummy_api`: a decision in two of five, as in nip."""
 
 
 class SubParameters:
-    """Base of nip's parameter classes; each is a dataclass that takes its fields in order."""
+    """Base of nip's parameter classes; each is a dataclass with positional fields."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             field.name: _plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses are
         }
 
     def get(self, address: str) -> Any:
-        """The value at a dotted path."""
+        """Return the value at a dotted path."""
         value: Any = self
         for name in address.split("."):
             value = value[name] if isinstance(value, Mapping) else getattr(value, name)
@@ -314,7 +314,7 @@ class SubParameters:
 
     @classmethod
     def construct_test_params(cls) -> SubParameters:
-        """The smallest that is valid: chat models that are written down, small networks."""
+        """Return the smallest valid parameters: scripted chat models, small networks."""
         small = {name: 1 for name in DEFAULTS[cls.__name__] if name.startswith("num_")}
         chat = {"use_dummy_api": True} if "use_dummy_api" in DEFAULTS[cls.__name__] else {}
         return cls(**(chat or small))
@@ -335,7 +335,7 @@ globals().update(_CLASSES)
 
 
 class AgentsParameters(dict[str, Any]):
-    """Parameters of agents by name; `_default` stands for all that have no entry of their own."""
+    """Parameters of agents by name; `_default` applies to all without an entry."""
 
     def __missing__(self, name: str) -> Any:
         if "_default" in self:
@@ -345,12 +345,12 @@ class AgentsParameters(dict[str, Any]):
 
 @dataclasses.dataclass
 class HyperParameters(SubParameters):
-    """nip's hyper-parameters: groups are objects or mappings, and None stands for nip's defaults.
+    """nip's hyper-parameters: groups are objects or mappings; None means nip's defaults.
 
     Raises
     ------
     ConfigurationError
-        For a value that has no counterpart here; other faults are found when it is run.
+        For a value without a counterpart here; other faults are raised when it runs.
     """
 
     scenario: str
@@ -409,12 +409,12 @@ class HyperParameters(SubParameters):
 
     @classmethod
     def from_dict(cls, params_dict: Mapping[str, Any], ignore_extra_keys: bool = False) -> Any:
-        """What `to_dict` gave, here or in nip; our own of a run of ours.
+        """Restore the result of `to_dict`, ours or nip's; for our runs, return our parameters.
 
         Raises
         ------
         ConfigurationError
-            For a key that is not a parameter, unless those are ignored.
+            For a key that is not a parameter, unless `ignore_extra_keys`.
         """
         if "package_version" in params_dict:
             return OurHyperParameters.from_dict(params_dict)
@@ -432,7 +432,7 @@ class HyperParameters(SubParameters):
 
 
 def _object(name: str, given: Any) -> Any:
-    """An object of one of nip's classes, of a mapping or of itself."""
+    """Create an object of one of nip's classes from a mapping; return an object unchanged."""
     if not isinstance(given, Mapping):
         return given
     values = {key: value for key, value in given.items() if key not in ("_type", "is_random")}
@@ -457,16 +457,16 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-# ---- what they are here
+# ---- conversion
 
 
 def ours(hyper_params: HyperParameters | OurHyperParameters) -> OurHyperParameters:
-    """The hyper-parameters as they are here, complete; our own stay as they are.
+    """Convert to our complete hyper-parameters; ours are returned unchanged.
 
     Raises
     ------
     ParameterError
-        With every fault but of what nothing reads, which nip leaves alone.
+        With every fault except unread values, which nip accepts.
     """
     if isinstance(hyper_params, OurHyperParameters):
         return hyper_params
@@ -523,17 +523,17 @@ def _values(given: HyperParameters) -> dict[str, Any]:
 
 
 _BY_HAND = ("vanilla_ppo", "dataset_options", "code_validation", "message_regression", "base_run")
-"""Groups that are translated by functions of their own."""
+"""Groups that are converted by separate functions."""
 
 
 def _agents(given: HyperParameters) -> dict[str, Any]:
-    """Nip's parameters of agents, each by its name: a scenario's file may say something of one."""
+    """Return nip's parameters of agents by name: a scenario's file may set those of one agent."""
     agents = dict(given.agents)
     if "_default" not in agents:
         return agents
     default = agents.pop("_default")
     names = PROTOCOL_HANDLERS.get(given.interaction_protocol).agent_names
-    # A class whose names depend on its parameters has a property.
+    # A class with names that depend on its parameters has a property.
     known: tuple[str, ...] = names if isinstance(names, tuple) else ()
     if given.protocol_common.zero_knowledge:
         known = (*known, ADVERSARIAL_VERIFIER, SIMULATOR)
@@ -541,7 +541,7 @@ def _agents(given: HyperParameters) -> dict[str, Any]:
 
 
 def _of_tensors(given: HyperParameters, values: dict[str, Any]) -> None:
-    """Networks, data, and what of `rl` is not as it is here."""
+    """Convert networks, data, and the parts of `rl` that differ here."""
     section, rl, data = values[given.scenario], values["rl"], given.dataset_options
     for name in ("d_representation", "message_size", "include_linear_message_space"):
         section[name] = getattr(given, name)
@@ -573,7 +573,7 @@ def _of_tensors(given: HyperParameters, values: dict[str, Any]) -> None:
 
 
 def _of_text(given: HyperParameters, values: dict[str, Any]) -> None:
-    """What `rl` and `code_validation` say of a text trainer."""
+    """Convert `rl` and `code_validation` of a text trainer."""
     rl, rollouts = given.rl, given.rl.rollouts_per_iteration
     if rollouts is None:
         rounds = getattr(given, f"{given.interaction_protocol}_protocol", None)
@@ -613,13 +613,13 @@ def _of_base_run(given: HyperParameters, values: dict[str, Any]) -> None:
 
 
 def run_of(run_id: str, entity: str, project: str) -> str:
-    """Where a run of nip's is found: its directory here, or else on W&B."""
+    """Return the location of a run of nip's: its directory here, or else on W&B."""
     directory = Path("runs") / run_id
     return str(directory) if directory.is_dir() else f"wandb://{entity}/{project}/{run_id}"
 
 
 def _agent(agent: Any, given: HyperParameters) -> dict[str, Any]:
-    """An agent's parameters as they are here."""
+    """Convert an agent's parameters."""
     fields = {name: value for name, value in vars(agent).items() if name not in REFUSED}
     starts_from_run = fields.pop("load_checkpoint_and_parameters")
     run_id = fields.pop("checkpoint_run_id")
@@ -635,7 +635,7 @@ def _agent(agent: Any, given: HyperParameters) -> dict[str, Any]:
         fields["body_lr_factor"] or given.rl.body_lr_factor or {"actor": 1.0, "critic": 1.0}
     )
     if not fields["normalize_message_history"]:
-        # What nip measures with rl.normalize_observations; its own switch does nothing there.
+        # Equals nip's rl.normalize_observations; its own option has no effect there.
         del fields["normalize_message_history"]
     for name in ("agent_lr_factor", "body_lr_factor", "gnn_lr_factor", "update_schedule"):
         if fields.get(name) is None:
@@ -672,7 +672,7 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "shared_model_group": fields["shared_model_group"],
-        # A dummy cannot learn.
+        # A scripted model cannot be trained.
         "freeze_agent": is_dummy or fields["freeze_agent"],
         "fine_tune_from_scratch": not is_dummy and fields["fine_tune_from_scratch"],
         "max_response_words": fields["max_response_words"],
@@ -683,7 +683,7 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ours_of(value: Any) -> Any:
-    """Learning-rate factors and update schedules as they are here; nip's dictionaries as well."""
+    """Convert learning-rate factors and update schedules, also nip's dictionaries."""
     if isinstance(value, SubParameters):
         return dict(vars(value))
     if isinstance(value, UpdateSchedule):
@@ -692,7 +692,7 @@ def _ours_of(value: Any) -> Any:
         name = value["_type"]
         make: Callable[..., Any] = getattr(_schedules(), name)
         return make(**value.get(name, {}))
-    # A copy: scripts share mappings among agents, and keep them in their grids.
+    # A copy: scripts share mappings among agents and grids.
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -710,12 +710,12 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _remove(values: dict[str, Any], names: list[str]) -> None:
-    """Take a value out; of a list, or of what came from files, there is nothing to take."""
+    """Remove a value; values of lists or from files cannot be removed."""
     first, *rest = names
     if first not in values or (rest and not isinstance(values[first], dict)):
         raise ConfigurationError(
-            f"{'.'.join(names)}: is read by nothing, and was given by no parameter of nip's: "
-            f"{show_value(values)}. Give the trainer a preset of its own."
+            f"nothing reads {'.'.join(names)}, set to {show_value(values)} by no parameter of "
+            "nip's. Give the trainer a separate preset."
         )
     if rest:
         _remove(values[first], rest)

@@ -1,4 +1,4 @@
-"""nip's small functions of arrays."""
+"""nip's array functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def set_seed(seed: int) -> None:
 
 
 def logit_entropy(logits: Tensor) -> Tensor:
-    """The entropy, in nats, of the distributions of the last dimension's logits."""
+    """Return the entropy, in nats, of the distributions given by logits in the last dimension."""
     entropy: Tensor = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
     return entropy
 
@@ -27,7 +27,7 @@ def logit_entropy(logits: Tensor) -> Tensor:
 def aggregate_mean_grouped_by_class(
     values: npt.ArrayLike, classes: npt.ArrayLike, num_classes: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """The mean value of each class 0, 1, ..., NaN where a class has none.
+    """Return the mean value of each class 0, 1, ..., NaN for an empty class.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def aggregate_mean_grouped_by_class(
 
 
 def mean_for_unique_keys(data: npt.NDArray[Any], key: npt.NDArray[Any], axis: int = 0) -> Any:
-    """The mean of data along an axis, in which values of equal keys count once.
+    """Return the mean of data along an axis, counting values of equal keys once.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which of nip's modules and names are which of ours: a table; see `lazy.lazy_modules`."""
+"""The table of nip's modules and names and ours; see `lazy.lazy_modules`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PACKAGE = "nip_astra.nip"
 
 
 def _at(module: str, names: str) -> dict[str, str]:
-    """Names that a module of ours defines."""
+    """Return the table of names defined by one of our modules."""
     return dict.fromkeys(names.split(), module)
 
 
@@ -181,5 +181,5 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""For each module of nip's, its names and where they are; after a colon what they are called there.
-The empty name is the package itself."""
+"""For each module of nip's, its names and their locations; after a colon, our name. The empty
+module name is the package itself."""

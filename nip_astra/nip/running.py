@@ -1,4 +1,4 @@
-"""nip's `run_experiment` and its kin, its grids of experiments, and what else its scripts call."""
+"""nip's `run_experiment`, grids of experiments, and other functions called by its scripts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ WITHOUT_EFFECT = (
     *("stat_logger", "wandb_run", "base_wandb_run", "pretrained_embeddings_batch_size"),
     *("num_api_generation_timeouts", "num_api_connection_errors"),
 )
-"""Settings of nip's that change no result, and that nothing reads here."""
+"""nip's settings that change no result and are ignored here."""
 OPENROUTER = "https://openrouter.ai/api/v1"
 HYPER_PARAMS_FILE = "hyper_params.json"
-"""File of hyper-parameters in a run's folder, as nip's scripts look for it."""
+"""File of hyper-parameters in a run's folder, read by nip's scripts."""
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are here; those that are ours already pass."""
+    """Convert settings; ours are returned unchanged."""
     settings = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     if settings.pop("profiler", None) is not None:
         raise ConfigurationError(
@@ -60,7 +60,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(device: str | torch.device) -> str:
-    """The device as it is here; nip's scripts name a GPU whether there is one or not."""
+    """Convert the device; nip's scripts name a GPU even if there is none."""
     asked = torch.device(device) if device != "auto" else torch.device("cpu")
     if asked.type != "cuda":
         return str(device)
@@ -73,7 +73,7 @@ def _device(device: str | torch.device) -> str:
 
 
 def ExperimentSettings(**settings: Any) -> OurSettings:  # noqa: N802  # nip's name of a class
-    """Settings by nip's names."""
+    """Create settings by nip's names."""
     return OurSettings(**_settings(settings))
 
 
@@ -88,7 +88,7 @@ def run_experiment(
     Parameters
     ----------
     allow_resuming_wandb_run : bool
-        Whether a run of this `run_id` that is there already goes on.
+        Whether an existing run of this `run_id` is resumed.
     **settings
         nip's, and ours.
     """
@@ -103,7 +103,7 @@ def run_experiment(
 
 @dataclass
 class PreparedExperimentInfo:
-    """What is known of an experiment before it is run."""
+    """Facts about an experiment before it runs."""
 
     total_num_iterations: int
 
@@ -117,14 +117,14 @@ def prepare_experiment(
 
 
 def resolved_of(hyper_params: HyperParameters | OurHyperParameters) -> ResolvedExperiment:
-    """The experiment of nip's hyper-parameters, or of ours."""
+    """Resolve the experiment of nip's hyper-parameters, or of ours."""
     return resolve_experiment(hyper_params=ours(hyper_params))
 
 
 def build_scenario_instance(
     hyper_params: HyperParameters | OurHyperParameters, settings: OurSettings
 ) -> ScenarioInstance:
-    """The components that the hyper-parameters describe."""
+    """Build the components that the hyper-parameters describe."""
     resolved = resolved_of(hyper_params)
     return factory.build_scenario_instance(
         resolved.hyper_params,
@@ -136,7 +136,7 @@ def build_scenario_instance(
 
 
 def checkpoint_base_dir(run_id: str) -> Path:
-    """A run's folder, with its hyper-parameters also in the file that nip's scripts read."""
+    """Return a run's folder, after writing its hyper-parameters for nip's scripts."""
     directory = Path("runs") / run_id
     stored = directory / HYPER_PARAMETERS
     if stored.is_file() and not (directory / HYPER_PARAMS_FILE).exists():
@@ -150,22 +150,22 @@ def checkpoint_base_dir(run_id: str) -> Path:
 
 @dataclass
 class ExperimentFunctionArguments:
-    """What is given to the function that runs one experiment of a grid.
+    """Arguments of the function that runs one experiment of a grid.
 
     Attributes
     ----------
     combo : dict
         One combination of the grid's values.
     run_id, common_run_name : str
-        Of the run, and of the whole grid.
+        Names of the run and of the whole grid.
     cmd_args : Namespace
         The options of the command line.
     tqdm_func : callable
         Makes progress bars.
     child_logger_adapter : LoggerAdapter
-        To log with.
+        Logger of the run.
     global_tqdm_step_fn : callable
-        Called once an iteration.
+        Called once per iteration.
     """
 
     combo: dict[str, Any]
@@ -178,30 +178,30 @@ class ExperimentFunctionArguments:
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that begins its messages with the place of the run in its grid."""
+    """A logger that prefixes its messages with the run's position in the grid."""
 
     def process(self, msg: Any, kwargs: Any) -> tuple[str, Any]:
         return f"{(self.extra or {})['prefix']}{msg}", kwargs
 
     @property
     def level(self) -> int:
-        """Of the logger."""
+        """Level of the logger."""
         return self.logger.level
 
 
 def _no_step() -> None:
-    """Stand for a bar that the processes of a grid do not share."""
+    """Replace a bar that the processes of a grid do not share."""
 
 
 class HyperparameterExperiment:
     """Runs a function once for each combination of a grid's values.
 
-    Options of a script's own are added to `parser` before `run` reads them.
+    Scripts add their own options to `parser` before calling `run`.
 
     Parameters
     ----------
     param_grid : Mapping of sequences
-        Values by name.
+        Values of each parameter, by name.
     experiment_fn : callable
         Takes `ExperimentFunctionArguments`, and runs one experiment.
     run_id_fn : callable, optional
@@ -250,7 +250,7 @@ class HyperparameterExperiment:
         self.cmd_args: Namespace | None = None
 
     def _add_arguments(self, default_num_workers: int) -> None:
-        """Options of one kind of grid."""
+        """Add the options of one kind of grid."""
 
     def _run_id(self, number: int | None, cmd_args: Namespace) -> str:
         name = self.experiment_name.lower()
@@ -258,7 +258,7 @@ class HyperparameterExperiment:
 
     @property
     def combinations(self) -> Iterator[dict[str, Any]]:
-        """The combinations; the value of the name that is last in the alphabet changes fastest."""
+        """Yield the combinations; the alphabetically last name changes fastest."""
         names = sorted(self.param_grid)
         for values in product(*(self.param_grid[name] for name in names)):
             yield dict(zip(names, values, strict=True))
@@ -271,11 +271,11 @@ class HyperparameterExperiment:
     @property
     def _options(self) -> Namespace:
         if self.cmd_args is None:
-            raise ConfigurationError("the options were not read yet. Call run().")
+            raise ConfigurationError("the options are not parsed yet. Call run().")
         return self.cmd_args
 
     def _chosen(self) -> list[tuple[int, dict[str, Any]]]:
-        """The combinations that this call runs, with their numbers."""
+        """Return the combinations that this call runs, with their numbers."""
         return list(enumerate(self.combinations))[self._options.num_skip :]
 
     def run(self) -> None:
@@ -290,7 +290,7 @@ class HyperparameterExperiment:
         self._run(chosen)
 
     def _run(self, chosen: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Run the experiments one after the other; the first that fails ends all."""
+        """Run the experiments sequentially; the first failure ends all."""
         for number, combo in chosen:
             self.experiment_fn(self._arguments(number, combo))
 
@@ -310,7 +310,7 @@ class HyperparameterExperiment:
 
 
 class SequentialHyperparameterExperiment(HyperparameterExperiment):
-    """Runs the combinations of a grid one after the other."""
+    """Runs the combinations of a grid sequentially."""
 
     def _add_arguments(self, default_num_workers: int) -> None:
         add = self.parser.add_argument
@@ -328,7 +328,7 @@ class SequentialHyperparameterExperiment(HyperparameterExperiment):
 
 
 class MultiprocessHyperparameterExperiment(HyperparameterExperiment):
-    """Runs several combinations of a grid at a time, each in a process of its own."""
+    """Runs several combinations of a grid in parallel, each in its own process."""
 
     def _add_arguments(self, default_num_workers: int) -> None:
         add = self.parser.add_argument
@@ -361,7 +361,7 @@ _NOT_GIVEN = object()
 
 
 def get_env_var(var_name: str, default: Any = _NOT_GIVEN) -> Any:
-    """The value of an environment variable; `.env` files are not read."""
+    """Return an environment variable; `.env` files are not read."""
     value = read_variable(var_name)
     value = default if value is None else value
     if value is _NOT_GIVEN:
@@ -372,7 +372,7 @@ def get_env_var(var_name: str, default: Any = _NOT_GIVEN) -> Any:
 
 
 def env_var_default_factory(var_name: str, default: Any = _NOT_GIVEN) -> Callable[[], Any]:
-    """A function that gives `get_env_var` of these arguments."""
+    """Return a function that calls `get_env_var` with these arguments."""
     return lambda: get_env_var(var_name, default)
 
 
@@ -391,16 +391,16 @@ def _get_openrouter_response(
     num_responses: int = 1,
     force_multiple_generations: bool = False,
 ) -> list[dict[str, Any]]:
-    """Answers of a model of OpenRouter, with the log-probabilities of their tokens where asked.
+    """Return answers of an OpenRouter model, with log-probabilities of their tokens if requested.
 
     Parameters
     ----------
     api_key : str, optional
-        That of `OPENROUTER_API_KEY` where it is not given.
+        Default: the variable `OPENROUTER_API_KEY`.
     get_top_logprobs : int, optional
-        Alternatives of each token.
+        Number of alternatives per token.
     force_multiple_generations : bool
-        Has no effect: each answer is a request of its own, as OpenRouter demands.
+        No effect: OpenRouter requires a request per answer.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""nip's trainers of agents with networks: the base class, and the losses, over ours."""
+"""nip's trainers of agents with networks: their base class and losses, based on ours."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ KEYS = {
     "done": ("agents", "done"),
     "terminated": ("agents", "terminated"),
 }
-"""The entries of a batch that nip's losses are told to read."""
+"""Entries of a batch that nip's losses are configured to read."""
 
 
 class Reward2GoTransform(Transform):
-    """Says by which discount rewards to go are summed; the trainer sums them.
+    """Sets the discount of rewards to go, which the trainer computes.
 
     Raises
     ------
     ConfigurationError
-        When other entries than an agent's reward and reward to go are named.
+        For entries other than an agent's reward and reward to go.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Reward2GoTransform(Transform):
         named = (_one(in_keys), _one(out_keys), _one(done_key))
         if named != (REWARD, REWARD_TO_GO, KEYS["done"]):
             raise ConfigurationError(
-                f"Reward2GoTransform was given the keys {named}. Rewards to go are those of "
-                f"{REWARD}, in {REWARD_TO_GO}; leave the keys at these."
+                f"Reward2GoTransform does not support the keys {named}, only {REWARD} and "
+                f"{REWARD_TO_GO}. Leave the keys out."
             )
         self.gamma = gamma
 
 
 def _one(keys: Any) -> Any:
-    """A key, also where it stands alone in a list."""
+    """Return a key, also if it is alone in a list."""
     return tuple(keys[0]) if len(keys) == 1 else tuple(keys)
 
 
 class _Keys(Objective):
-    """Takes the names of entries as nip's trainers give them."""
+    """Accepts names of entries as set by nip's trainers."""
 
     def set_keys(self, **keys: Any) -> None:
-        """Accept nip's entries, which are those that are read.
+        """Accept nip's entries, which are the ones that are read.
 
         Raises
         ------
@@ -93,7 +93,7 @@ KL_NAMES = {
     "increment": "kl_increment",
     "decrement": "kl_decrement",
 }
-"""Nip's names of the parameters of the KL penalty."""
+"""nip's names of the parameters of the KL penalty."""
 
 
 def _parameters(
@@ -102,7 +102,7 @@ def _parameters(
     clip_value: float | bool | None = None,
     **ppo: Any,
 ) -> tuple[CommonPpoParameters, RlTrainerParameters]:
-    """What objectives read of the groups `ppo` and `rl`; True clips values like ratios."""
+    """Return the objectives' parameters from `ppo` and `rl`; True clips values like ratios."""
     if functional:
         raise ConfigurationError("functional=True: weights stay in their modules. Leave it out.")
     ppo["entropy_weight"] = ppo.pop("entropy_coef", 0.01)
@@ -115,7 +115,7 @@ def _parameters(
 
 
 class ClipPPOLossImproved(_Keys, IppoObjective):
-    """Clipped policy loss, value loss and entropy bonus: `IppoObjective` by nip's name.
+    """Clipped policy loss, value loss and entropy bonus: `IppoObjective` under nip's name.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class ClipPPOLossImproved(_Keys, IppoObjective):
 
 
 class KLPENPPOLossImproved(ClipPPOLossImproved):
-    """The same with a charge for the divergence in place of the clip.
+    """The same with a KL penalty instead of the clip.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class KLPENPPOLossImproved(ClipPPOLossImproved):
 
 
 class ReinforceLossImproved(_Keys, ReinforceObjective):
-    """`ReinforceObjective` by nip's name."""
+    """`ReinforceObjective` under nip's name."""
 
     def __init__(
         self,
@@ -169,12 +169,12 @@ class ReinforceLossImproved(_Keys, ReinforceObjective):
 
 
 class SpgLoss(_Keys, SpgObjective):
-    """`SpgObjective` by nip's name, for a learning rate that stays as it is.
+    """`SpgObjective` under nip's name, for a constant learning rate.
 
     Parameters
     ----------
     agents, device
-        Those of the actor, which has both.
+        Those of the actor.
     **options
         As of `ClipPPOLossImproved`.
     """
@@ -219,14 +219,14 @@ class SpgLoss(_Keys, SpgObjective):
 
 
 class TensorDictRlTrainer(OurTrainer):
-    """Our base of trainers of agents with networks, with nip's names beside ours.
+    """Our base of trainers of agents with networks, with nip's names in addition.
 
     Attributes
     ----------
     policy_operator, value_operator : CombinedAgents
         All agents, for the losses of `nip_astra.nip.rl_objectives`.
     clip_value : float or None
-        Furthest that a value moves from that at collection without a charge.
+        Clip range of the value loss about the value at collection.
     """
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "ppo", "message_regression")
@@ -243,40 +243,40 @@ class TensorDictRlTrainer(OurTrainer):
 
     @property
     def policy_operator(self) -> Any:
-        """All agents, as a loss takes them."""
+        """All agents, as the argument of a loss."""
         return self.agents
 
     value_operator = policy_operator
 
     @property
     def clip_value(self) -> float | None:
-        """Furthest that a value moves from that at collection without a charge."""
+        """Clip range of the value loss about the value at collection."""
         return self.rl.clip_value
 
     @property
     def protocol_handler(self) -> Any:
-        """The protocol, with the sequence of the section `spg` where that names one."""
+        """The protocol, with the sequence of the section `spg` if it sets one."""
         protocol = self.train_environment.protocol
         asked = self.hyper_params.spg.stackelberg_sequence  # type: ignore[attr-defined]  # a section
         return ProtocolView(protocol, stackelberg_sequence=asked or protocol.stackelberg_sequence)
 
     @property
     def agent_names(self) -> tuple[str, ...]:
-        """In the order of every dimension `A`."""
+        """Names in the order of every dimension `A`."""
         return self.agents.names
 
     @property
     def device(self) -> torch.device:
-        """Where agents are."""
+        """Device of the agents."""
         return torch.device(self.train_environment.device)
 
     def _get_replay_buffer(self, transform: Transform | None = None) -> ReplayBuffer:
-        """What turns an iteration's frames into minibatches.
+        """Return the buffer that splits an iteration's frames into minibatches.
 
         Raises
         ------
         ConfigurationError
-            For another transform than `Reward2GoTransform`.
+            For a transform other than `Reward2GoTransform`.
         """
         transforms = list(transform) if isinstance(transform, Compose) else [transform]
         for one in transforms:

@@ -63,7 +63,7 @@ OUR_ANALYSERS = {
     "prover_direct_quotation": "direct_quotation",
     "prover_accurate_quotation": "accurate_quotation",
 }
-"""Analysers that have another name here."""
+"""Analysers with another name here."""
 ROLLOUT_ANALYSERS = {
     ("code_validation", name): OUR_ANALYSERS.get(name, name)
     for name in (*OUR_ANALYSERS, "prover_role_conformance", "follow_up")
@@ -76,11 +76,11 @@ NIP_ONLY = (
     *("round", "done", "next", "message_history", "message_agent_id", "raw_message_history"),
     *(("agents", "done"), ("agents", "retry_count"), ("agents", "token_limit")),
 )
-"""Entries that are made of others."""
+"""Entries that are derived from others."""
 
 
 def as_nip(rollouts: NestedArrayDict) -> NestedArrayDict:
-    """Our rollouts [N] in nip's layout [N, R]."""
+    """Convert our rollouts [N] to nip's layout [N, R]."""
     size = rollouts["padding"].shape
     found = NestedArrayDict(batch_size=size)
     for key, array in rollouts.items(True, True):
@@ -94,7 +94,7 @@ def as_nip(rollouts: NestedArrayDict) -> NestedArrayDict:
 
 
 def as_ours(rollouts: NestedArrayDict) -> NestedArrayDict:
-    """Rollouts in nip's layout [N, R] in ours [N]; entries of a trainer's own stay [N, R]."""
+    """Convert rollouts in nip's layout [N, R] to ours [N]; a trainer's own entries stay [N, R]."""
     found = NestedArrayDict(batch_size=rollouts.batch_size[0])
     for key, array in rollouts.items(True, True):
         name = key if isinstance(key, str) else key[0]
@@ -135,7 +135,7 @@ def _completed(rows: NestedArrayDict) -> NestedArrayDict:
 
 
 def _by_channel(message_NRAC: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Messages by channel, None where there is none, and who sent them, -1 where nobody did."""
+    """Return messages by channel, None for none, and their senders, -1 for none."""
     shape = (*message_NRAC.shape[:2], message_NRAC.shape[-1])
     said, sender = np.full(shape, None, dtype=object), np.full(shape, -1)
     for n, r, a, c in np.ndindex(message_NRAC.shape):
@@ -145,7 +145,7 @@ def _by_channel(message_NRAC: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.N
 
 
 def _before(array_NR: npt.NDArray[Any], number: int) -> npt.NDArray[Any]:
-    """What was there before a round, with what stands for nothing after."""
+    """Return the entries before a round, with missing values after it."""
     nothing = None if array_NR.dtype == object else -1
     kept = array_NR.copy()
     kept[:, number:] = nothing
@@ -153,12 +153,12 @@ def _before(array_NR: npt.NDArray[Any], number: int) -> npt.NDArray[Any]:
 
 
 class PureTextEnvironment:
-    """One split of the data, played a round at a time: a state is a row with the batch size [1].
+    """One split of the data, sampled round by round: a state is a row with batch size [1].
 
     Attributes
     ----------
     train : bool
-        Whether it is that of training.
+        Whether it is the training split.
     dataset : NestedArrayDict
         The datapoints.
     num_envs : int
@@ -179,13 +179,13 @@ class PureTextEnvironment:
     def begin(
         self, episodes: Sequence[TextEpisode], key: tuple[str | int, ...], journal: AnswerJournal
     ) -> None:
-        """Start a sampling: what is played, what requests are named after, what was answered."""
+        """Start a sampling with its episodes, the key of its requests, and recorded answers."""
         self.episodes, self.key, self.journal = list(episodes), key, journal
         self.nodes: dict[str, TextNode] = {}
         self._num_branches: dict[str, int] = {}
 
     def data_batches(self) -> Iterator[NestedArrayDict]:
-        """The datapoints of the sampling, one a rollout."""
+        """Yield the datapoints of the sampling, one per rollout."""
         for place, episode in enumerate(self.episodes):
             yield NestedArrayDict(
                 {
@@ -197,31 +197,31 @@ class PureTextEnvironment:
             )
 
     def reset(self, data_batch: NestedArrayDict | None = None) -> NestedArrayDict:
-        """The state before the first round; of the first datapoint where none is given."""
+        """Return the state before the first round; of the first datapoint by default."""
         place = 0 if data_batch is None else int(data_batch["place"][0])
         node = TextNode(str(place), self.episodes[place])
         self.nodes[node.node_id] = node
         return self._before(node)
 
     def node_before(self, env_state: NestedArrayDict) -> TextNode:
-        """The round that led to a state."""
+        """Return the round that led to a state."""
         return self.nodes[env_state["node", "parent"][0]]
 
     def branch_of(self, node: TextNode) -> str:
-        """A name for a further way in which an episode goes on."""
+        """Return a name for a further branch of an episode."""
         number = self._num_branches.get(node.node_id, 0)
         self._num_branches[node.node_id] = number + 1
         return f"{node.node_id}.{number}"
 
     def act(self, env_state: NestedArrayDict, name: str, moves: Mapping[str, TextMove]) -> None:
-        """Write what agents do in a round into the state before it."""
+        """Write the agents' moves in a round into the state before it."""
         child = self._played(self.node_before(env_state), name, moves)
         for key, value in self._row(child).items(True, True):
             if key[0] != "next":
                 env_state[key] = value
 
     def step(self, env_state: NestedArrayDict) -> NestedArrayDict:
-        """Write what a round led to under `next`; it is that of the `raw_message` of agents."""
+        """Write the result of a round under `next`, from the agents' `raw_message`."""
         before, child = self.node_before(env_state), self.nodes[env_state["node", "id"][0]]
         turns = {turn.agent: turn for turn in self.game.turns(before.episode)}
         moves = dict(child.moves)
@@ -237,11 +237,11 @@ class PureTextEnvironment:
         return env_state
 
     def get_next_state_from_state(self, env_state: NestedArrayDict) -> NestedArrayDict:
-        """The state before the next round."""
+        """Return the state before the next round."""
         return self._before(self.nodes[env_state["node", "id"][0]])
 
     def add_dummy_actions_and_next_to_state(self, env_state: NestedArrayDict) -> NestedArrayDict:
-        """Fill in the row of a round that was not played, since the episode had ended."""
+        """Fill in the row of a round after the episode's end."""
         node = self.node_before(env_state)
         rows = as_nip(rollouts_of(self.game, [node]))
         for key, value in rows[:, self.game.protocol.max_message_rounds - 1].items(True, True):
@@ -256,14 +256,14 @@ class PureTextEnvironment:
         return self.nodes[name]
 
     def _row(self, node: TextNode) -> NestedArrayDict:
-        """The row of the round that a node has played."""
+        """Return the row of a node's round."""
         assert node.outcome is not None
         row: NestedArrayDict = as_nip(rollouts_of(self.game, [node]))[:, node.episode.round - 1]
         row["next", "terminated"] = [node.outcome.is_out_of_rounds]
         return row
 
     def _before(self, node: TextNode) -> NestedArrayDict:
-        """The row before the round after a node."""
+        """Return the row before the round after a node."""
         number = min(node.episode.round, self.game.protocol.max_message_rounds - 1)
         row: NestedArrayDict = as_nip(rollouts_of(self.game, [node]))[:, number]
         state = NestedArrayDict(
@@ -274,7 +274,7 @@ class PureTextEnvironment:
 
 
 class PureTextCombinedWhole:
-    """All agents as one."""
+    """All agents as one module."""
 
     def __init__(self, sampler: TextRolloutSampler) -> None:
         self.sampler = sampler
@@ -282,7 +282,7 @@ class PureTextCombinedWhole:
     def forward(
         self, env_state: NestedArrayDict, environment: PureTextEnvironment
     ) -> NestedArrayDict:
-        """Ask the agents whose turn it is, and write what they do into the state."""
+        """Query the active agents, and write their moves into the state."""
         node = environment.node_before(env_state)
         name = environment.branch_of(node)
         asked = TextNode(name, node.episode)
@@ -296,7 +296,7 @@ class PureTextCombinedWhole:
 
 
 class PureTextSharedModelGroup(View):
-    """Our group of agents that share a model, with nip's names beside ours.
+    """Our group of agents that share a model, with nip's names in addition.
 
     Attributes
     ----------
@@ -311,7 +311,7 @@ class PureTextSharedModelGroup(View):
         super().__init__(group, group_name=group.name, agent_names=names)
 
     def agent_ids_and_names(self) -> list[tuple[int, str]]:
-        """Members by their place in the protocol, and their names."""
+        """Members by their index in the protocol, and their names."""
         return [(agent.number, agent.name) for agent in self._viewed.agents]
 
     def create_supervised_fine_tune_job(
@@ -339,9 +339,9 @@ class PureTextSharedModelGroup(View):
         Parameters
         ----------
         timesteps_per_agent : Mapping of NestedArrayDict
-            The rounds before, by agent; what an agent was asked is read from the answers.
+            The previous rounds, by agent; prompts are read from the answers.
         positive_examples_per_agent, negative_examples_per_agent : Mapping of NestedArrayDict
-            Rounds with the preferred answers and the others, by agent, as many of both.
+            Rounds with the preferred and the rejected answers, by agent, of equal number.
         """
         pairs: list[PreferenceExample] = []
         for number, name in self.agent_ids_and_names():
@@ -357,7 +357,7 @@ class PureTextSharedModelGroup(View):
 
 
 def _pair(better: NestedArrayDict, worse: NestedArrayDict, agent: int) -> list[PreferenceExample]:
-    """The pair of an agent's answers in two rounds; nothing where they are equal or missing."""
+    """Return the pair of an agent's answers in two rounds; empty if they are equal or missing."""
     texts = [
         row["agents", "raw_message"][agent]
         for row in (better, worse)
@@ -374,8 +374,8 @@ class PureTextRlTrainer(OurTrainer):
 
     Hooks: `_stage_create_fine_tune_jobs(rollouts)`, `_get_log_stats(rollouts, *, train)`,
     `_sample_rollouts(environment, iteration, use_tqdm, tqdm_desc)` and
-    `_sample_rollouts_for_single_environment(args)`. Where the last one is not overridden, all
-    conversations are played at once; a subclass's own plays them one after the other.
+    `_sample_rollouts_for_single_environment(args)`. Unless the last one is overridden, all
+    conversations are sampled together; an override samples them one by one.
     """
 
     sections_of_others: ClassVar[tuple[str, ...]] = ("pure_text_ei", "pure_text_malt")
@@ -411,7 +411,7 @@ class PureTextRlTrainer(OurTrainer):
         use_tqdm: bool = False,
         tqdm_desc: str = "Sampling rollouts",
     ) -> NestedArrayDict:
-        """Play the rollouts of an iteration, or of a test."""
+        """Sample the rollouts of an iteration, or of a test."""
         number = self.state.iteration if iteration == "test" else iteration
         single = type(self)._sample_rollouts_for_single_environment
         if single is PureTextRlTrainer._sample_rollouts_for_single_environment:
@@ -430,7 +430,7 @@ class PureTextRlTrainer(OurTrainer):
 
     @staticmethod
     def _sample_rollouts_for_single_environment(args: tuple[Any, ...]) -> list[NestedArrayDict]:
-        """Play one datapoint, a round at a time.
+        """Sample one datapoint, round by round.
 
         Parameters
         ----------
@@ -461,19 +461,19 @@ class PureTextRlTrainer(OurTrainer):
         return [concatenate_nested_array_dicts(rows)]
 
     def _get_log_stats(self, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, Any]:
-        """Figures to log of rollouts in nip's layout; see our base. Tables may be among them."""
+        """Return metrics of rollouts in nip's layout, possibly with tables; see our base."""
         return super()._get_log_stats(as_ours(rollouts), train=train)
 
     def _get_verifier_guess_replacement_proportion(self, iteration: int) -> float:
-        """The share of rollouts in which a verifier learns the right decision."""
+        """Return the share of rollouts with the correct decision as the verifier's target."""
         return guess_replacement_proportion(self.text_rl, iteration)
 
     def _get_fine_tune_job_name(self, shared_model_group: PureTextSharedModelGroup) -> str:
-        """A name for a group's job: run, iteration and group."""
+        """Return a name for a group's job: run, iteration and group."""
         run = self.settings.run_id or "NO_RUN_ID"
         return f"{run}_iter_{self.state.iteration}_{shared_model_group.group_name}"
 
-    # ---- how our base calls the hooks
+    # ---- calls of the hooks by our base class
 
     def _sampled(self, split: Split, iteration: int) -> NestedArrayDict:
         is_train = split == "train"
@@ -501,13 +501,13 @@ class PureTextRlTrainer(OurTrainer):
 
 
 class _Analysed:
-    """nip's names for a finished run of our trainers of chat models."""
+    """nip's methods on a finished run of our trainers of chat models."""
 
     run_directory: Any
 
     @staticmethod
     def get_checkpoint_base_dir_from_run_id(run_id: str) -> Path:
-        """The folder of a run, with nip's file of hyper-parameters."""
+        """Return the folder of a run, with nip's file of hyper-parameters."""
         return checkpoint_base_dir(run_id)
 
     def run_analysers(
@@ -519,14 +519,14 @@ class _Analysed:
         use_tqdm: bool = True,
         dry_run: bool = False,
     ) -> None:
-        """Let a judge answer questions about the run's rollouts of training; see `analyse_run`.
+        """Analyse the run's training rollouts with a judge; see `analyse_run`.
 
         Parameters
         ----------
         model_name : str
-            The judge, of OpenAI.
+            The judge, a model of OpenAI.
         dry_run : bool
-            Whether requests are counted only, and nothing is written.
+            Only count requests, and write nothing.
         """
         names = [OUR_ANALYSERS.get(name, name) for name in analysers]
         run = self.run_directory.path
@@ -543,22 +543,22 @@ class _Analysed:
 
 
 class PureTextEiTrainer(_Analysed, OurEiTrainer):
-    """Our trainer, with nip's names beside ours."""
+    """Our trainer, with nip's names in addition."""
 
 
 class PureTextMaltTrainer(_Analysed, OurMaltTrainer):
-    """Our trainer, with nip's names beside ours."""
+    """Our trainer, with nip's names in addition."""
 
 
 OVER_OURS: dict[str, type[OurTrainer]] = {
     "pure_text_ei": PureTextEiTrainer,
     "pure_text_malt": PureTextMaltTrainer,
 }
-"""Trainers of ours that scripts of nip's build, with its names."""
+"""Our trainers that nip's scripts build, with nip's names."""
 
 
 def get_trainer_class(hyper_params: Any) -> type[Trainer]:
-    """The class of the trainer that the hyper-parameters name."""
+    """Return the trainer class named by the hyper-parameters."""
     resolved = resolved_of(hyper_params)
     return OVER_OURS.get(resolved.hyper_params.trainer, resolved.trainer_class)
 
@@ -566,7 +566,7 @@ def get_trainer_class(hyper_params: Any) -> type[Trainer]:
 def build_trainer(
     hyper_params: Any, scenario_instance: ScenarioInstance, settings: ExperimentSettings
 ) -> Trainer:
-    """The trainer that the hyper-parameters name, in the run's folder where there is one."""
+    """Build the trainer named by the hyper-parameters, in the run's folder if it exists."""
     run = Path(settings.runs_dir) / str(settings.run_id)
     if settings.run_directory is None and settings.run_id is not None and run.is_dir():
         settings = settings.model_copy(update={"run_directory": RunDirectory.open(run)})

@@ -1,4 +1,4 @@
-"""nip's types of names, and its constants."""
+"""nip's name types and constants."""
 
 from __future__ import annotations
 

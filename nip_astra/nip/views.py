@@ -1,4 +1,4 @@
-"""What trainers that were written for nip find in place of ours: the same objects, by its names."""
+"""Views of our objects under nip's names, for trainers written for nip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nip_astra.protocols.protocol_base import ProtocolHandler
 
 
 class View:
-    """An object with further names; everything else is the object's own."""
+    """An object with additional names; all others are the object's own."""
 
     def __init__(self, viewed: Any, **names: Any) -> None:
         self._viewed = viewed
@@ -29,7 +29,7 @@ class View:
 
 
 def view_of(hyper_params: HyperParameters, *, kind: str, is_text: bool) -> Any:
-    """Our hyper-parameters, with nip's names beside ours."""
+    """Return our hyper-parameters, with nip's names in addition."""
     ours = hyper_params
     rl: Any = ours.rl
     if is_text:
@@ -53,29 +53,29 @@ def view_of(hyper_params: HyperParameters, *, kind: str, is_text: bool) -> Any:
 
 
 class Settings(ExperimentSettings):
-    """Our settings, with nip's names beside ours."""
+    """Our settings, with nip's names in addition."""
 
     @classmethod
     def of(cls, settings: ExperimentSettings | None) -> Settings:
-        """The same settings."""
+        """Return the same settings."""
         fields = {} if settings is None else dict(settings)
         return cls.model_construct(**fields)
 
     @property
     def logger(self) -> logging.Logger:
-        """Python's logger of the package."""
+        """The package's logger."""
         return logging.getLogger("nip_astra")
 
 
 class ProtocolView(View):
-    """A protocol, with nip's names beside ours."""
+    """A protocol, with nip's names in addition."""
 
     _viewed: ProtocolHandler
 
     def get_active_agents_mask_from_rounds_and_seed(
         self, round_id: npt.ArrayLike | Tensor, seed: npt.ArrayLike | Tensor
     ) -> Tensor:
-        """Who may send in which channel, bool `[..., A, C]`."""
+        """Return who may send in which channel, bool `[..., A, C]`."""
         rounds, seeds = (torch.as_tensor(np.asarray(one)) for one in (round_id, seed))
         mask_EAC = self._viewed.active_mask(rounds.reshape(-1), seeds.reshape(-1))
         return mask_EAC.reshape(*rounds.shape, *mask_EAC.shape[1:])

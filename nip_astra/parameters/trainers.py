@@ -224,7 +224,9 @@ class BaseRunParameters(SubParameters):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.base_run_type == "none" and self.run is not None:
-            raise ValueError("names a run but not what to take from it; give base_run_type")
+            raise ValueError(
+                "names a run without base_run_type; set it to parameters or rerun_tests"
+            )
         if self.base_run_type != "none" and self.run is None:
             raise ValueError("needs a run to take weights or parameters from; give run")
         return self

@@ -336,7 +336,12 @@ def _act(
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
-    observe_together(agent, episodes, [reaction.messages for reaction, _ in reactions])
+    told = [
+        (one, reaction.messages)
+        for one, (reaction, _) in zip(episodes, reactions, strict=True)
+        if reaction.messages
+    ]
+    observe_together(agent, [one for one, _ in told], [messages for _, messages in told])
 
 
 def _reactions(

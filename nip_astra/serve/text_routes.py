@@ -641,7 +641,7 @@ class EngineClient:
         """A queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
-                f"the queue has {counted(engine.num_waiting, 'request')}, and this service allows "
+                f"{counted(engine.num_waiting, 'request')} waiting, and this service allows "
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )

@@ -89,9 +89,9 @@ def test_a_corpus_that_is_damaged_or_empty_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 7 of .* is not an utterance of ConvoKit"):
         openings("train", folder)
     (folder / "utterances.jsonl").write_text("")
-    with pytest.raises(DataError, match="there are none"):
+    with pytest.raises(DataError, match="has no train openings"):
         openings("train", folder)
-    with pytest.raises(DataError, match="'train', 'dev' and 'test'"):
+    with pytest.raises(DataError, match="'train', 'dev', 'test'"):
         openings("valid", folder)  # type: ignore[arg-type]
 
 

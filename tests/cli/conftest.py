@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from nip_astra import progress
-from nip_astra.cli.app import main
 from nip_astra.progress import ProgressBar
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from tests.cli.trained_run import SMALL
+from tests.cli.trained_run import SMALL, copy_evaluated
 from tests.kit.command_line import CommandLine
 
 
@@ -38,17 +34,7 @@ def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def evaluated_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run after `nip-astra evaluate runs/one`."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    shutil.copytree(trained, folder / "runs" / "one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["nip-astra", "evaluate", "runs/one"])
-        silence = io.StringIO()
-        with redirect_stdout(silence), redirect_stderr(silence), pytest.raises(SystemExit) as end:
-            main()
-    assert not end.value.code
-    return folder / "runs" / "one"
+    return copy_evaluated(trained, tmp_path_factory.mktemp("evaluated"))
 
 
 @pytest.fixture

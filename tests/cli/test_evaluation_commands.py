@@ -192,17 +192,19 @@ def test_other_options_under_the_same_name_are_refused(cli: CommandLine, evaluat
 
 
 def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
-    cli: CommandLine, run: Path
+    cli: CommandLine, evaluated: Path
 ) -> None:
-    checkpoint = sorted((run / "checkpoints").glob("step_*"))[-1]
+    checkpoint = sorted((evaluated / "checkpoints").glob("step_*"))[-1]
     name = f"runs/one/checkpoints/{checkpoint.name}"
     assert cli("evaluate", name).code == 0
-    assert cli("evaluate", "runs/one").code == 0
     assert cli("evaluate", "runs/one", "--untrained").code == 0
-    same = figures_of(run)["scores"] == figures_of(run, f"test-{checkpoint.name}")["scores"]
+    same = (
+        figures_of(evaluated)["scores"]
+        == figures_of(evaluated, f"test-{checkpoint.name}")["scores"]
+    )
     assert same
-    untrained = figures_of(run, "test-untrained")
-    before = json.loads((run / "results.json").read_text())["before"]
+    untrained = figures_of(evaluated, "test-untrained")
+    before = json.loads((evaluated / "results.json").read_text())["before"]
     assert untrained["scores"]["response"]["mean"] == pytest.approx(before["mean_score"])
     assert untrained["probability_of_failure"]["importance_sampling"] is None
 
@@ -426,12 +428,12 @@ def test_evaluations_by_other_conditions_are_compared_with_a_warning(
     assert any('scorer: "skip" in' in text for text in found["warnings"])
 
 
-def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Path) -> None:
+def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, evaluated: Path) -> None:
     high = ("--fail-if", "failure_rate.high > 0.0")
     said = cli("evaluate", "runs/one", *high)
     assert (said.code, "failed: failure_rate.high > 0.0" in said.err) == (1, True)
     assert cli("evaluate", "runs/one", "--fail-if", "failure_rate.value > 1").code == 0
-    shutil.copytree(run, cli.folder / "runs" / "two")
+    shutil.copytree(evaluated, cli.folder / "runs" / "two")
     gate = "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"
     assert cli("compare", "runs/one", "runs/two", "--fail-if", gate).code == 0
     assert cli("compare", "runs/one", "runs/two", *high).code == 1
@@ -440,7 +442,7 @@ def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Pat
     # Before the first conversation, in syntax and in names.
     for wrong in ("failure_rate.high >", "failure_rte.high > 0", "failure_rate.hgh > 0"):
         refused(cli("evaluate", "runs/one", "--name", "gated", "--fail-if", wrong))
-    assert not (run / "evaluations" / "gated" / "rows.jsonl").exists()
+    assert not (evaluated / "evaluations" / "gated" / "rows.jsonl").exists()
 
 
 def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
@@ -472,9 +474,9 @@ def test_an_adapter_is_evaluated_as_it_was_merged(
     assert mean != pytest.approx(results["before"]["mean_score"], abs=1e-4)
 
 
-def test_what_is_printed_as_json_is_the_file(cli: CommandLine, run: Path) -> None:
+def test_what_is_printed_as_json_is_the_file(cli: CommandLine, evaluated: Path) -> None:
     said = cli("evaluate", "runs/one", "--json")
-    assert json.loads(said.out) == figures_of(run)
+    assert json.loads(said.out) == figures_of(evaluated)
 
 
 def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> None:

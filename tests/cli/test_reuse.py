@@ -13,7 +13,7 @@ from nip_astra import plugins
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.storage import Row, encode_rows, read_rows
 from nip_astra.scorers.base import SCORERS
-from tests.cli.trained_run import figures_of
+from tests.cli.trained_run import copy_evaluated, figures_of
 from tests.kit.command_line import CommandLine, refused
 
 LENGTH = """
@@ -32,27 +32,37 @@ FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 OTHER = ("--scorer", "long", "--plugin", "long.py")
 
 
+@pytest.fixture(scope="module")
+def few_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_evaluated(trained, tmp_path_factory.mktemp("few"), *FEW)
+
+
+@pytest.fixture
+def few(cli: CommandLine, few_once: Path) -> Path:
+    """A copy of the run after an evaluation of two conversations."""
+    return Path(shutil.copytree(few_once, cli.folder / "runs" / "one"))
+
+
 def rows_of(run: Path, name: str) -> list[Row]:
     return read_rows(run / "evaluations" / name / "rows.jsonl")
 
 
 def test_another_scorer_rates_the_conversations_of_the_first(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
-    assert cli("evaluate", "runs/one").code == 0
     monkeypatch.setattr(playing, "play_episodes", None)
     said = cli("evaluate", "runs/one", *OTHER)
     assert said.code == 0, said.err
     assert "12 conversations of the evaluation test" in said.out
-    rows, before = rows_of(run, "test-long"), rows_of(run, "test")
+    rows, before = rows_of(evaluated, "test-long"), rows_of(evaluated, "test")
     for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
         assert [row[name] for row in rows] == [row[name] for row in before]
     assert [row["response_score"] for row in rows] == [
         float(len(row["response"].split()) > 3) for row in rows
     ]
     assert not any("reward" in row for row in rows)
-    found, first = figures_of(run, "test-long"), figures_of(run)
+    found, first = figures_of(evaluated, "test-long"), figures_of(evaluated)
     assert found["budget"]["reused_target_queries"] == 24
     assert found["budget"]["scorer_calls"] > 0
     estimates = [one["probability_of_failure"]["monte_carlo"] for one in (found, first)]
@@ -60,14 +70,13 @@ def test_another_scorer_rates_the_conversations_of_the_first(
 
 
 def test_a_scorer_that_rated_before_is_not_asked_again(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
-    assert cli("evaluate", "runs/one").code == 0
     monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
     said = cli("evaluate", "runs/one", "--scorer", "own", *OTHER)
     assert said.code == 0, said.err
-    rows, before = rows_of(run, "test-classifier-long"), rows_of(run, "test")
+    rows, before = rows_of(evaluated, "test-classifier-long"), rows_of(evaluated, "test")
     assert [(r["response_score"], r["reward"]) for r in rows] == [
         (r["response_score"], r["reward"]) for r in before
     ]
@@ -98,14 +107,12 @@ def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, 
     [("--seed", "7"), ("--num-turns", "1"), ("--split", "dev"), ("--untrained",)],
 )
 def test_what_others_would_say_is_played(
-    cli: CommandLine, run: Path, difference: tuple[str, ...]
+    cli: CommandLine, few: Path, difference: tuple[str, ...]
 ) -> None:
-    options = ("--num-episodes", "2", "--probability-episodes", "0")
-    assert cli("evaluate", "runs/one", *options).code == 0
-    said = cli("evaluate", "runs/one", *options, *difference, "--name", "other")
+    said = cli("evaluate", "runs/one", *FEW, *difference, "--name", "other")
     assert said.code == 0, said.err
     assert "reused " not in said.out
-    assert figures_of(run, "other")["budget"]["reused_target_queries"] == 0
+    assert figures_of(few, "other")["budget"]["reused_target_queries"] == 0
 
 
 def test_a_target_with_other_weights_is_asked(
@@ -160,29 +167,27 @@ def test_a_scorer_whose_weights_changed_rates_anew(
     assert ".weights" in refused(cli("evaluate", "runs/one", *FEW, *by))
 
 
-def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one", *FEW).code == 0
-    file = run / "evaluations" / "test" / "rows.jsonl"
-    rows = rows_of(run, "test")
+def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, few: Path) -> None:
+    file = few / "evaluations" / "test" / "rows.jsonl"
+    rows = rows_of(few, "test")
     broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]
     file.write_bytes(encode_rows(broken))
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
     assert "2 conversations of the" in said.out
-    found = rows_of(run, "again")
+    found = rows_of(few, "again")
     assert [row["is_error"] for row in found] == [False] * 4
     assert found[0]["response_score"] == pytest.approx(rows[0]["response_score"])
     # Those of the other conversation are kept.
     assert ["reward" in row for row in found] == [False, False, True, True]
-    assert figures_of(run, "again")["budget"]["scorer_calls"] == 6
+    assert figures_of(few, "again")["budget"]["scorer_calls"] == 6
 
 
 @pytest.mark.parametrize("file", ["configuration.json", "rows.jsonl"])
 def test_a_broken_evaluation_is_passed_over(
-    cli: CommandLine, run: Path, file: str, caplog: pytest.LogCaptureFixture
+    cli: CommandLine, few: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert cli("evaluate", "runs/one", *FEW).code == 0
-    broken = run / "evaluations" / "broken"
-    shutil.copytree(run / "evaluations" / "test", broken)
+    broken = few / "evaluations" / "broken"
+    shutil.copytree(few / "evaluations" / "test", broken)
     (broken / file).write_text("{\n")
     said = cli("evaluate", "runs/one", *FEW, "--name", "again")
     assert said.code == 0, said.err

@@ -181,12 +181,12 @@ def test_garak_probes_the_service(
     file.write_text(json.dumps(options))
     monkeypatch.setenv("OPENAICOMPATIBLE_API_KEY", "any")
     arguments = ["--target_type", "openai.OpenAICompatible", "--target_name", "target"]
-    arguments += ["--probes", "test.Blank", "--generations", "1"]
+    arguments += ["--probes", "test.Blank,grandma.Win10", "--generations", "1"]
     arguments += ["--generator_option_file", str(file), "--report_prefix", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["garak", *arguments])
     cli.main(arguments)
     kinds = [json.loads(line)["entry_type"] for line in (tmp_path / "run.report.jsonl").open()]
-    assert kinds.count("attempt") == 2
+    assert kinds.count("attempt") == 2 * (1 + 6)
 
 
 def test_verifiers_relays_calls_of_tools(service: Running) -> None:

@@ -292,7 +292,7 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(
     capsys.readouterr()
     sweeping._show(found, ["mean_reward"], as_json=False)
     told = capsys.readouterr().out
-    assert all(f"{value:.3g}" in told.split() for value in values)
+    assert all(f"{value:.3g}" in told.replace(",", " ").split() for value in values)
     assert " ".join(caution.split()) in " ".join(told.split())
     assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")

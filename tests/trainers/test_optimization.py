@@ -10,6 +10,7 @@ import torch
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.trainers import optimization
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from tests.kit.command_line import plugins_forgotten_after
 
@@ -37,6 +38,27 @@ def test_every_optimizer_of_torch_steps(name: str) -> None:
     weight.square().sum().backward()
     optimizer.step()
     assert weight.mean() < 1
+
+
+def test_large_weights_are_moved_in_blocks_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimization, "BLOCK", 64)
+    found = []
+    for cls in (torch.optim.AdamW, optimization.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(20, 10), (333,), (7,), (10, 20)]
+        weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        optimizer = cls(weights, lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            for weight in weights[:3]:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            # As a product of two transposed matrices leaves it.
+            weights[3].grad = torch.randn(20, 10, generator=generator).t()
+            version = weights[0]._version
+            optimizer.step()
+            assert weights[0]._version > version
+        found.append([*weights, *(x for one in optimizer.state.values() for x in one.values())])
+    assert all(map(torch.equal, *found))
+    assert len(found[0]) == len(found[1]) == 4 * 4
 
 
 def test_weight_decay_is_refused_where_an_optimizer_has_none() -> None:

@@ -25,7 +25,7 @@ LEARNING = {
     "num_test_iterations": 2,
 }
 ONE_STEP = {
-    "num_iterations": 60,
+    "num_iterations": 40,
     "frames_per_batch": 384,
     "minibatch_size": 384,
     "num_epochs": 1,

@@ -65,7 +65,8 @@ def test_every_variant_and_inverse_learns_a_word_and_its_meaning(settings: dict[
     assert trainer.state.last["mean_accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "_".join(s.values()))
+# Nystrom's columns, with and without clipping, are all that a variant draws of its own.
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=lambda s: "_".join(s.values()))
 def test_the_same_seed_gives_the_same_numbers(settings: dict[str, Any]) -> None:
     runs = []
     for seed in (3, 3, 4):

@@ -1,4 +1,4 @@
-"""Learning from pairs: the best probe of a conversation against the worst."""
+"""Preference algorithms: pairs of the best and the worst probe of a group of siblings."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DPOStep(Generic[StateT, ActionT]):
     prefix : StateT
         State before the probes.
     suffix_pos, suffix_neg : ActionT
-        The probe that earned more, and the one that earned less.
+        The probes with the higher and the lower reward.
     reference_logratio : float or None
-        log p(suffix_pos) - log p(suffix_neg) under the reference, nats; None where it is not known
-        yet.
+        log p(suffix_pos) - log p(suffix_neg) under the reference, nats; None if not
+        computed yet.
     """
 
     prefix: StateT
@@ -65,12 +65,12 @@ class DPO(
 ):
     """Online direct preference optimisation, as the registered trainer `ast_dpo`.
 
-    A subclass may override `step` alone, and ask `logratios` for what losses compare.
+    A subclass may override only `step`, and call `logratios` for the compared quantities.
 
     Parameters
     ----------
     system : System
-        What is trained; also `problem`.
+        The trained problem; also `problem`.
     beta : float
         Inverse temperature, > 0. Larger stays closer to the reference.
     **options
@@ -94,14 +94,14 @@ class DPO(
         self.parameters: Any = self.Parameters.from_dict(given)
         if self.parameters.weak_supervision is not None:
             raise ConfigurationError(
-                f"{type(self).__name__} was given weak_supervision, which it does not use: given "
-                "probes belong to the registered trainers. Use --trainer ast_dpo, or leave it out."
+                f"{type(self).__name__} does not support weak_supervision. Leave it out, or use "
+                "--trainer ast_dpo."
             )
         self.beta: float = self.parameters.beta
         self.flatten_metrics: dict[str, float] = {}
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[DPOStep[StateT, ActionT]]:
-        """Return one pair a group of siblings, unless they are tied or say the same."""
+        """Return one pair per group of siblings, unless its rewards are tied or its texts equal."""
         return self.flatten_all([graph])
 
     def flatten_all(
@@ -162,7 +162,7 @@ class DPO(
         )
 
     def logratios(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, Tensor]:
-        """Differences log p(suffix_pos) - log p(suffix_neg), policy and reference, `[B]` nats."""
+        """Return log p(suffix_pos) - log p(suffix_neg) under policy and reference, `[B]` nats."""
         contexts = [*batch.prefixes, *batch.prefixes]
         probes = [*batch.suffix_pos, *batch.suffix_neg]
         scores = self.system.token_values(contexts, probes)
@@ -175,7 +175,7 @@ class DPO(
         return chosen_B - rejected_B, (best_B - worst_B).to(chosen_B)
 
     def step(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a batch of pairs, and its numbers."""
+        """Return the loss of a batch of pairs, and metrics."""
         return self._output(
             preference_loss(
                 *self.logratios(batch),
@@ -196,5 +196,5 @@ class IPO(DPO[StateT, ActionT]):
     Parameters = AstIpoTrainer.Parameters
 
     def step(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a batch of pairs, and its numbers."""
+        """Return the loss of a batch of pairs, and metrics."""
         return self._output(preference_loss(*self.logratios(batch), kind="ipo", beta=self.beta))

@@ -28,7 +28,7 @@ from nip_astra.trainers.ast.ppo import PpoParameters, ppo_loss, ppo_samples
 
 @dataclass
 class PPOStep(Generic[StateT, ActionT]):
-    """A probe and what it was worth.
+    """A probe and its reward.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class PPOStep(Generic[StateT, ActionT]):
     suffix : ActionT
         The probe.
     reward : float
-        What it earned by itself.
+        Its own reward.
     tokens : Sample
         `[T]` each: `old_logprobs`, `reference_logprobs`, `advantage`, `return`, `old_value`.
     """
@@ -57,8 +57,8 @@ class PPOBatch(Generic[StateT, ActionT]):
     tokens : TensorDict
         The columns of `PPOStep.tokens`, `[B, T]`, and `probe_mask`.
     normaliser : float or None
-        What sums over tokens are divided by, set by the loop where several batches make a step;
-        None for their number.
+        Divisor of sums over tokens, set by the loop if a step has several batches; None for the
+        number of tokens.
     """
 
     prefix: Sequence[StateT]
@@ -69,7 +69,7 @@ class PPOBatch(Generic[StateT, ActionT]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count."""
+        """Return the number of tokens that count."""
         return int(self.tokens["probe_mask"].sum())
 
 
@@ -79,20 +79,20 @@ class PPO(
 ):
     """Proximal policy optimisation with a value function, as the registered trainer `ast_ppo`.
 
-    The ratio is to the attacker that said the probe, advantages are estimated over all turns of a
-    conversation, and every node teaches, at any `tree_width`.
+    The ratio is to the sampling attacker, advantages are estimated over all turns of a
+    conversation, and every node is a training sample, for any `tree_width`.
 
     Parameters
     ----------
     system : ValueFunctionSystem
-        What is trained, also `problem`; it gives `value`.
+        The trained problem, also `problem`; it defines `value`.
     clip_range : float
-        How far the ratio may go from 1, > 0.
+        Maximum distance of the ratio from 1, > 0.
     vf_loss_coef : float
         Weight of the value loss, >= 0.
     **options
         Other parameters of `ast_ppo`, for instance `gamma`, `lam`, `kl={"weight": 0.1}`; not
-        `behaviour`, since the system itself says how likely its probes were.
+        `behaviour`, since the system itself returns the log-probabilities of its probes.
     """
 
     def __init__(
@@ -113,9 +113,8 @@ class PPO(
         self.parameters = PpoParameters.from_dict({**given, **options})
         if not callable(getattr(self.system, "value", None)):
             raise ConfigurationError(
-                f"PPO was to train {type(self.system).__name__}, which has no value function. "
-                "Define value(context, continuation), derive it from ValueFunctionSystem, or use "
-                "DPO."
+                f"{type(self.system).__name__} has no value function, which PPO needs. Define "
+                "value(context, continuation), derive from ValueFunctionSystem, or use DPO."
             )
         prepare = getattr(self.system, "add_value_head", None)
         if prepare is not None:
@@ -127,7 +126,7 @@ class PPO(
 
     @property
     def clip_range(self) -> float:
-        """How far the ratio may go from 1."""
+        """Maximum distance of the ratio from 1."""
         return float(self.parameters.chosen_loss().options["clip_high"])
 
     @property
@@ -142,7 +141,7 @@ class PPO(
         self.kl.load_state(dict(state))
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[PPOStep[StateT, ActionT]]:
-        """One sample a node with a verdict."""
+        """Return one sample per node with a verdict."""
         return self.flatten_all([graph])
 
     @torch.no_grad()
@@ -170,10 +169,10 @@ class PPO(
         ]
 
     def _complete(self, tree: GraphTree) -> tuple[Tensor, int]:
-        """Put log-probabilities and masks into the tree, and give the values of its tokens.
+        """Add log-probabilities and masks to the tree, and return the values of its tokens.
 
-        A node whose known log-probabilities are of another number of tokens than the attacker now
-        gives is left out, and counted.
+        A node is excluded, and counted, if its stored log-probabilities have another number of
+        tokens than the attacker now returns.
         """
         nodes = tree.graph_nodes
         contexts, probes = [node.context for node in nodes], [node.probe for node in nodes]
@@ -234,7 +233,7 @@ class PPO(
         )
 
     def step(self, batch: PPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """Policy, value, divergence and entropy loss, and their numbers."""
+        """Return the sum of policy, value, divergence and entropy losses, and metrics."""
         now = self.system.token_values(
             batch.prefix,
             batch.suffix,
@@ -248,7 +247,7 @@ class PPO(
             self._is_value_checked = True
         tokens = batch.tokens.to(now.logprobs_BT.device)
         width = tokens["probe_mask"].shape[1]
-        # What does not match what was sampled token by token must not be learnt from.
+        # Nodes that do not match the sampled tokens must not be trained on.
         is_same_B = now.mask_BT.sum(dim=1) == tokens["probe_mask"].sum(dim=1)
         tokens["probe_mask"] = tokens["probe_mask"] & is_same_B[:, None]
         found = ppo_loss(
@@ -270,12 +269,12 @@ def _tokens(sample: Sample) -> Sample:
 
 
 def _of_width(values_BT: Tensor, width: int) -> Tensor:
-    """Cut or pad rows, whose tokens stand at the front, to a width."""
+    """Truncate or pad rows on the right to a width."""
     return pad(values_BT, (0, width - values_BT.shape[1]))
 
 
 def check_value_is_trained(system: System[Any, Any], found: TokenValues) -> None:
-    """Refuse a value function that training would leave as it is.
+    """Raise for a value function that training would not update.
 
     Its own part, which the log-probabilities do not depend on, must be among `parameters()`; part
     of it suffices, since the rest may be frozen on purpose.
@@ -305,7 +304,7 @@ def check_value_is_trained(system: System[Any, Any], found: TokenValues) -> None
 
 
 def leaves_of(value: Tensor) -> list[Tensor]:
-    """The parameters that a tensor was computed from, as autograd recorded it."""
+    """Return the parameters that a tensor was computed from, as recorded by autograd."""
     leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [value.grad_fn]

@@ -1,1 +1,1 @@
-"""What an experiment is made of: problem, sampler, scorer, algorithm, evaluator."""
+"""The parts of an experiment: problem, sampler, scorer, algorithm, evaluator."""

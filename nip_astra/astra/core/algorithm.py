@@ -1,4 +1,4 @@
-"""What an algorithm gives: samples from an episode, a batch of samples, and its loss."""
+"""The interface of algorithms: samples from episodes, batches of samples, and their loss."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nip_astra.astra.core.system import System
 
 
 class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
-    """How rollouts become a loss. A subclass gives `flatten`, `collate_fn` and `step`.
+    """Converts rollouts to a loss. Subclasses implement `flatten`, `collate_fn` and `step`.
 
     Attributes
     ----------
     system : System
-        What is trained; also called `problem`.
+        The trained problem; also called `problem`.
     modules_lr_factor : float
-        Learning rate of what learns beside the attacker, as a multiple of the attacker's.
+        Learning rate of further modules, as a multiple of the attacker's.
     """
 
     modules_lr_factor: float = 1.0
@@ -42,24 +42,24 @@ class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
 
     @abstractmethod
     def flatten(self, graph: Graph[StateT, ActionT]) -> Sequence[Step]:
-        """The training samples of an episode."""
+        """Return the training samples of an episode."""
 
     @staticmethod
     @abstractmethod
     def collate_fn(batch: Sequence[Step]) -> Batch:
-        """One batch of samples."""
+        """Return one batch of samples."""
 
     @abstractmethod
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a batch, a mean over its samples, and numbers to log."""
+        """Return the loss of a batch, a mean over its samples, and metrics."""
 
     def flatten_all(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[Step]:
-        """The training samples of an iteration's episodes; by default each by itself."""
+        """Return the training samples of an iteration's episodes; by default of each separately."""
         return [step for graph in graphs for step in self.flatten(graph)]
 
     def state(self) -> dict[str, Any]:
-        """What the algorithm remembers, for a checkpoint; by default nothing."""
+        """Return the algorithm's state for a checkpoint; empty by default."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave."""
+        """Restore the result of `state`."""

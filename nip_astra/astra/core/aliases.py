@@ -1,4 +1,4 @@
-"""Methods that go by several names, because they were called otherwise in other versions."""
+"""Methods with several names, from different versions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nip_astra.errors import ConfigurationError
 class HasAliases:
     """Base of classes whose subclasses may define a method under any of its names.
 
-    Whichever name a subclass defines, all names call it.
+    All names call the method under whichever name it is defined.
     """
 
     _aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of names that mean one method."""
+    """Groups of names of one method."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -29,7 +29,7 @@ class HasAliases:
 
 
 def one_problem(who: object, system: Any, problem: Any) -> Any:
-    """The problem of a sampler or an algorithm, which goes by two names."""
+    """Return the problem of a sampler or an algorithm, which has two argument names."""
     found = only_one(f"the problem of {type(who).__name__}", system=system, problem=problem)
     if found is None:
         raise ConfigurationError(
@@ -39,17 +39,17 @@ def one_problem(who: object, system: Any, problem: Any) -> Any:
 
 
 def only_one(what: str, **given: Any) -> Any:
-    """The argument that goes by several names; None where it is left out.
+    """Return the argument that has several names; None if it is missing.
 
     Raises
     ------
     ConfigurationError
-        When it is given under two of them.
+        If it is given under two of them.
     """
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
         raise ConfigurationError(
-            f"{what} was given as {' and as '.join(named)}, which are names of one argument. Give "
+            f"{what} was given as {' and '.join(named)}, which are one argument. Give "
             f"it once, for instance as {next(iter(given))}."
         )
     return next(iter(named.values()), None)

@@ -1,7 +1,7 @@
-"""Cut lists of texts into parts that a model of a problem's own can hold at once.
+"""Splitting of text lists into parts that fit into memory.
 
-Such a model gives a number for every token of its vocabulary at every place of every text, so what
-a call takes is known about from the lengths of its texts.
+A custom model returns a number for every vocabulary token at every position of every text, so the
+memory of a call can be estimated from the lengths of its texts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 from nip_astra.astra.core.system import System, TokenValues
 
 VOCABULARY = 50_257
-"""Tokens of a vocabulary that is not known: those of GPT-2."""
+"""Assumed vocabulary size if unknown: that of GPT-2."""
 BYTES_PER_TOKEN = 3
-"""Letters of a text in UTF-8 that are counted as a token; plain English has more, so that the
-estimate is on the safe side."""
+"""UTF-8 bytes counted as a token; plain English has more, so the estimate is conservative."""
 BYTES_PER_NUMBER = 8
 """A logit and its log-probability, in float32."""
 
@@ -30,16 +29,16 @@ def in_parts(
     spoken: int = 0,
     max_bytes: int | None = None,
 ) -> Iterator[slice]:
-    """The slices of lists of texts, of which each row is read together.
+    """Yield slices of lists of texts that are processed together.
 
     Parameters
     ----------
     texts : Sequence
         Lists of equal length, for instance contexts and probes.
     spoken : int
-        Tokens that are still to be said to each row.
+        Tokens still to be generated for each row.
     max_bytes : int, optional
-        A bound of its own; else that of the system.
+        Replaces the bound of the system.
     """
     count, limit = len(texts[0]), max_bytes or system.max_batch_bytes
     if limit is None:
@@ -64,14 +63,14 @@ def values_in_parts(
     probes: Sequence[Any],
     ask: Callable[[Sequence[Any], Sequence[Any]], TokenValues],
 ) -> TokenValues:
-    """Ask for values of many probes part by part, and give them as if they were asked at once."""
+    """Compute the values of many probes part by part, and join them."""
     parts = in_parts(system, contexts, probes)
     found = [ask(contexts[part], probes[part]) for part in parts]
     return TokenValues(*(_joined(rows) for rows in zip(*found, strict=True)))  # type: ignore[arg-type]
 
 
 def _joined(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Put rows below one another, padded at the end to one width."""
+    """Concatenate rows, padded on the right to one width."""
     known = [row for row in rows if row is not None]
     if not known:
         return None

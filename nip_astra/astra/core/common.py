@@ -7,8 +7,8 @@ from typing import TypeVar
 StateT = TypeVar("StateT")
 """A state of the conversation, usually text."""
 ActionT = TypeVar("ActionT")
-"""What the attacker says, usually text."""
+"""A probe of the attacker, usually text."""
 Step = TypeVar("Step")
 """One training sample of an algorithm."""
 Batch = TypeVar("Batch")
-"""Samples put together for one forward and backward pass."""
+"""Samples of one forward and backward pass."""

@@ -1,4 +1,4 @@
-"""Whole numbers that users give."""
+"""Validation of integer arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nip_astra.errors import ConfigurationError
 
 
 def check_count(name: str, value: object, *, what: str) -> None:
-    """Refuse what is not a whole number of at least 1.
+    """Raise unless the value is an integer of at least 1.
 
     Parameters
     ----------

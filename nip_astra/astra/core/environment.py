@@ -1,4 +1,4 @@
-"""The older home of `core.sampler`."""
+"""Alias of `core.sampler`."""
 
 from nip_astra.astra.core.sampler import Environment, Graph, Node, Sampler
 

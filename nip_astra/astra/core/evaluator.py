@@ -1,4 +1,4 @@
-"""Measure a sampler over many episodes."""
+"""Evaluation of a sampler over many episodes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nip_astra.errors import ConfigurationError
 
 SeedT = TypeVar("SeedT")
 JSONLike = dict[str, Any]
-"""What JSON can hold."""
+"""A JSON object."""
 
 
 @dataclass
 class GraphMetrics:
-    """Figures of one episode.
+    """Metrics of one episode.
 
     Attributes
     ----------
     overall : dict
-        Of the episode as a whole.
+        Metrics of the whole episode.
     per_turn : list of dict
-        Of each turn, in order.
+        Metrics of each turn, in order.
     """
 
     overall: dict[str, Any]
@@ -38,14 +38,14 @@ class GraphMetrics:
 
 
 class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
-    """Plays evaluation episodes; a subclass gives `compute_metrics` and `aggregate_metrics`.
+    """Samples evaluation episodes; subclasses implement `compute_metrics` and `aggregate_metrics`.
 
     Attributes
     ----------
     env : Sampler
-        What plays; also called `sampler` and `environment`.
+        The sampler; also called `sampler` and `environment`.
     seeds : list or None
-        What episodes start from, usually prompts; None for the numbers from 0.
+        Starts of episodes, usually prompts; None for the numbers from 0.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
         found = only_one("what plays", env=env, sampler=sampler, environment=environment)
         if not isinstance(found, Sampler):
             raise ConfigurationError(
-                f"{type(self).__name__} was to measure a sampler, but was given "
+                f"{type(self).__name__} needs a sampler, got "
                 f"{'none' if found is None else f'a {type(found).__name__}'}. Give one first, for "
                 "instance ASTSampler(problem, prompts)."
             )
@@ -74,12 +74,12 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
     environment = sampler
 
     def evaluate(self, n_rollouts: int | None = None, progress: bool = True) -> JSONLike:
-        """Play the episodes and give the aggregated figures.
+        """Sample the episodes and return the aggregated metrics.
 
         Parameters
         ----------
         n_rollouts : int, optional
-            Use so many seeds, the first ones; all by default.
+            Number of seeds to use, the first ones; all by default.
         progress : bool
             Whether a progress bar is shown.
         """
@@ -88,7 +88,7 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
         return self.aggregate_metrics([self.compute_metrics(graph) for graph in bar])
 
     def play(self, seeds: Sequence[Any]) -> list[Graph[StateT, ActionT]]:
-        """Play one episode a seed, all together where the sampler can."""
+        """Sample one episode per seed, in one batch if the sampler can."""
         together = getattr(self.env, "eval_rollouts", None)
         if together is not None:
             graphs: list[Graph[StateT, ActionT]] = together(seeds)
@@ -108,13 +108,13 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
 
     @abstractmethod
     def compute_metrics(self, g: Graph[StateT, ActionT]) -> GraphMetrics:
-        """The figures of one episode."""
+        """Return the metrics of one episode."""
 
     @abstractmethod
     def aggregate_metrics(self, all_metrics: list[GraphMetrics]) -> JSONLike:
-        """The figures of all episodes together."""
+        """Aggregate the metrics of all episodes."""
 
     @staticmethod
     def write_json(data: JSONLike, path: str | Path) -> None:
-        """Write figures to a file."""
+        """Write metrics to a file."""
         Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -148,7 +148,7 @@ def _columns(nodes: Sequence[Node[Any, Any]]) -> dict[str, Tensor]:
     reference_NT = _padded(reference)
     length_N = mask_NT.sum(dim=1)
     return {
-        # Equal numbers where texts are equal, which is all that is known of their tokens.
+        # Equal numbers for equal texts, since the tokens are unknown.
         "probe": _identities([node.probe for node in nodes])[:, None] * mask_NT,
         "probe_mask": mask_NT,
         "probe_logprobs": _padded(logprobs),

@@ -1,4 +1,4 @@
-"""The older home of `core.scorer`."""
+"""Alias of `core.scorer`."""
 
 from nip_astra.astra.core.scorer import Moderator, Scorer
 

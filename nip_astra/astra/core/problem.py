@@ -1,4 +1,4 @@
-"""The older home of `core.system`."""
+"""Alias of `core.system`."""
 
 from nip_astra.astra.core.system import Problem, System, ValueFunctionProblem, ValueFunctionSystem
 

@@ -1,4 +1,4 @@
-"""Conversations that branch, and what plays them."""
+"""Conversation trees, and the interface of their samplers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from nip_astra.errors import ConfigurationError
 
 @dataclass
 class Node(Generic[StateT, ActionT]):
-    """A probe with the response to it.
+    """A probe and its response.
 
     Attributes
     ----------
     context : StateT
         State before the probe.
     probe : ActionT
-        What the attacker said; also called `attack`, `audit` and `challenge`.
+        The attacker's message; also called `attack`, `audit` and `challenge`.
     response : StateT
-        What the target said to it.
+        The target's message.
     reward : float
-        What the probe earned; NaN where there is no verdict.
+        Reward of the probe; NaN without a verdict.
     children : Sequence[Node]
-        What followed.
+        Next probes.
     response_score, combined_score : float
-        The scorer's rating of the response, and of probe and response; NaN where there is none.
+        The scorer's rating of the response, and of probe and response; NaN without one.
     is_error : bool
-        Whether there is none because the scorer failed.
+        Whether the score is missing because the scorer failed.
     logprobs, reference_logprobs : Tensor or None
-        `[T]`: log-probabilities of the probe's tokens under the attacker that said it, and under
-        the reference, nats; None where they were not computed.
+        `[T]`: log-probabilities of the probe's tokens under the sampling attacker, and under the
+        reference, nats; None if not computed.
     """
 
     context: StateT
@@ -62,7 +62,7 @@ class Node(Generic[StateT, ActionT]):
 
 @dataclass
 class Graph(Generic[StateT, ActionT]):
-    """An episode: an opening prompt and the tree of what was said to it.
+    """An episode: an opening prompt and the tree of conversations from it.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Graph(Generic[StateT, ActionT]):
     children: Sequence[Node[StateT, ActionT]]
 
     def chain(self) -> Iterator[Node[StateT, ActionT]]:
-        """The nodes along the first children, from the opening to a leaf."""
+        """Yield the nodes along the first children, from the opening to a leaf."""
         level = self.children
         while level:
             yield level[0]
@@ -84,12 +84,12 @@ class Graph(Generic[StateT, ActionT]):
 
 
 class Sampler(ABC, Generic[StateT, ActionT]):
-    """Plays episodes. A subclass gives `rollout`.
+    """Samples episodes. Subclasses implement `rollout`.
 
     Attributes
     ----------
     system : System
-        What is played; also called `problem`.
+        The sampled problem; also called `problem`.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class Sampler(ABC, Generic[StateT, ActionT]):
 
     @abstractmethod
     def rollout(self, seed: int | None = None) -> Graph[StateT, ActionT]:
-        """Play one training episode; the same seed gives the same graph, 0 like any other."""
+        """Sample one training episode; equal seeds give equal graphs."""
 
     def eval_rollout(self, seed: Any = None) -> Graph[StateT, ActionT]:
-        """Play one episode for an evaluation, from a number or, in a subclass, from a prompt."""
+        """Sample one evaluation episode, from a number or, in a subclass, from a prompt."""
         if seed is None or isinstance(seed, int):
             return self.rollout(seed)
         raise ConfigurationError(
-            f"an evaluation was to start from {seed!r}, but {type(self).__name__} plays from "
-            "numbers only. Define eval_rollout(seed), which takes a prompt."
+            f"{type(self).__name__} cannot evaluate from {seed!r}, only from numbers. Define "
+            "eval_rollout(seed) for prompts."
         )
 
     def final_reward(self, graph: Graph[StateT, ActionT]) -> float:
-        """The reward of the last node along the first children; NaN where there is none."""
+        """Return the reward of the last node along the first children; NaN if there is none."""
         rewards = [node.reward for node in graph.chain()]
         return float(rewards[-1]) if rewards else math.nan
 

@@ -1,4 +1,4 @@
-"""Scorers of one's own, and those of the registry under ASTRA's interface."""
+"""Custom scorers, and registered scorers under ASTRA-RL's interface."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nip_astra.utils.devices import resolve_device
 
 
 class Scorer(HasAliases, ABC, Generic[StateT, ActionT]):
-    """Rates texts for failure. A subclass gives `score`, or `moderate`, which is the same."""
+    """Rates texts for failure. Subclasses implement `score`, or its synonym `moderate`."""
 
     _aliases = (("score", "moderate"),)
 
     @abstractmethod
     def score(self, x: Sequence[StateT | ActionT]) -> Sequence[float | None]:
-        """A number from 0 to 1 for each text, larger for a worse failure; None for no verdict."""
+        """Return a score from 0 to 1 for each text (1: the worst failure); None for no verdict."""
 
 
 Moderator = Scorer
@@ -46,12 +46,12 @@ class RegisteredScorer(Scorer[str, str]):
         self.rater = build_scorer(values, device=resolve_device(device), scenario_dir=None)
 
     def score(self, x: Sequence[str]) -> list[float]:
-        """Rate texts; NaN where there is no verdict."""
+        """Rate texts; NaN for no verdict."""
         return [float(score) for score in self.rater.score(list(x)).tolist()]
 
 
 class _OwnScorer(RegisteredKind):
-    """A scorer of the user's own the cache and the checks of the registered ones."""
+    """A user's scorer with the cache and the checks of registered ones."""
 
     def __init__(self, scorer: Any) -> None:
         super().__init__(self.Parameters(), device=torch.device("cpu"))
@@ -62,7 +62,7 @@ class _OwnScorer(RegisteredKind):
 
 
 def rater_of(scorer: Any) -> RegisteredKind | None:
-    """What rates texts for a scorer: a registered one itself, another's behind a cache."""
+    """Return the object that rates a scorer's texts: a registered one itself, or a cache of it."""
     if scorer is None or isinstance(scorer, RegisteredKind):
         return scorer
     return scorer.rater if isinstance(scorer, RegisteredScorer) else _OwnScorer(scorer)

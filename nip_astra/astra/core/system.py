@@ -1,4 +1,4 @@
-"""What a problem must offer: models that speak, log-probabilities, and a reward.
+"""The interface of problems: text generation, log-probabilities, and a reward.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -17,11 +17,11 @@ from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.errors import ConfigurationError
 
 MAX_LOGPROB = 1e-3
-"""Nats. Above it a number is not a log-probability; below it may be rounding."""
+"""Nats. Larger numbers are not log-probabilities; smaller positive ones may be rounding."""
 
 
 class TokenValues(NamedTuple):
-    """Log-probabilities of the tokens of probes, and more of each token.
+    """Log-probabilities and other values of the tokens of probes.
 
     Attributes
     ----------
@@ -42,23 +42,23 @@ class TokenValues(NamedTuple):
 
 
 def token_mask(logprobs_BT: Tensor) -> Tensor:
-    """Say which positions hold a token: from the first log-probability that is not 0 to the last.
+    """Return the token positions: from the first to the last nonzero log-probability.
 
-    A problem of texts gives no masks, and puts exactly 0 where there is no token.
+    A text problem returns no masks, and exactly 0 at positions without a token.
     """
     is_some_BT = logprobs_BT.detach() != 0
     return (is_some_BT.cumsum(dim=1) > 0) & (is_some_BT.flip(1).cumsum(dim=1).flip(1) > 0)
 
 
 class System(HasAliases, ABC, Generic[StateT, ActionT]):
-    """The models under test and in training, behind methods that take and give whole batches.
+    """The models under test and in training, with batched methods.
 
-    Where a method has several names, a subclass defines it under one of them.
+    If a method has several names, a subclass defines it under one of them.
 
     Parameters
     ----------
     scorer : Scorer, optional
-        What rates texts, of ASTRA's kind or a registered one; without it no node has a score.
+        Rates texts; ASTRA-RL's or registered. Without one, nodes have no scores.
     """
 
     _aliases = tuple(
@@ -72,9 +72,8 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     )
 
     max_batch_bytes: int | None = 4 * 2**30
-    """Memory that one call of a method may take for what a model says of every token of a
-    vocabulary, as estimated from the lengths of the texts; more texts are given in several calls.
-    None for no bound."""
+    """Maximum memory of one method call for a model's outputs over the vocabulary, as estimated
+    from the lengths of the texts; more texts are split into several calls. None for no bound."""
 
     def __init__(self, scorer: Any = None) -> None:
         self.scorer = scorer
@@ -90,17 +89,17 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
 
     @abstractmethod
     def rollout_prompt_with_attacker(self, x: Sequence[StateT]) -> Sequence[ActionT]:
-        """Say a probe to each state; without repeating the state."""
+        """Generate a probe for each state, without repeating the state."""
 
     @abstractmethod
     def rollout_prompt_with_target(self, x: Sequence[StateT]) -> Sequence[StateT]:
-        """Answer each state, which ends with a probe; without repeating the state."""
+        """Generate a response to each state, which ends with a probe; do not repeat the state."""
 
     @abstractmethod
     def get_attacker_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """Log-probability log p(continuation | context) under the attacker, with gradient.
+        """Return log p(continuation | context) under the attacker, with gradient.
 
         Returns
         -------
@@ -113,36 +112,36 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def get_target_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """The same under the target; called without gradient."""
+        """Return the same under the target; called without gradient."""
 
     @abstractmethod
     def get_baseline_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """The same under the reference, the measure of what is ordinary; called without
+        """Return the same under the reference, which defines ordinary text; called without
         gradient.
         """
 
     @abstractmethod
     def advance(self, state: StateT, action: ActionT, response: StateT) -> StateT:
-        """The state after a probe and the response to it."""
+        """Return the state after a probe and its response."""
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What training changes."""
+        """Yield the trained parameters."""
 
     @abstractmethod
     def reward(
         self, context: Sequence[StateT], probe: Sequence[ActionT], response: Sequence[StateT]
     ) -> Sequence[float]:
-        """What each probe earns; NaN where there is no verdict. Training seeks larger ones."""
+        """Return the reward of each probe; NaN without a verdict. Training maximises it."""
 
-    # ---- what algorithms ask
+    # ---- used by algorithms
 
     @property
     def samples_as_it_scores(self) -> bool:
-        """Whether probes come with the log-probabilities that scoring would give them; where they
-        do not, a loss compares with those of scoring.
+        """Whether probes are sampled with the log-probabilities of scoring; otherwise losses use
+        those of scoring.
         """
         return True
 
@@ -154,7 +153,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         needs_values: bool = False,
         needs_entropy: bool = False,
     ) -> TokenValues:
-        """What the attacker thinks of the tokens of probes, those at the front of each row."""
+        """Return the attacker's values of the tokens of probes, left-aligned in each row."""
         if needs_entropy:
             raise ConfigurationError(
                 f"{type(self).__name__} has no entropies, only log-probabilities. Set "
@@ -176,7 +175,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def reference_values(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities under the reference `[B, T]`, and which of them are of tokens."""
+        """Return log-probabilities under the reference, `[B, T]`, and the mask of tokens."""
         logprobs_BT = self._get_baseline_logprobs_and_validate(context, continuation)
         return logprobs_BT, token_mask(logprobs_BT)
 
@@ -188,13 +187,13 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
             values = values.squeeze(2)
         if values.shape != logprobs_BT.shape:
             raise ConfigurationError(
-                f"the values of {type(self).__name__} were to stand where its log-probabilities "
-                f"of shape {list(logprobs_BT.shape)} do, but have the shape {list(values.shape)}. "
-                "Give one value before each token, [B, T] or [B, T, 1], in the same places."
+                f"the values of {type(self).__name__} have the shape {list(values.shape)}, but its "
+                f"log-probabilities {list(logprobs_BT.shape)}. Return one value per token, [B, T] "
+                "or [B, T, 1], at the same positions."
             )
         return values
 
-    # ---- the same, checked at every call
+    # ---- checked calls
 
     def _get_attacker_logprobs_and_validate(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
@@ -232,14 +231,14 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         return said
 
     def _asked_of_target(self, state: StateT, action: ActionT) -> StateT:
-        """The state with a probe at its end, as the target is to answer it."""
+        """Return the state with the probe appended, as input of the target."""
         return state + action  # type: ignore[operator, no-any-return]  # texts, or like texts
 
     def _advance_and_validate(self, state: StateT, action: ActionT, response: StateT) -> StateT:
         return self.advance(state, action, response)
 
     def _checked(self, logprobs: Any, num_rows: int, who: str) -> Tensor:
-        """Log-probabilities as `[B, T]`, checked."""
+        """Check log-probabilities and return them as `[B, T]`."""
         problem = ""
         if not isinstance(logprobs, Tensor):
             problem = f"are a {type(logprobs).__name__}"
@@ -260,42 +259,41 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         if isinstance(said, str) or not hasattr(said, "__len__") or len(said) != num_rows:
             given = f"{len(said)}" if hasattr(said, "__len__") else f"a {type(said).__name__}"
             raise ConfigurationError(
-                f"{type(self).__name__} was asked to let the {who} speak to {num_rows} texts, but "
-                f"gave {given}. Give one text for each, in order, as a list."
+                f"the {who} of {type(self).__name__} returned {given} for {num_rows} texts. "
+                "Return one text for each, in order, as a list."
             )
 
 
 def _check_places(values_BT: Tensor, mask_BT: Tensor, *, of: str) -> None:
-    """Refuse values that stand one position behind their tokens.
+    """Raise for values that are shifted one position behind their tokens.
 
-    A mask that is not shifted with the log-probabilities hides the value before the first token of
-    every row, and that one alone.
+    A mask that is not shifted with the log-probabilities hides only the value before the first
+    token of every row.
     """
     is_first_BT = mask_BT & (mask_BT.cumsum(dim=1) == 1)
     is_later_BT = mask_BT & ~is_first_BT
     is_some_BT = values_BT.detach() != 0
     if is_later_BT.any() and not is_some_BT[is_first_BT].any() and is_some_BT[is_later_BT].all():
         raise ConfigurationError(
-            f"the values of {of} were to stand where the log-probabilities of the same tokens do, "
-            "but before the first token of every probe there is 0, and before all others there is "
-            "not: they are hidden by a mask that stands one position further. Mask the values as "
-            "the log-probabilities: values[:, :-1].masked_fill(~mask[:, 1:], 0), where mask says "
-            "which of the tokens read are of the continuation."
+            f"the values of {of} are masked one position too far: they are 0 before the first "
+            "token of every probe, and only there. Mask them like the log-probabilities, "
+            "values[:, :-1].masked_fill(~mask[:, 1:], 0), where mask marks the input tokens of "
+            "the continuation."
         )
 
 
 class ValueFunctionSystem(System[StateT, ActionT], ABC):
-    """A problem with a value function, as PPO needs it."""
+    """A problem with a value function, as PPO requires."""
 
     @abstractmethod
     def value(self, context: Sequence[StateT], continuation: Sequence[ActionT]) -> Tensor:
-        """The return expected before each token of the continuation, with gradient.
+        """Return the expected return before each token of the continuation, with gradient.
 
         Returns
         -------
         Tensor
-            Of the shape of `get_attacker_logprobs`, `[B, T]` or `[B, T, 1]`: a value stands where
-            the log-probability of its token stands.
+            Of the shape of `get_attacker_logprobs`, `[B, T]` or `[B, T, 1]`: each value at the
+            position of its token's log-probability.
         """
 
 

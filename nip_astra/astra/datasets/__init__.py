@@ -1,4 +1,4 @@
-"""Opening prompts by the names of ASTRA-RL's lists; see `nip_astra.astra.datasets.prompts`."""
+"""Opening prompts under the names of ASTRA-RL's lists; see `nip_astra.astra.datasets.prompts`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     CONVOKIT_REDDIT_TEST: list[str]
     CONVOKIT_REDDIT_TRAIN: list[str]
 
-# Those of AdvBench can be imported only where their file is named, so `import *` leaves them out.
+# AdvBench's lists need a file, so `import *` omits them.
 __all__ = [
     "CONVOKIT_REDDIT_DEV",
     "CONVOKIT_REDDIT_TEST",

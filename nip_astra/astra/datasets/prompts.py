@@ -1,8 +1,8 @@
-"""Openings of everyday conversations, our own or ConvoKit's, and AdvBench's file where it is named.
+"""Opening prompts of everyday conversations, our own or ConvoKit's, and AdvBench from a given file.
 
-The lists of ASTRA-RL are attributes of this module, read when they are first asked for:
-`CONVOKIT_REDDIT_TRAIN`, `CONVOKIT_REDDIT_DEV`, `CONVOKIT_REDDIT_TEST`, `ADV_BENCH_PROMPTS` and
-`ADV_BENCH_BASE_TASK_PROMPTS`. Environment variables say where they are read from.
+The lists of ASTRA-RL are attributes of this module, read on first access: `CONVOKIT_REDDIT_TRAIN`,
+`CONVOKIT_REDDIT_DEV`, `CONVOKIT_REDDIT_TEST`, `ADV_BENCH_PROMPTS` and
+`ADV_BENCH_BASE_TASK_PROMPTS`. Environment variables give their sources.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 Split = Literal["train", "dev", "test"]
 
 CONVOKIT = "NIP_ASTRA_CONVOKIT"
-"""Environment variable: what `CONVOKIT_REDDIT_*` are read from, a `source` of `openings`."""
+"""Environment variable with the source of `CONVOKIT_REDDIT_*`, a `source` of `openings`."""
 ADV_BENCH = "NIP_ASTRA_ADV_BENCH"
-"""Environment variable: a CSV file with the columns goal and target."""
+"""Environment variable with a CSV file with the columns goal and target."""
 ADV_BENCH_TASKS = "NIP_ASTRA_ADV_BENCH_TASKS"
-"""Environment variable: a file of prompts, for instance a JSON list of texts."""
+"""Environment variable with a file of prompts, for instance a JSON list of texts."""
 
 OWN_PROMPTS = "smollm2_chat"
-"""The scenario whose openings stand in where nothing else is named."""
+"""The scenario whose opening prompts are the default."""
 TRAIN_SHARE, DEV_SHARE = 80, 5
 """Per cent of a corpus without splits; the rest is for tests."""
 NO_TEXTS = ("", "[deleted]", "[removed]")
-"""What is left of a post that was taken back."""
+"""Texts of deleted posts."""
 HUB = "hub:"
 HUB_SPLITS = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
 
@@ -50,9 +50,9 @@ class AdvBenchPrompt:
     Attributes
     ----------
     goal : str
-        What is asked for.
+        The request.
     target : str
-        How an answer that complies begins.
+        Beginning of a compliant answer.
     """
 
     goal: str
@@ -60,30 +60,27 @@ class AdvBenchPrompt:
 
 
 def openings(split: Split, source: str | Path | None = None, *, column: str = "text") -> list[str]:
-    """The opening prompts of a split.
+    """Return the opening prompts of a split.
 
     Parameters
     ----------
     split : {"train", "dev", "test"}
         Splits have no prompt in common.
     source : str or Path, optional
-        A corpus as ConvoKit downloads it (a folder with `utterances.jsonl`, of which the first
-        utterance of each conversation is taken), a folder with a file of prompts for each split
+        A corpus downloaded by ConvoKit (a folder with `utterances.jsonl`; the first utterance of
+        each conversation is used), a folder with a file of prompts for each split
         (`train.jsonl`, or `convokit_reddit_prompts_train.json`), or `hub:owner/name` for a dataset
-        of the Hugging Face hub; our own everyday openings where it is left out.
+        of the Hugging Face hub; by default our own everyday openings.
     column : str
-        Of a dataset of the hub: where the texts are.
+        Column of the texts in a dataset of the hub.
 
     Raises
     ------
     DataError
-        When the source is not there or holds none.
+        If the source is missing or has none.
     """
     if split not in get_args(Split):
-        raise DataError(
-            f"the openings of the split {split!r} were asked for, but there are 'train', 'dev' and "
-            "'test'. Give one of them."
-        )
+        raise DataError(f"unknown split {split!r} of the openings. Known: 'train', 'dev', 'test'.")
     if source is None:
         return [*read_prompts(f"scenario://prompts/{split}.jsonl", find_scenario(OWN_PROMPTS))]
     if str(source).startswith(HUB):
@@ -91,10 +88,7 @@ def openings(split: Split, source: str | Path | None = None, *, column: str = "t
     else:
         found = _of_folder(split, Path(source).expanduser())
     if not found:
-        raise DataError(
-            f"the {split} openings of {source} were asked for, but there are none. Give a source "
-            "that holds texts."
-        )
+        raise DataError(f"{source} has no {split} openings. Give a source with texts.")
     return found
 
 
@@ -166,7 +160,7 @@ def _of_folder(split: str, folder: Path) -> list[str]:
 
 
 def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
-    """Number and text of what each conversation of a corpus begins with."""
+    """Yield the number and text of the first utterance of each conversation of a corpus."""
     with path.open(encoding="utf-8") as file:
         for line_number, line in enumerate(file, start=1):
             try:
@@ -183,7 +177,7 @@ def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _split_of(number: str) -> str:
-    """The split of a conversation, always the same one."""
+    """Return the fixed split of a conversation."""
     place = derive_seed("convokit", number) % 100
     if place < TRAIN_SHARE:
         return "train"
@@ -195,8 +189,8 @@ def _of_hub(split: str, name: str, column: str) -> list[str]:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"openings of {name!r} were asked for, and reading them from the hub needs the package "
-            "datasets. Install it with: pip install datasets."
+            f"reading the openings of {name!r} from the hub needs the package datasets. "
+            "Run: pip install datasets"
         ) from error
     try:
         splits = datasets.load_dataset(name)
@@ -210,8 +204,8 @@ def _of_hub(split: str, name: str, column: str) -> list[str]:
     if found is None or column not in found.column_names:
         has = "no such split" if found is None else f"no column {column!r}"
         raise DataError(
-            f"the {split} openings of {name!r} were asked for, but the dataset has {has}; its "
-            f"columns are {dict(splits.column_names)}. Name the column with texts, "
+            f"no {split} openings in {name!r}, which has {has} and the columns "
+            f"{dict(splits.column_names)}. Name the column with texts, "
             "openings(split, source, column=...), or split the dataset."
         )
     texts = (str(text).strip() for text in found[column])

@@ -1,1 +1,1 @@
-"""Problems made of other libraries' models."""
+"""Problems built from other libraries' models."""

@@ -1,4 +1,4 @@
-"""The home of `ast_system` that guides name."""
+"""Alias of `ast_system`, as named in ASTRA-RL's guides."""
 
 from nip_astra.astra.methods.ast_system import (
     ASTEnvironment,

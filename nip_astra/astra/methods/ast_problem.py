@@ -1,4 +1,4 @@
-"""The older home of `ast_system`."""
+"""Alias of `ast_system`."""
 
 from nip_astra.astra.methods.ast_system import (
     ASTEnvironment,

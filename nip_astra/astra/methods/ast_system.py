@@ -1,4 +1,4 @@
-"""Adaptive stress testing of language models: the problem, and the sampler of its trees."""
+"""Adaptive stress testing of language models: the problem, and its tree sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["ASTEnvironment", "ASTEvaluator", "ASTNode", "ASTProblem", "ASTSample
 ASTNode = Node[str, str]
 WEIGHTS = RewardParameters()
 EMPTY_NLL = 10.0
-"""Nats charged to an empty probe where the size of the vocabulary is not known."""
+"""Nats per token of an empty probe if the vocabulary size is unknown."""
 
 
 class ASTProblem(System[str, str]):
@@ -36,7 +36,7 @@ class ASTProblem(System[str, str]):
 
     The reward of a probe is `defense_toxicity_weight * score(response)
     + combined_weight * score(probe and response) - ppl_weight * NLL(probe)`, where NLL is the mean
-    negative log-likelihood per token of the probe. A subclass gives the models, or overrides
+    negative log-likelihood per token of the probe. Subclasses define the models, or override
     `reward` or `advance`.
 
     Parameters
@@ -48,8 +48,8 @@ class ASTProblem(System[str, str]):
     combined_weight, defense_toxicity_weight : float
         Weights of the two scores, >= 0.
     likelihood_model : {"target", "reference"}
-        Under which model a probe's likelihood is taken: the model under test, as in the paper, or
-        the reference (`get_baseline_logprobs`).
+        The model of a probe's likelihood: the model under test, as in the paper, or the reference
+        (`get_baseline_logprobs`).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ASTProblem(System[str, str]):
         self.reward_parameters()  # report a wrong weight at once
 
     def reward_parameters(self) -> RewardParameters:
-        """The weights of the reward as the registered trainers take them."""
+        """Return the weights of the reward in the form of the registered trainers."""
         return RewardParameters(
             w_response=self.defense_toxicity_weight,
             w_combined=self.combined_weight,
@@ -108,7 +108,7 @@ class ASTProblem(System[str, str]):
         return rewards
 
     def tree_sampler(self) -> TreeSampler | TextRollouts:
-        """What plays this problem's trees."""
+        """Return the sampler of this problem's trees."""
         return TextRollouts(self)
 
 
@@ -116,20 +116,20 @@ ASTSystem = ASTProblem
 
 
 class ASTSampler(Sampler[str, str]):
-    """Plays trees of conversation, or for an evaluation chains.
+    """Samples conversation trees, or chains for evaluations.
 
     Parameters
     ----------
     system : ASTProblem
-        What is played; also `problem`.
+        The sampled problem; also `problem`.
     prompts : Sequence[str]
-        Opening prompts, said by the target's side.
+        Opening prompts, from the target's side.
     tree_width : int
-        Probes tried at every point of a conversation.
+        Probes sampled at every node of a tree.
     tree_depth : int
         Probes on a path from the opening to a leaf.
     seed : int
-        Root of the randomness of episodes that are asked for without a seed.
+        Root seed of episodes without a seed of their own.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ASTSampler(Sampler[str, str]):
         key: tuple[SeedPart, ...],
         first_episode: int = 0,
     ) -> RolloutTree:
-        """Play one tree a prompt, all together; see `TreeSampler.sample`."""
+        """Sample one tree per prompt, together; see `TreeSampler.sample`."""
         system = self.system
         player = system.tree_sampler() if isinstance(system, ASTProblem) else TextRollouts(system)
         tree = player.sample(
@@ -183,11 +183,11 @@ class ASTSampler(Sampler[str, str]):
         return self._play(seed, "rollout", self.tree_width)
 
     def eval_rollout(self, seed: int | str | None = None) -> TextGraph:
-        """Play one chain, from a prompt, or from one that the number chooses."""
+        """Sample one chain, from a prompt, or from one selected by the number."""
         return self._play(seed, "evaluate", 1)
 
     def eval_rollouts(self, seeds: Sequence[int | str]) -> list[TextGraph]:
-        """Play one chain for each seed, all together; equal lists give equal chains."""
+        """Sample one chain per seed, together; equal lists give equal chains."""
         if type(self).eval_rollout is not ASTSampler.eval_rollout:
             return [self.eval_rollout(seed) for seed in seeds]
         prompts = [self._prompt_of(seed, ("evaluate", "seed", seed)) for seed in seeds]
@@ -215,7 +215,7 @@ ASTEnvironment = ASTSampler
 
 
 def _reward_again(system: System[str, str], tree: RolloutTree) -> None:
-    """Put a problem's own rewards in the place of the tree's."""
+    """Replace the tree's rewards by the problem's own."""
     _, nodes = graphs_and_nodes(tree)
     contexts, probes = [node.context for node in nodes], [node.probe for node in nodes]
     responses = [node.response for node in nodes]

@@ -1,4 +1,4 @@
-"""Play a problem through its own methods, level by level, in whole batches.
+"""Rollouts through a problem's own methods, level by level, in batches.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -23,19 +23,19 @@ from nip_astra.scorers.base import Exchange, Message, Ratings
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 SPOKEN_TOKENS = 64
-"""Tokens of a probe and a response, which are not known before they are said."""
+"""Assumed tokens of a probe and a response before they are generated."""
 
 
 @contextmanager
 def seeded(*key: SeedPart) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch within the block.
 
-    A problem of one's own draws from them; this is what makes equal seeds give equal graphs. They
-    are as they were afterwards.
+    A custom problem draws from them, so equal seeds give equal graphs. They are restored
+    afterwards.
     """
     seed = derive_seed(*key)
     before = random.getstate(), np.random.get_state()
-    # A GPU that nobody used needs no seed, and asking for its state would start it.
+    # An unused GPU needs no seed, and reading its state would initialise it.
     uses_gpu = torch.cuda.is_available() and bool(torch.cuda.memory_allocated())
     devices = range(torch.cuda.device_count()) if uses_gpu else ()
     with torch.random.fork_rng(devices=list(devices)):
@@ -55,7 +55,7 @@ def rate_turns(
     probes: Sequence[str],
     responses: Sequence[str],
 ) -> tuple[Ratings, Ratings]:
-    """Rate every response, and every probe and response together; NaN without a scorer."""
+    """Rate every response, and every probe with its response; NaN without a scorer."""
     rater = rater_of_system(system)
     count = len(probes)
     if rater is None or not count:
@@ -87,7 +87,7 @@ def rate_turns(
 
 
 def rater_of_system(system: System[Any, Any]) -> Any:
-    """What rates a problem's texts, made once so that its cache lives as long."""
+    """Return the rater of a problem's texts, created once so that its cache persists."""
     known = getattr(system, "_rater", None)
     if known is None or known[0] is not system.scorer:
         known = (system.scorer, rater_of(system.scorer))
@@ -96,8 +96,8 @@ def rater_of_system(system: System[Any, Any]) -> Any:
 
 
 class TextRollouts:
-    """Plays trees by a problem's methods: two calls a level, whatever the number of branches, or
-    as many more as `max_batch_bytes` of the problem demands.
+    """Samples trees with a problem's methods: two calls per level for any number of branches, or
+    more if `max_batch_bytes` of the problem requires.
     """
 
     def __init__(self, system: System[str, str]) -> None:
@@ -113,9 +113,9 @@ class TextRollouts:
         key: tuple[SeedPart, ...],
         first_episode: int = 0,
     ) -> GraphTree:
-        """Grow one tree from each opening prompt; see `TreeSampler.sample`.
+        """Sample one tree per opening prompt; see `TreeSampler.sample`.
 
-        What a problem draws depends on how many texts it is given, so other than with
+        A problem's random numbers depend on the number of texts per call, so unlike with
         `TreeSampler` the episodes of one call belong together.
         """
         graphs: list[TextGraph] = [Graph(prompt, []) for prompt in prompts]
@@ -131,7 +131,7 @@ class TextRollouts:
     def _grow(
         self, level: list[tuple[str, list[TextNode]]], tree_width: int
     ) -> list[tuple[str, list[TextNode]]]:
-        """Add probes and responses below every conversation, and give those that follow."""
+        """Add probes and responses to every conversation, and return the next level."""
         rows = [place for place in level for _ in range(tree_width)]
         contexts = [context for context, _ in rows]
         if not contexts:

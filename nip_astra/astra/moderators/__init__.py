@@ -1,1 +1,1 @@
-"""The older home of `nip_astra.astra.scorers`."""
+"""Alias of `nip_astra.astra.scorers`."""

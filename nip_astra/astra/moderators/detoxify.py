@@ -1,4 +1,4 @@
-"""The older home of `scorers.detoxify`."""
+"""Alias of `scorers.detoxify`."""
 
 from nip_astra.astra.scorers.detoxify import DetoxifyModerator, DetoxifyScorer
 

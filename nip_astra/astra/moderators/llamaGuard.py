@@ -1,4 +1,4 @@
-"""The older home of `scorers.llamaguard`."""  # noqa: N999 - the name that it had
+"""Alias of `scorers.llamaguard`."""  # noqa: N999 - the name that it had
 
 from nip_astra.astra.scorers.llamaguard import LlamaGuardModerator, LlamaGuardScorer
 

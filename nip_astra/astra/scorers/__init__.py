@@ -1,4 +1,4 @@
-"""Scorers by their names in ASTRA-RL."""
+"""Scorers under their names in ASTRA-RL."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class DetoxifyScorer(RegisteredScorer):
     harm_category : str
         Category whose probability is the score.
     variant : str
-        Published model to fetch; not read where `checkpoint` is given.
+        Published model to download; ignored if `checkpoint` is given.
     device : str
         Where the model runs.
     **parameters

@@ -10,7 +10,7 @@ MODEL = "meta-llama/Llama-Guard-3-8B"
 
 
 class LlamaGuardScorer(RegisteredScorer):
-    """Probability that a guard calls a conversation unsafe; see the registered `llama_guard`.
+    """Probability that a guard classifies a conversation as unsafe; see `llama_guard`.
 
     Parameters
     ----------

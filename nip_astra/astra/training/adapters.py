@@ -1,4 +1,4 @@
-"""What stands between objects of the user's own and the loop of the registered trainers."""
+"""Adapters between user objects and the loop of the registered trainers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from nip_astra.scorers.base import Scorer as RegisteredKind
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 ROLE_NAMES = ("attacker", "tester", "auditor")
-"""What the attacker is called in one version or another."""
+"""Names of the attacker in different versions."""
 
 
 @dataclass
 class CountedBatch:
-    """A batch of an algorithm, of which the loop has to know the number of samples only."""
+    """A batch of an algorithm, of which the loop knows only the number of samples."""
 
     content: Any
     num_samples: int
@@ -40,34 +40,34 @@ class CountedBatch:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that the loss is a mean over; None where it is a mean over samples."""
+        """Return the number of tokens that the loss averages; None if it averages samples."""
         count: int | None = getattr(self.content, "num_tokens", None)
         return count
 
 
 class AlgorithmAdapter:
-    """An algorithm of graphs, as one of trees."""
+    """Adapts an algorithm on graphs to trees."""
 
     def __init__(self, algorithm: Algorithm[Any, Any, Any, Any]) -> None:
         self.algorithm = algorithm
 
     def flatten(self, tree: RolloutTree) -> list[Any]:
-        """The training samples of a rollout."""
+        """Return the training samples of a rollout."""
         return list(self.algorithm.flatten_all(graphs_of(tree)))
 
     def collate_fn(self, samples: Sequence[Any]) -> CountedBatch:
-        """One batch of samples."""
+        """Return one batch of samples."""
         return CountedBatch(self.algorithm.collate_fn(list(samples)), len(samples))
 
     def step(
         self, batch: CountedBatch, step: Callable[[Any], tuple[Tensor, Mapping[Any, Any]]]
     ) -> LossOutput:
-        """The loss of a batch, and those of its numbers that are numbers.
+        """Return the loss of a batch, and its numeric metrics.
 
         Parameters
         ----------
         step : callable
-            The algorithm's `step`, or what stands for it.
+            The algorithm's `step`, or its replacement.
         """
         loss, logs = step(batch.content)
         return LossOutput(
@@ -82,14 +82,14 @@ class AlgorithmAdapter:
 
 
 class Player:
-    """Any sampler, as the loop asks for rollouts.
+    """Adapts any sampler to the loop's requests for rollouts.
 
     Parameters
     ----------
     sampler : Sampler
-        One that plays trees together does so; of another each episode is asked for by itself.
+        Samples trees together if it can, else one episode at a time.
     evaluates : bool
-        Whether episodes are those of an evaluation.
+        Whether episodes are for an evaluation.
     """
 
     def __init__(self, sampler: Sampler[Any, Any], *, evaluates: bool = False) -> None:
@@ -102,7 +102,7 @@ class Player:
 
     @property
     def scorer(self) -> RegisteredKind | None:
-        """What rates the problem's texts and remembers what it said of them."""
+        """The rater of the problem's texts, with its cache."""
         scorer: RegisteredKind | None = rater_of_system(self.sampler.system)
         return scorer
 
@@ -115,7 +115,7 @@ class Player:
         key: tuple[SeedPart, ...],
         first_episode: int = 0,
     ) -> RolloutTree:
-        """Play one episode a prompt; see `TreeSampler.sample`."""
+        """Sample one episode per prompt; see `TreeSampler.sample`."""
         sampler = self.sampler
         method = "eval_rollout" if self.evaluates else "rollout"
         is_plain = getattr(type(sampler), method) is getattr(ASTSampler, method, None)
@@ -139,7 +139,7 @@ class Player:
 
 
 class ProblemModel(Learner):
-    """The attacker of a problem of texts, of which the loop knows the parameters only."""
+    """The attacker of a text problem, of which the loop knows only the parameters."""
 
     def __init__(self, system: System[Any, Any], *, learns: bool) -> None:
         self.system = system
@@ -185,14 +185,14 @@ class ProblemModel(Learner):
 
 
 _OF_TEXTS = (
-    "tokens were asked of a problem of texts, which has none. Ask its own methods, such as "
-    "get_attacker_logprobs, or use HFASTProblem."
+    "a text problem has no tokens. Call its own methods, such as get_attacker_logprobs, or use "
+    "HFASTProblem."
 )
 
 
 @dataclass
 class ProblemAgent:
-    """A role in a problem of texts."""
+    """A role in a text problem."""
 
     role: str
     language_model: TokenModel
@@ -200,7 +200,7 @@ class ProblemAgent:
 
 
 def agents_of(system: System[Any, Any]) -> Mapping[str, Any]:
-    """A problem's agents by role."""
+    """Return a problem's agents by role."""
     own = getattr(system, "agents", None)
     if isinstance(own, Mapping):
         return own
@@ -224,7 +224,7 @@ def save_problem(system: System[Any, Any], directory: Path) -> None:
 
 
 def check_can_be_saved(system: System[Any, Any]) -> None:
-    """Refuse a problem whose attacker cannot be written."""
+    """Raise if a problem's attacker cannot be saved."""
     saves_itself = callable(getattr(system, "save_pretrained", None))
     if not saves_itself and _savable(system, ROLE_NAMES) is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The parameters of training, which may be subclassed and changed."""
+"""Training parameters, which may be subclassed and extended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainingConfiguration(SharedConfiguration):
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
     seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
-    """Root of all randomness of training; 0 is a seed like any other."""
+    """Root seed of all randomness of training."""
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**rename(values, ASTRA_NAMES)[0])

@@ -1,4 +1,4 @@
-"""Collect experience and turn it into losses, for loops of one's own."""
+"""Collection of experience and losses, for custom loops."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.language_model_base import batches_of
 
 DATALOADER_OPTIONS = ("batch_size", "shuffle")
-"""What `dataloader_kwargs` may hold."""
+"""Allowed keys of `dataloader_kwargs`."""
 
 
 class ExperienceLoader(Generic[Batch]):
-    """Batches of samples, in the manner of torch's DataLoader: any number of passes, and a length.
+    """Batches of samples, like torch's DataLoader: any number of passes, and a length.
 
-    The episodes are played once. Each pass is in an order of its own, where batches are shuffled;
-    `next` goes on with a pass that it begins itself.
+    The episodes are sampled once. If batches are shuffled, each pass has its own order; `next`
+    continues a pass that it starts itself.
 
     Parameters
     ----------
     epoch : Callable
-        Gives the batches of the pass of that number.
+        Returns the batches of a pass, by its number.
     num_samples : int
-        Samples gathered.
+        Number of samples.
     batch_size : int
-        Most samples in a batch.
+        Maximum samples per batch.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ExperienceLoader(Generic[Batch]):
 
 
 class Harness(Generic[StateT, ActionT, Step, Batch]):
-    """The harness of the registered trainers over objects of one's own.
+    """The harness of the registered trainers for user objects.
 
         for batch in harness.experience():
             loss, logs = harness.step(batch)
@@ -74,14 +74,14 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
     environment : Sampler
         Plays episodes; also `sampler`.
     algorithm : Algorithm
-        Gives samples, batches and losses.
+        Computes samples, batches and losses.
     num_episodes_per_experience : int
-        Episodes a call of `experience`.
+        Episodes per call of `experience`.
     use_wandb : bool
         Whether `log_current_step` sends to W&B, with the arguments of `wandb.init` in
         `wandb_kwargs`.
     dataloader_kwargs : Mapping, optional
-        `batch_size` and `shuffle`; what they are else is in `config`.
+        `batch_size` and `shuffle`; by default those of `config`.
     config : TrainingConfiguration, optional
         Size and order of batches, and seed.
     """
@@ -134,14 +134,14 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         return self.sampler
 
     def experience(self, seed: int | None = None) -> ExperienceLoader[Batch]:
-        """Play episodes, and give what they teach: batches in random order, for any number of
-        passes, with `len` for their number.
+        """Sample episodes, and return batches of their samples in random order, for any number of
+        passes; `len` is the number of batches.
 
         Parameters
         ----------
         seed : int, optional
-            Equal seeds give equal experience while the attacker is the same, 0 like any other; the
-            episodes of one call differ. Without it each call goes on from the last.
+            Equal seeds give equal experience for equal attackers; the episodes of one call differ.
+            Without a seed, each call continues the sequence of the last.
         """
         iteration = 0
         if seed is None:
@@ -173,7 +173,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         )
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a batch, with gradient, and numbers to log."""
+        """Return the loss of a batch, with gradient, and metrics."""
         loss, logs = self.algorithm.step(batch)
         plain = {
             name: float(value.detach()) if isinstance(value, Tensor) else value
@@ -182,7 +182,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         return loss, plain
 
     def log_current_step(self, current_logs: Mapping[str, Any]) -> None:
-        """Write numbers to the log, and to W&B where it is on."""
+        """Write metrics to the log, and to W&B if enabled."""
         if self.wandb is not None:
             self.wandb.log(current_logs)
         shown = ", ".join(
@@ -193,7 +193,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
 
 
 def one_sampler(environment: Any, sampler: Any) -> Any:
-    """Return the sampler, which goes by two names, or say that it must be given once."""
+    """Return the sampler, which has two argument names; raise unless exactly one is given."""
     given = [one for one in (environment, sampler) if one is not None]
     if len(given) != 1 or not isinstance(given[0], Sampler):
         what = "none" if not given else "two" if len(given) > 1 else f"a {type(given[0]).__name__}"
@@ -205,7 +205,7 @@ def one_sampler(environment: Any, sampler: Any) -> Any:
 
 
 def _check_one_problem(sampler: Any, algorithm: Any) -> None:
-    """Refuse to play one problem and train another."""
+    """Raise if sampler and algorithm have different problems."""
     for one in (sampler, algorithm):
         if not hasattr(one, "system"):
             raise ConfigurationError(
@@ -226,8 +226,8 @@ def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = sorted(set(options) - set(DATALOADER_OPTIONS))
     if unknown:
         raise ConfigurationError(
-            f"dataloader_kwargs was given {unknown[0]!r}, which is not used: experience is made of "
-            f"tensors that are there already. It takes {' and '.join(DATALOADER_OPTIONS)}."
+            f"unknown option {unknown[0]!r} in dataloader_kwargs. "
+            f"Valid: {' and '.join(DATALOADER_OPTIONS)}."
         )
     if "batch_size" in options:
         check_count("batch_size", options["batch_size"], what="samples in a batch")

@@ -1,4 +1,4 @@
-"""The loop of the registered trainers over a sampler and an algorithm of one's own."""
+"""The loop of the registered trainers with a user's sampler and algorithm."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ from nip_astra.trainers.optimization import build_optimizer
 NUM_BATCHES = "num_batches"
 """Entry of a checkpoint's state, beside those of the algorithm."""
 KIND = "own_objects"
-"""Name of the section of what a scenario would say."""
+"""Name of the section that replaces the scenario's."""
 
 
 class OwnObjectsParameters(SubParameters):
-    """What the loop asks of a scenario, of a sampler of one's own."""
+    """Scenario parameters of a user's sampler."""
 
     tree_width: int = Field(default=1, ge=1)
-    """Probes tried at every point of a conversation."""
+    """Probes sampled at every node of a tree."""
     tree_depth: int = Field(default=1, ge=1)
     """Probes on a path from opening to leaf."""
     failure_threshold: float = Field(default=0.5, gt=0, le=1)
-    """A response fails where its score reaches this."""
+    """Minimum score of a failed response."""
     evaluation: EvaluationParameters = EvaluationParameters()
-    """How dev evaluations are played."""
+    """Dev evaluations."""
 
 
 class OwnObjectsLoop(AstTrainer):
-    """Trains by an algorithm of one's own; see `nip_astra.astra.Trainer`.
+    """Trains with a user's algorithm; see `nip_astra.astra.Trainer`.
 
     Parameters
     ----------
     harness : Harness
         Sampler and algorithm.
     dev_prompts : Sequence[str]
-        What dev evaluations start from.
+        Prompts of dev evaluations.
     state_dir : Path, optional
-        Where checkpoints to resume from are kept; None for nowhere.
+        Folder of resumable checkpoints; None for none.
     on_save : Callable, optional
         Called with `is_best` whenever the loop saves.
 
     Attributes
     ----------
     harness : Harness
-        The trainer's. Where `experience` or `step` is no longer what it was when the loop was made,
-        it is called: its batches are taken as they are, and its losses.
+        The trainer's. If `experience` or `step` is replaced after the loop was created, the
+        replacement is called, and its batches and losses are used unchanged.
     num_batches : int
         Batches with a computed loss so far, including the current step.
     """
 
     scenario_kinds = ()
-    # The configuration is given anew; more steps are how training goes on after it has ended.
+    # The configuration is passed again; more steps continue a finished training.
     may_change_on_resume = ("training.num_iterations",)
 
     def __init__(
@@ -116,7 +116,7 @@ class OwnObjectsLoop(AstTrainer):
         )
         settings = ExperimentSettings(
             progress=show_progress,
-            # Saved with every evaluation, where there is one.
+            # Saved with every evaluation, if there are any.
             checkpoint_period=config.eval_period,
         )
         super().__init__(hyper_params, instance, settings)
@@ -126,7 +126,7 @@ class OwnObjectsLoop(AstTrainer):
         self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
 
     def _learn_what_the_problem_says(self) -> None:
-        """Train a problem's `parameters`, where they are not all that its model could learn."""
+        """Train the problem's `parameters` if they are not all trainable weights of its model."""
         named = list(self.algorithm.system.parameters())
         if {id(p) for p in named} == {id(p) for p in self.learned}:
             return
@@ -140,17 +140,17 @@ class OwnObjectsLoop(AstTrainer):
         self.service = self.build_service()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step by another optimizer over the same weights."""
+        """Replace the optimizer of the same weights."""
         self.optimizer = optimizer
         self.service = self.build_service()
 
     def _calls(self, method: str) -> bool:
-        """Whether a method of the harness is another than this loop stands for."""
+        """Whether a method of the harness was replaced, so that the loop must call it."""
         harness = self.harness
         is_own = getattr(type(harness), method, None) is getattr(Harness, method)
         return harness is not self._first_harness or not is_own or method in vars(harness)
 
-    # ---- the hooks, given by the harness and the algorithm
+    # ---- hooks, implemented by the harness and the algorithm
 
     def collect(self, iteration: int) -> Experience:
         if not self._calls("experience"):
@@ -213,12 +213,12 @@ class OwnObjectsLoop(AstTrainer):
     # ---- the job
 
     def train(self) -> None:
-        """Train up to `num_iterations` iterations; nothing is measured before or after.
+        """Train up to `num_iterations` iterations, without evaluations before or after.
 
         Raises
         ------
         ConfigurationError
-            When dev evaluations are asked for, or needed to stop early, and there are no prompts.
+            If dev evaluations are requested, or needed to stop early, and there are no prompts.
         """
         check_dev_prompts(self.training, self.scenario_instance.datasets["dev"])
         with self._open_progress_bar(), ExitStack() as stack:
@@ -229,7 +229,7 @@ class OwnObjectsLoop(AstTrainer):
         return self.training.num_iterations
 
     def resume_latest(self) -> None:
-        """Take up the latest checkpoint."""
+        """Restore the latest checkpoint."""
         store = self._checkpoint_store()
         if store is None or store.latest() is None:
             raise CheckpointError(
@@ -250,7 +250,7 @@ class OwnObjectsLoop(AstTrainer):
 
 
 def check_dev_prompts(config: SharedConfiguration, dev_prompts: Sequence[str]) -> None:
-    """Refuse a configuration that needs dev evaluations where there is nothing to evaluate on."""
+    """Raise for a configuration that needs dev evaluations if there are no prompts."""
     needs = {name: getattr(config, name) for name in ("eval_period", "early_stopping_patience")}
     given = ", ".join(f"{name}={value}" for name, value in needs.items() if value)
     if given and not dev_prompts:

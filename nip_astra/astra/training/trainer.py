@@ -1,4 +1,4 @@
-"""Train an attacker with objects of one's own."""
+"""Training of an attacker with user objects."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["Trainer", "TrainingConfiguration"]
 
 
 class Trainer(Generic[StateT, ActionT, Step, Batch]):
-    """Collects episodes and learns from them; it measures, saves and logs nothing.
+    """Collects episodes and trains on them; it does not evaluate, save or log.
 
-    A subclass may override `train` with a loop of its own over `harness` and `optimizer`.
+    A subclass may override `train` with a custom loop over `harness` and `optimizer`.
 
     Parameters
     ----------
     config : TrainingConfiguration
-        How long, on how much, by which optimizer, from which seed; without dev evaluations and
-        early stopping, for which `HFASTTrainer` has prompts.
+        Length, batch sizes, optimizer and seed; without dev evaluations and early stopping, which
+        need the prompts of `HFASTTrainer`.
     environment : Sampler
-        Plays episodes; also `sampler`.
+        Samples episodes; also `sampler`.
     algorithm : Algorithm
-        Turns episodes into losses.
+        Converts episodes to losses.
     use_wandb : bool
-        Whether `harness.log_current_step` sends to W&B, which is told the configuration.
+        Whether `harness.log_current_step` sends to W&B, with the configuration.
 
     Attributes
     ----------
     harness : Harness
-        Gives experience and losses. It may be replaced before `train`, or its methods wrapped.
+        Provides experience and losses. It, or its methods, may be replaced before `train`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
     ) -> None:
         if not isinstance(config, TrainingConfiguration):
             raise ConfigurationError(
-                f"a trainer was given a {type(config).__name__} as its configuration. Give a "
+                f"the configuration is a {type(config).__name__}. Give a "
                 "nip_astra.astra.TrainingConfiguration, or an object of a subclass."
             )
         self.config = config
@@ -71,7 +71,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
 
     @property
     def _global_step_counter(self) -> int:
-        """Batches so far; a batch is counted before its step."""
+        """Number of batches so far; a batch is counted before its step."""
         return self._loop.num_batches
 
     @_global_step_counter.setter
@@ -80,7 +80,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Changes the attacker's weights; it may be replaced by another before training."""
+        """Optimizer of the attacker's weights; it may be replaced before training."""
         return self._loop.optimizer
 
     @optimizer.setter
@@ -91,7 +91,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
         self._loop.use_optimizer(optimizer)
 
     def train(self) -> None:
-        """Train until `config.training_steps` iterations are done."""
+        """Train until `config.training_steps` iterations are completed."""
         if self._loop.state.iteration >= self.config.num_iterations:
             logger.warning(
                 "there is nothing left to train: %d of %d iterations are done; raise "

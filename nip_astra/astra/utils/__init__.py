@@ -1,4 +1,4 @@
-"""Logging, by its newer place."""
+"""Alias of the logging module (newer location)."""
 
 from __future__ import annotations
 

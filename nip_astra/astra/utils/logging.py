@@ -1,4 +1,4 @@
-"""Another home of `nip_astra.astra.logging`."""
+"""Alias of `nip_astra.astra.logging`."""
 
 from nip_astra.astra.logging import ASTRAWandbLogger, config_logging, logger
 

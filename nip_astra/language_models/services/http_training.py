@@ -340,7 +340,7 @@ class TrainingConnection:
                     raise ServiceUnreachableError(
                         f"the training service {self.base_url} has worked on one request for "
                         f"{self.options.operation_timeout:g} s. Check the service or raise "
-                        "train_service.operation_timeout, then go on with: nip-astra resume RUN."
+                        "train_service.operation_timeout, then continue with: nip-astra resume RUN."
                     )
                 # The service has waited for the result already.
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)

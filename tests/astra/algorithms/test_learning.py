@@ -58,7 +58,7 @@ def test_an_attacker_of_hugging_face_learns_to_say_what_is_rewarded(
 @pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
 def test_an_attacker_of_ones_own_learns_to_say_what_is_rewarded(algorithm: Any) -> None:
     problem = ValuedWordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(training_steps=30, **{**LEARN, "lr": 0.1})
+    config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
     Trainer(config, ASTSampler(problem, PROMPTS), algorithm(problem)).train()
     assert says(problem, "silly") > 0.6
 
@@ -161,12 +161,12 @@ def test_options_are_those_of_the_registered_trainers_and_others_are_refused() -
         IPO(problem, loss="hinge")
     with pytest.raises(ConfigurationError, match="'value_clip_range'"):
         PPO(problem, value_clip_rang=0.1)
-    with pytest.raises(ConfigurationError, match="weak_supervision, which it does not use"):
+    with pytest.raises(ConfigurationError, match="weak_supervision"):
         DPO(problem, weak_supervision={"probes": "x.txt"})
 
 
 def test_ppo_refuses_a_problem_without_values_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="WordProblem, which has no value function"):
+    with pytest.raises(ConfigurationError, match="WordProblem has no value function"):
         PPO(WordProblem())
 
 
@@ -188,7 +188,7 @@ def test_values_in_other_places_than_log_probabilities_are_refused() -> None:
             return self.guess.expand(len(context), 2)
 
     problem = Short()
-    with pytest.raises(ConfigurationError, match=r"shape \[2, 5\] do, but have the shape \[2, 2\]"):
+    with pytest.raises(ConfigurationError, match=r"\[2, 2\].*\[2, 5\]"):
         _batch(problem, PPO(problem))
 
 

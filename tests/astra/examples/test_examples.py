@@ -130,7 +130,7 @@ def test_ppo_trains_attacker_and_value_head(gpt2: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (ppo.AsItWas, r"before the first token of every probe there is 0"),
+        (ppo.AsItWas, r"AsItWas"),
         (ppo.HeadForgotten, "4 tensors of the value head"),
     ],
 )

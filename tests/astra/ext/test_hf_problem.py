@@ -242,9 +242,9 @@ def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
 
 
 def test_a_model_is_named_once(models: Models) -> None:
-    with pytest.raises(ConfigurationError, match="attacker_model_id and as auditor_model_id"):
+    with pytest.raises(ConfigurationError, match="attacker_model_id and auditor_model_id"):
         HFASTProblem(str(models.attacker), str(models.target), auditor_model_id="x")
-    with pytest.raises(ConfigurationError, match="given as attacker_checkpoint and as tester"):
+    with pytest.raises(ConfigurationError, match="given as attacker_checkpoint and tester"):
         HFEvaluationProblem("x", None, "y", tester_checkpoint="z")
 
 

@@ -164,7 +164,7 @@ def test_a_scorer_is_given_under_one_of_its_names() -> None:
     problem = WordProblem()
     problem.moderator = scorer = Finds()
     assert problem.scorer is scorer
-    with pytest.raises(ConfigurationError, match="scorer and as moderator"):
+    with pytest.raises(ConfigurationError, match="scorer and moderator"):
         ASTProblem.__init__(problem, Finds(), moderator=Finds())
 
 
@@ -233,7 +233,7 @@ def test_an_attacker_without_gradient_and_one_text_too_few_are_told() -> None:
 
     with pytest.raises(ConfigurationError, match="no_grad"):
         Frozen()._get_attacker_logprobs_and_validate(["a"], [" cat mat"])
-    with pytest.raises(ConfigurationError, match="let the target speak to 2 texts, but gave 1"):
+    with pytest.raises(ConfigurationError, match="target of Frozen returned 1 for 2 texts"):
         ASTSampler(Frozen(), PROMPTS).rollout(0)
 
 
@@ -273,7 +273,7 @@ def test_a_sampler_of_ones_own_trains_with_a_seed_for_each_episode() -> None:
     Trainer(config, env, DPO(problem)).train()
     assert len(set(env.seeds)) == len(env.seeds) == 240
     assert says(problem, "silly") > 0.5
-    with pytest.raises(NipAstraError, match="plays from numbers only"):
+    with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")
 
 

@@ -136,7 +136,7 @@ def test_samples_are_shuffled_unless_asked_not_to() -> None:
 
 
 def test_options_that_would_not_be_used_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'num_workers', which is not used"):
+    with pytest.raises(ConfigurationError, match="'num_workers'"):
         harness_of(dataloader_kwargs={"num_workers": 2})
     problem = WordProblem()
     env = ASTSampler(problem, PROMPTS)
@@ -236,9 +236,9 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
     for build in (DPO, PPO, ASTSampler):
         with pytest.raises(ConfigurationError, match="problem"):
             build()
-    with pytest.raises(ConfigurationError, match="given as system and as problem"):
+    with pytest.raises(ConfigurationError, match="given as system and problem"):
         DPO(problem, problem=problem)
-    with pytest.raises(ConfigurationError, match="was given none"):
+    with pytest.raises(ConfigurationError, match="needs a sampler, got none"):
         ASTEvaluator(seeds=PROMPTS)
 
 
@@ -319,7 +319,7 @@ def test_training_goes_on_where_it_was_when_there_are_more_steps(
 
 def test_a_configuration_of_another_kind_is_refused() -> None:
     problem = WordProblem()
-    with pytest.raises(ConfigurationError, match="was given a dict as its configuration"):
+    with pytest.raises(ConfigurationError, match="is a dict"):
         Trainer({"lr": 1.0}, ASTSampler(problem, PROMPTS), DPO(problem))
 
 

@@ -1,4 +1,4 @@
-"""Problems made of Hugging Face models, and their trainer."""
+"""Problems built from Hugging Face models, and their trainer."""
 
 from __future__ import annotations
 

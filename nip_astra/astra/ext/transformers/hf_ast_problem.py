@@ -1,4 +1,4 @@
-"""Problem and trainer of Hugging Face models, by the older name of the module."""
+"""Alias of the Hugging Face problem and trainer (older name)."""
 
 from nip_astra.astra.ext.transformers.hf_problem import (
     HFASTProblem,

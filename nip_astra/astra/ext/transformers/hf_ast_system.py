@@ -1,4 +1,4 @@
-"""Problem and trainer of Hugging Face models, by the newer name of the module."""
+"""Alias of the Hugging Face problem and trainer (newer name)."""
 
 from nip_astra.astra.ext.transformers.hf_problem import (
     HFASTProblem,

@@ -1,4 +1,4 @@
-"""A problem made of Hugging Face models, played as trees of tokens.
+"""A problem built from Hugging Face models, sampled as trees of tokens.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -38,11 +38,11 @@ TEXT_METHODS = (
     *("rollout_prompt_with_attacker", "rollout_prompt_with_target", "advance"),
     *("get_attacker_logprobs", "get_target_logprobs", "get_baseline_logprobs"),
 )
-"""Where a subclass overrides one of these, trees are played through them."""
+"""Methods through which trees are sampled if a subclass overrides one of them."""
 
 
 class _Part:
-    """The model or tokenizer of an agent, which cannot be put in another's place."""
+    """The model or tokenizer of an agent, which cannot be replaced."""
 
     def __init__(self, role: str, name: str) -> None:
         self.role = role
@@ -64,11 +64,11 @@ class _Part:
 class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     """Attacker, target and reference from Hugging Face.
 
-    Trees are sampled all together and each token is forwarded once; the target and the reference
-    never learn. A model with a chat template reads conversations through it, another reads the
-    turns line by line. Texts that the problem gives remember their tokens (`Spoken`,
-    `Conversation`), so their log-probabilities are those of the tokens that were sampled; a plain
-    text is taken for one turn, which who is asked is to answer.
+    Trees are sampled together and each token is forwarded once; the target and the reference are
+    never trained. A model with a chat template reads conversations through it, another one line by
+    line. Texts returned by the problem store their tokens (`Spoken`, `Conversation`), so their
+    log-probabilities are those of the sampled tokens; a plain text is one turn, to be answered by
+    the called role.
 
     Parameters
     ----------
@@ -76,14 +76,14 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         Hub id, folder, or GGUF file; the attacker's also as `tester_model_id` and
         `auditor_model_id`.
     baseline_model_id : str or Path, optional
-        The reference: the attacker as it is before training where it is left out, or names the
-        attacker's own model.
+        The reference; by default, or if it is the attacker's own model, the attacker before
+        training.
     scorer : Scorer
         Rates texts; also `moderator`.
     device : str
-        Where models run: "cpu", "cuda", "cuda:1", "auto".
+        Device of the models: "cpu", "cuda", "cuda:1", "auto".
     attacker_options, target_options : Mapping
-        How each reads and speaks; the parameters of an agent of a scenario (`max_new_tokens`,
+        Formats and sampling options; the parameters of a scenario's agent (`max_new_tokens`,
         `temperature`, `top_p`, `top_k`, `format`, `system_prompt`, `preamble`, ...).
         `language_model` may hold those of the backend (`lora`, `dtype`).
     **weights
@@ -100,10 +100,10 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     agents : dict[str, ConversationAgent]
         By role: attacker, target, reference.
     value_head : ValueHead or None
-        There once PPO asked for it.
+        Created when PPO needs it.
     max_cache_bytes : int
-        Memory for the keys and values of a rollout. A larger rollout is played in parts, a single
-        tree that needs more is refused.
+        Memory for the keys and values of a rollout. A larger rollout is split into parts; a single
+        larger tree is refused.
     """
 
     max_batch_bytes = None  # the backend cuts its own passes
@@ -199,20 +199,19 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         return Conversation([*turns_of(state), action])
 
     def _advance_and_validate(self, state: str, action: str, response: str) -> str:
-        """What `advance` gives, as a conversation of turns."""
+        """Return the result of `advance` as a conversation of turns."""
         given = self.advance(state, action, response)
         grown = Conversation([*turns_of(state), action, response])
-        # What differs in white space alone says the same, and there the roles are known.
+        # Texts that differ only in white space are equal, and their roles are known.
         if isinstance(given, str) and "".join(given.split()) == "".join(grown.split()):
             return grown
         if isinstance(given, Conversation) and len(given.turns) % 2:
             return given
         raise ConfigurationError(
-            f"advance of {type(self).__name__} was to give the conversation after {action!r} and "
-            f"{response!r}, but it gave {given!r}, of which it is not known who said what, while "
-            "models read turns in their own format. Give state + action + response, or fewer "
-            "turns: Conversation([*state.turns, action, response][-3:]), an odd number of them; "
-            "role markers are the business of attacker_options and target_options."
+            f"advance of {type(self).__name__} returned {given!r} for {action!r} and {response!r}, "
+            "from which the turns cannot be recovered. Return state + action + response, or fewer "
+            "turns: Conversation([*state.turns, action, response][-3:]), an odd number of them. "
+            "Set role markers in attacker_options and target_options."
         )
 
     # ---- log-probabilities
@@ -291,7 +290,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         device = found.logprobs_BT.device
         return TokenValues(found.logprobs_BT, mask_BT.to(device), values_BT, found.entropy_BT)
 
-    # ---- what learns
+    # ---- trained modules
 
     @property
     def _attacker_model(self) -> LanguageModel:
@@ -303,11 +302,11 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
             yield from module.parameters()
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """What learns beside the attacker."""
+        """Return the modules that are trained beside the attacker."""
         return {} if self.value_head is None else {"value_head": self.value_head}
 
     def add_value_head(self, *, trains_model: bool = False) -> ValueHead:
-        """Put a value head on the attacker, a new one each time, and make `value` work.
+        """Add a new value head to the attacker and enable `value`.
 
         Parameters
         ----------
@@ -322,13 +321,13 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     def _required_head(self) -> ValueHead:
         if self.value_head is None:
             raise ConfigurationError(
-                "values were asked for, but the problem has no value head. Call add_value_head() "
-                "before the trainer is made, so that the optimizer knows it; PPO does."
+                "the problem has no value head. Call add_value_head() before creating the "
+                "trainer, so that the optimizer updates it; PPO does."
             )
         return self.value_head
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the attacker, an adapter merged into it, and its tokenizer, for transformers."""
+        """Write the attacker, with its adapter merged, and its tokenizer, for transformers."""
         self._attacker_model.save_pretrained(Path(directory))
 
 
@@ -336,18 +335,17 @@ HFASTSystem = HFASTProblem
 
 
 class HFEvaluationProblem(HFASTProblem):
-    """A trained attacker, read from where it was saved, against a target.
+    """A trained attacker, loaded from its folder, against a target.
 
     Parameters
     ----------
     attacker_checkpoint : str
-        Folder that a trainer or `save_pretrained` wrote, an adapter's too, or a hub id; also
-        `tester_checkpoint` and `auditor_checkpoint`.
-        One that cannot be read is an error: nothing else is evaluated in its place.
+        Folder written by a trainer or `save_pretrained`, also of an adapter, or a hub id; also
+        `tester_checkpoint` and `auditor_checkpoint`. One that cannot be read is an error.
     attacker_base_model_id : str, optional
-        What the attacker was before training: the reference, and the tokenizer's home where the
-        checkpoint has none; also `tester_base_model_id` and `auditor_base_model_id`. The attacker
-        itself where it is left out, so that likelihoods under the reference say nothing.
+        The attacker before training: the reference, and the source of the tokenizer if the
+        checkpoint has none; also `tester_base_model_id` and `auditor_base_model_id`. By default
+        the attacker itself, so that likelihoods under the reference are not informative.
     target_model_id : str
         The model under test.
     baseline_model_id : str, optional

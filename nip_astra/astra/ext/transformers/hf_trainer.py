@@ -1,4 +1,4 @@
-"""Train with dev evaluations and checkpoints in the layout of transformers."""
+"""Training with dev evaluations and checkpoints in the layout of transformers."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ class HFASTConfiguration(TrainingConfiguration):
 class HFASTTrainer(Trainer[str, str, Step, Batch]):
     """The base trainer with evaluations on dev prompts and checkpoints.
 
-    After every `eval_every` iterations, chains of conversation from the dev prompts are played
-    and rated. `ckpt_dir` holds the attacker with its tokenizer in `last`, written with every
-    evaluation and at the end, and in `best` as it was when `config.dev_metric` (by default the
-    mean reward of a turn) was largest; `evaluations.jsonl` has a line for each evaluation, and
-    `state` what `resume` needs. With `config.early_stopping_patience` training ends after so many
-    evaluations without a better one.
+    After every `eval_every` iterations, conversations from the dev prompts are sampled and
+    rated. `ckpt_dir` holds the attacker with its tokenizer in `last`, written with every
+    evaluation and at the end, and in `best` at the largest `config.dev_metric` (by default the
+    mean reward of a turn); `evaluations.jsonl` has a line for each evaluation, and
+    `state` is read by `resume`. With `config.early_stopping_patience` training ends after this
+    number of evaluations without improvement.
 
     Parameters
     ----------
     config, environment, algorithm, use_wandb, sampler
         See `Trainer`.
     dev_prompts : Iterable[str], optional
-        What evaluations start from; none are made without them, and a configuration that asks for
-        some (`eval_period`, `early_stopping_patience`) is refused.
+        Prompts of evaluations; without them there are none, and a configuration that requires
+        evaluations (`eval_period`, `early_stopping_patience`) is refused.
     eval_every : int, optional
         Iterations between evaluations; `config.eval_period`, or 100, by default.
     ckpt_dir : str or Path
-        Where checkpoints go.
+        Folder of checkpoints.
     show_progress : bool
         Whether a progress bar is shown.
     """
@@ -109,16 +109,16 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
 
     @property
     def best_score(self) -> float:
-        """Largest dev figure so far; minus infinity before the first evaluation."""
+        """Largest dev metric so far; minus infinity before the first evaluation."""
         best = self._loop.state.best_dev_value
         return -math.inf if best is None else best
 
     def resume(self) -> None:
-        """Take up the latest checkpoint of `ckpt_dir`; `train` then goes on from there."""
+        """Restore the latest checkpoint of `ckpt_dir`; `train` then continues from there."""
         self._loop.resume_latest()
 
     def eval_epoch(self, step: int, tag: str = "dev") -> float:
-        """Evaluate the attacker as it is and give `config.dev_metric`; NaN without dev prompts."""
+        """Evaluate the current attacker and return `config.dev_metric`; NaN without dev prompts."""
         if not self.dev_prompts:
             return math.nan
         with torch.no_grad():
@@ -128,7 +128,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
         return value
 
     def save(self, step: int | None, tag: str = "step") -> Path:
-        """Write attacker and tokenizer to `<ckpt_dir>/<tag>`, and give that folder.
+        """Write attacker and tokenizer to `<ckpt_dir>/<tag>`, and return that folder.
 
         The tags `best` and `last` have one folder, which is replaced; another has one per step.
         """
@@ -163,7 +163,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
 
 
 class _Log(Tracker):
-    """Hands the loop's numbers to the trainer's log, and evaluations to a file."""
+    """Passes the loop's metrics to the trainer's log, and evaluations to a file."""
 
     def __init__(self, trainer: HFASTTrainer[Any, Any]) -> None:
         self.trainer = trainer

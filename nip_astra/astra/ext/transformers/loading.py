@@ -1,4 +1,4 @@
-"""Load the three agents of a stress test by the names of their models."""
+"""Loading of the three agents of a stress test by model name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_agents(
     attacker_options: Options,
     target_options: Options,
 ) -> dict[str, ConversationAgent]:
-    """Attacker, target and reference; see `HFASTProblem`."""
+    """Load attacker, target and reference; see `HFASTProblem`."""
     for name, model in {"attacker": attacker_model, "target": target_model}.items():
         if not model:
             raise ConfigurationError(
@@ -68,7 +68,7 @@ def load_agents(
 
 
 def agent_parameters(model: str | Path, options: Options) -> ConversationAgentParameters:
-    """An agent's parameters; it reads by its chat template where it has one."""
+    """Return an agent's parameters; it uses its chat template if there is one."""
     model = str(model)
     backend = {"_type": "huggingface", "model": model, **options.get("language_model", {})}
     values = {**options, "language_model": backend}
@@ -79,12 +79,11 @@ def agent_parameters(model: str | Path, options: Options) -> ConversationAgentPa
 
 
 def check_same_tokens(attacker: ConversationAgent, reference: ConversationAgent) -> None:
-    """Refuse a reference of another vocabulary: it scores the very tokens that were sampled."""
+    """Raise for a reference with another vocabulary: it scores the sampled tokens."""
     if not attacker.shares_tokens_with(reference):
         raise ModelLoadError(
-            "the baseline was to score what the attacker says token by token, but their "
-            "tokenizers have different vocabularies. Take the attacker's own model, by leaving "
-            "baseline_model_id out, or one of its family."
+            "the baseline cannot score the attacker's tokens: their vocabularies differ. Leave "
+            "baseline_model_id out to use the attacker's own model, or give one of its family."
         )
 
 

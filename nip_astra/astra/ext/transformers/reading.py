@@ -1,4 +1,4 @@
-"""Turn texts, with or without their tokens, into what each model reads."""
+"""Conversion of texts, with or without stored tokens, to each model's input."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from nip_astra.scenario_base.conversation.tokens import Turn
 
 
 class Reader:
-    """Knows the agents, and gives the tokens of conversations as each of them reads them."""
+    """Returns the tokens of conversations as each agent reads them."""
 
     def __init__(self, agents: Mapping[str, ConversationAgent]) -> None:
         self.agents = agents
         self._shares_tokens = agents["attacker"].shares_tokens_with(agents["target"])
 
     def context_ids(self, role: str, text: str) -> list[int]:
-        """The tokens before an agent's next turn."""
+        """Return the tokens before an agent's next turn."""
         is_attackers = role != "target"
         if is_attackers and isinstance(text, Conversation) and text.attacker_ids is not None:
             return list(text.attacker_ids)
         texts = turns_of(text)
         if len(texts) % 2 != is_attackers and len(texts) != 1:
             raise ConfigurationError(
-                f"the {role} was to speak, but the conversation of {len(texts)} turns ends with "
-                f"the {role}'s own: {_shown(texts)}. Add one turn for each that speaks: "
+                f"the conversation of {len(texts)} turns ends with the {role}'s own, so the {role} "
+                f"cannot answer it: {_shown(texts)}. Add one turn per side: "
                 "conversation + probe + response."
             )
         return self.agents[role].contexts([self._turns(role, texts)])[0]
 
     def split(self, role: str, context: str, probe: str) -> tuple[list[int], list[int]]:
-        """What an agent reads before a probe, and the tokens of the probe.
+        """Return an agent's input before a probe, and the tokens of the probe.
 
-        To the attacker and the reference it is a turn of their own, its end included; the target
-        reads it as the other's turn, of which the content is scored.
+        For the attacker and the reference it is their own turn, including its end; the target reads
+        it as the other side's turn, whose content is scored.
         """
         if role != "target":
             return self.context_ids(role, context), self._own_ids(role, probe)
@@ -64,7 +64,7 @@ class Reader:
         return turns
 
     def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:
-        """A turn's tokens, without its end, as an agent reads them."""
+        """Return a turn's tokens, without its end, as an agent reads them."""
         is_readable = self._shares_tokens or (role == "target") == (speaker == "target")
         if not isinstance(text, Spoken) or not text.ids or not is_readable:
             return self.agents[role].conversation_format.encode(str(text))
