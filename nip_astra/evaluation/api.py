@@ -227,7 +227,7 @@ def _evaluated(
 
 
 def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
-    """What opens a bar with a label and a total."""
+    """Return a function that opens a bar with a label and a total."""
 
     @contextmanager
     def open_bar(label: str, total: int) -> Iterator[OnPart]:

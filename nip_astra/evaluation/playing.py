@@ -441,7 +441,7 @@ def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSa
 def num_ratings(
     episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
 ) -> int:
-    """The number of texts that `rate_anew` rates."""
+    """Return the number of texts that `rate_anew` rates."""
     first = next(iter(scorers.values()))
     by_first = 2 if first.reads_history else 3
     num_turns, num_ordinary = (sum(map(len, some)) for some in (episodes, ordinary))

@@ -53,8 +53,9 @@ MAX_GRAD_NORM = 1.0
 STATE = "state.safetensors"
 """File with an unfinished job's weights, optimizer and step."""
 LARGE_STATE = 64 << 20
-"""State size, in bytes, up to which every step is saved; larger: every `LARGE_PERIOD` seconds."""
-LARGE_PERIOD = 60.0
+"""State size, in bytes, above which a state is saved every `LARGE_PERIOD` seconds."""
+SMALL_PERIOD, LARGE_PERIOD = 1.0, 60.0
+"""Least seconds between two saved states."""
 
 
 class TrainingText(NamedTuple):
@@ -155,7 +156,7 @@ class FineTuning:
         self.steps_per_epoch = math.ceil(len(self.rows) / plan.batch_size)
         self.num_steps = self.steps_per_epoch * plan.num_epochs
         self.step = 0
-        self._saved_at = 0.0
+        self._saved_at = -LARGE_PERIOD
         # Before the first step; later the reference no longer exists.
         self.reference = self._logratios(self.rows) if plan.method == "dpo" else []
 
@@ -283,10 +284,13 @@ class FineTuning:
         self.reference = state["reference"].tolist()
 
     def save_progress(self, folder: Path, report: StepReport, *, is_needed: bool = False) -> None:
-        """Save the state and the report of its step; a large state only occasionally."""
+        """Save the state and the report of its step, if the last one was saved long enough ago."""
+        waited = time.monotonic() - self._saved_at
+        if not is_needed and waited < SMALL_PERIOD:
+            return
         state = {name: value.contiguous() for name, value in self.state().items()}
         is_small = sum(value.nbytes for value in state.values()) <= LARGE_STATE
-        if is_small or is_needed or time.monotonic() - self._saved_at > LARGE_PERIOD:
+        if is_small or is_needed or waited >= LARGE_PERIOD:
             about = {"metrics": report.metrics, "epoch": report.ends_epoch}
             unfinished = folder / f"{STATE}.new"
             save_file(state, unfinished, metadata={"about": json.dumps(about)})
@@ -342,12 +346,22 @@ def token_rows(
 
     With `truncate_prompts` a prompt that does not fit is truncated from the left.
     """
-    rows_of_texts = []
-    for number, text in enumerate(texts, 1):
+    rendered: dict[str, list[tuple[str, str, str]]] = {}
+    keys = [json.dumps(text, default=dict) for text in texts]
+    for number, (key, text) in enumerate(zip(keys, texts, strict=True), 1):
+        if key in rendered:
+            continue
         try:
-            rows = [_token_row(tokenizer, text, answer, end_ids) for answer in text.answers]
+            rendered[key] = [_rendered(tokenizer, text, answer) for answer in text.answers]
         except ModelLoadError as error:
             raise ConfigurationError(f"example {number} cannot be used: {error}") from error
+    # All at once: a tokenizer takes much longer for as many calls.
+    parts = list(dict.fromkeys(part for rows in rendered.values() for row in rows for part in row))
+    found = tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else []
+    encoded = dict(zip(parts, map(tuple, found), strict=True))
+    rows_of_texts = []
+    for number, key in enumerate(keys, 1):
+        rows = [_token_row(encoded, end_ids, *row) for row in rendered[key]]
         longest = max(len(row.answer) for row in rows)
         if truncate_prompts and longest < window:
             rows = [row._replace(context=row.context[longest - window :]) for row in rows]
@@ -356,19 +370,26 @@ def token_rows(
     return rows_of_texts
 
 
-def _token_row(tokenizer: Any, text: TrainingText, answer: str, end_ids: Sequence[int]) -> TokenRow:
+def _rendered(tokenizer: Any, text: TrainingText, answer: str) -> tuple[str, str, str]:
+    """Return the text before the answer, what the template makes of the answer, and the answer."""
     before = render_chat(tokenizer, text.messages, opens_answer=True)
     last = {"role": "assistant", "content": answer}
     whole = render_chat(tokenizer, [*text.messages, last], opens_answer=False)
+    return before, whole[len(before) :] if whole.startswith(before) else "", answer
 
-    def encode(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False))
 
-    ids = encode(whole[len(before) :]) if whole.startswith(before) else []
+def _token_row(
+    encoded: Mapping[str, tuple[int, ...]],
+    end_ids: Sequence[int],
+    before: str,
+    written: str,
+    answer: str,
+) -> TokenRow:
+    ids = encoded[written]
     ends = [place for place, token in enumerate(ids) if token in end_ids]
     # Some templates end turns by text, or open answers in another way than they render them.
-    ids = ids[: ends[0] + 1] if ends else [*encode(answer), *end_ids[:1]]
-    return TokenRow(tuple(encode(before)), tuple(ids))
+    ids = ids[: ends[0] + 1] if ends else (*encoded[answer], *end_ids[:1])
+    return TokenRow(encoded[before], ids)
 
 
 def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -134,6 +134,17 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
             "beside the model: tokenizer.save_pretrained(folder)."
         )
     return tokenizer
+
+
+def decode_all(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
+    """The texts of token rows, without special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_own = not type(tokenizer)._decode.__module__.startswith("transformers.tokenization_utils")
+    if backend is None or is_own or tokenizer.clean_up_tokenization_spaces:
+        texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return texts
+    # What `batch_decode` does, without looking at each number in Python.
+    return [backend.decode(row, skip_special_tokens=True) for row in rows]
 
 
 def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> Any:

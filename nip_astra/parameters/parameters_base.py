@@ -566,9 +566,12 @@ class ComponentRegistry(Registry[T]):
                     "__module__": component.__module__,
                     "__qualname__": f"{component.__qualname__}.Parameters",
                 }
+                # It has no text of its own to search, which takes long in a deep import.
+                config = {"use_attribute_docstrings": False}
                 component.Parameters = new_class(
-                    "Parameters", (found,), {}, lambda space: space.update(body)
+                    "Parameters", (found,), config, lambda space: space.update(body)
                 )
+                component.Parameters.model_config = found.model_config
             component.Parameters.type_name = str(name)
             return register(component)
 

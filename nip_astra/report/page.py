@@ -213,7 +213,7 @@ def _environment() -> Environment:
 
 
 def _breakable(name: str) -> Markup:
-    """A name whose line may break after its separators."""
+    """Return a name whose line may break after its separators."""
     return Markup(re.sub("([-_/=]+)(?=.)", r"\1<wbr>", str(escape(safe_text(name)))))
 
 

@@ -198,7 +198,7 @@ def verdict(run: RunRecord) -> list[str]:
 
 
 def _task_sentence(before: Report, after: Report) -> str:
-    """How many held-out problems are answered correctly, or answers are if there are several."""
+    """Return how many held-out problems, or answers to them, are correct."""
     num_answers, num_problems = number(after.get("num_answers")), number(after.get("num_problems"))
     rates = [
         f"{percent(one.get('accuracy'))} {interval(*interval_of(one, 'accuracy'))}".strip()

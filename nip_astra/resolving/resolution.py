@@ -320,6 +320,10 @@ class _Resolution:
     def _check_that_it_trains_on_the_scenario(self) -> None:
         trainer_class = self.trainer_class
         trainer_type = trainer_class.trainer_type
+        if not trainer_class.scenario_kinds and trainer_type in self.scenario_class.trainer_types:
+            # Other kinds need not be imported.
+            self.scenario_class.check_trainer_type(trainer_type)
+            return
         kinds = list(trainer_class.scenario_kinds) or [
             name for name in SCENARIOS.names() if trainer_type in SCENARIOS.get(name).trainer_types
         ]

@@ -344,8 +344,9 @@ def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
     rollouts["agents", "decision"][:] = CONTINUE
     rollouts["decision"][:] = CONTINUE
     rollouts["padding"][:] = True
+    arrays = dict(rollouts.items(True, True))
     for place, end in enumerate(ends):
-        _fill(rollouts, place, game, end)
+        _fill(arrays, place, game, end)
     columns = list(ends[0].episode.datapoint) if ends else []
     for column in columns:
         if column != "y":
@@ -353,7 +354,7 @@ def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
     return rollouts
 
 
-def _fill(rollouts: NestedArrayDict, place: int, game: TextGame, end: TextNode) -> None:
+def _fill(rollouts: Mapping[Any, Any], place: int, game: TextGame, end: TextNode) -> None:
     episode, agents = end.episode, game.protocol.agent_names
     rollouts["datapoint_id"][place] = episode.datapoint_id
     rollouts["seed"][place] = episode.seed
@@ -376,18 +377,23 @@ def _fill(rollouts: NestedArrayDict, place: int, game: TextGame, end: TextNode) 
 
 
 def _fill_move(
-    rollouts: NestedArrayDict, at: tuple[int, int, int], game: TextGame, node: TextNode, agent: str
+    rollouts: Mapping[Any, Any],
+    at: tuple[int, int, int],
+    game: TextGame,
+    node: TextNode,
+    agent: str,
 ) -> None:
-    move, parts = node.moves[agent], rollouts["agents"]
-    parts["is_active"][at] = True
-    parts["decision"][at] = move.parsed.decision
-    parts["prompt"][at] = json.dumps(move.prompt, ensure_ascii=False)
-    parts["raw_message"][at] = move.answer
-    parts["num_retries"][at] = move.num_retries
-    parts["is_cut"][at] = move.is_cut
-    parts["is_filled"][at] = move.is_filled
+    move = node.moves[agent]
+    rollouts["agents", "is_active"][at] = True
+    rollouts["agents", "decision"][at] = move.parsed.decision
+    rollouts["agents", "prompt"][at] = json.dumps(move.prompt, ensure_ascii=False)
+    rollouts["agents", "raw_message"][at] = move.answer
+    rollouts["agents", "num_retries"][at] = move.num_retries
+    rollouts["agents", "is_cut"][at] = move.is_cut
+    rollouts["agents", "is_filled"][at] = move.is_filled
     for channel, text in move.parsed.messages.items():
-        parts["message"][(*at, game.protocol.message_channel_names.index(channel))] = text
+        place = (*at, game.protocol.message_channel_names.index(channel))
+        rollouts["agents", "message"][place] = text
 
 
 def read_prompt(text: str) -> tuple[ChatMessage, ...]:
@@ -414,28 +420,26 @@ def transcripts(
     rollouts: NestedArrayDict, agent_names: Sequence[str], channel_names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The turns of each rollout as plain values: agent, messages by channel, decision, answer."""
-    found = []
-    for n in range(len(rollouts)):
-        turns = []
-        for _, r, a in active_turns(rollouts[n : n + 1]):
-            at = (n, r, a)
-            texts = zip(channel_names, rollouts["agents", "message"][at], strict=True)
-            turns.append(
-                {
-                    "round": r,
-                    "agent": agent_names[a],
-                    "messages": {name: text for name, text in texts if text is not None},
-                    "decision": int(rollouts["agents", "decision"][at]),
-                    "raw_message": rollouts["agents", "raw_message"][at],
-                    "reward": float(rollouts["agents", "reward"][at]),
-                }
-            )
-        found.append(
+    agents = rollouts["agents"]
+    names = ("message", "decision", "raw_message", "reward")
+    messages, decisions, answers, rewards = (agents[name].tolist() for name in names)
+    whole = zip(
+        *(rollouts[name].tolist() for name in ("datapoint_id", "y", "decision")), strict=True
+    )
+    found: list[dict[str, Any]] = [
+        {"datapoint_id": int(datapoint), "y": int(y), "decision": int(decision), "turns": []}
+        for datapoint, y, decision in whole
+    ]
+    for n, r, a in active_turns(rollouts):
+        texts = zip(channel_names, messages[n][r][a], strict=True)
+        found[n]["turns"].append(
             {
-                "datapoint_id": int(rollouts["datapoint_id"][n]),
-                "y": int(rollouts["y"][n]),
-                "decision": int(rollouts["decision"][n]),
-                "turns": turns,
+                "round": r,
+                "agent": agent_names[a],
+                "messages": {name: text for name, text in texts if text is not None},
+                "decision": int(decisions[n][r][a]),
+                "raw_message": answers[n][r][a],
+                "reward": float(rewards[n][r][a]),
             }
         )
     return found

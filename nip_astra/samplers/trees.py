@@ -172,14 +172,12 @@ class TreeSampler:
             both += self.target.sampling.max_new_tokens
             agents.append(self.target)
         for agent in agents:
-            speech = agent.conversation_format
-            opening = max(
-                (
-                    len(agent.contexts([[Turn(agent.role == "target", speech.encode(p))]])[0])
-                    for p in prompts
-                ),
-                default=0,
-            )
+            # The longest prompt has the longest context: what is around it is the same for all.
+            longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
+            opening = 0
+            if longest is not None:
+                (context,) = agent.contexts([[Turn(agent.role == "target", longest)]])
+                opening = len(context)
             num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
         return total
@@ -433,15 +431,19 @@ class _TreeGrowth:
 
     def play(self, prompts: Sequence[str], first: int) -> None:
         """Grow one tree from each opening prompt, the first being that of episode `first`."""
+        read = self.reader.conversation_format.encode_all(prompts)
+        said: list[list[Turn]] = [[] for _ in prompts]
+        if not isinstance(self.target, ChatAgent):
+            said = [
+                [Turn(True, ids)] for ids in self.target.conversation_format.encode_all(prompts)
+            ]
         parents = [
             _OpenConversation(
                 path=str(first + episode),
                 episode=episode,
                 node=-1,
-                attacker_turns=[Turn(False, self.reader.conversation_format.encode(prompt))],
-                target_turns=[]
-                if isinstance(self.target, ChatAgent)
-                else [Turn(True, self.target.conversation_format.encode(prompt))],
+                attacker_turns=[Turn(False, read[episode])],
+                target_turns=said[episode],
                 texts=[prompt],
             )
             for episode, prompt in enumerate(prompts)

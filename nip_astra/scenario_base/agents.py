@@ -28,6 +28,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel
 from nip_astra.language_models.services.retrying import open_chat_model
+from nip_astra.language_models.sources import decode_all
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -197,9 +198,7 @@ class ConversationAgent:
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The text of turns."""
         distinct = list(dict.fromkeys(map(tuple, turns)))
-        decoded: list[str] = self.language_model.tokenizer.batch_decode(
-            [list(ids) for ids in distinct], skip_special_tokens=True
-        )
+        decoded = decode_all(self.language_model.tokenizer, [list(ids) for ids in distinct])
         texts = dict(zip(distinct, decoded, strict=True))
         return [texts[tuple(ids)].strip() for ids in turns]
 
@@ -211,8 +210,9 @@ class ConversationAgent:
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Raise `ContextLengthError` for the first prompt that exceeds the window."""
         room = self.language_model.context_window - self.sampling.max_new_tokens
-        for number, prompt in enumerate(prompts, start=1):
-            turn = Turn(is_own=self.role == "target", ids=self.conversation_format.encode(prompt))
+        encoded = self.conversation_format.encode_all(prompts)
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
+            turn = Turn(is_own=self.role == "target", ids=ids)
             num_tokens = len(self.conversation_format.context([turn]))
             if num_tokens > room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."

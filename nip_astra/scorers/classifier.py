@@ -92,13 +92,11 @@ class ModelScorer(Scorer):
 
     def _logits(self, texts: Sequence[str]) -> torch.Tensor:
         """Return logits of texts truncated to `_max_length`, float32 `[text, label]`."""
-        inputs = self._tokenizer(
-            list(texts),
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self.device)
+        # Without `return_tensors`, by which tokenizers look at each number in Python.
+        rows = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_length
+        )
+        inputs = {name: torch.tensor(ids, device=self.device) for name, ids in rows.items()}
         logits: torch.Tensor = self._model(**inputs).logits.float()
         return logits
 
@@ -145,13 +143,11 @@ class ClassifierScorer(ModelScorer):
         label: PlainText
         """Label whose probability is the score."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._tokenizer, self._model = load_pretrained(
             parameters.model,
-            scenario_dir,
+            self.scenario_dir,
             kind="classifier",
             advice=ADVICE,
             from_name=_from_name,

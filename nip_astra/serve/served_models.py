@@ -81,9 +81,7 @@ class Engine:
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free what a request holds, at the next step; nothing more is reported of it."""
-        with self._changed:
-            request.is_cancelled = True
-            self._changed.notify()
+        request.is_cancelled = True
 
     @property
     def grammars(self) -> Grammars:

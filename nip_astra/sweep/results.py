@@ -93,7 +93,7 @@ class SeedMean(NamedTuple):
     counts: dict[int, str]
 
     def each(self, write: Callable[[float], str]) -> str:
-        """The value of each seed, in order, with its counts."""
+        """Return the value of each seed, in order, with its counts."""
         cells = []
         for seed in sorted(self.values):
             counts = f" ({self.counts[seed]})" if self.counts[seed] else ""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
@@ -20,6 +21,10 @@ from nip_astra.language_models.tool_calls import supports_tools
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
+MAX_KEPT_TEXTS = 4096
+"""Texts whose tokens a format keeps."""
+MAX_KEPT_LENGTH = 1000
+"""Characters of a text above which its tokens are not kept."""
 
 
 class Turn(NamedTuple):
@@ -56,6 +61,7 @@ class ConversationFormat(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._kept: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
@@ -81,13 +87,31 @@ class ConversationFormat(ABC):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The content tokens of a turn of somebody else."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        known = self._kept.get(text)
+        if known is None:
+            known = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            self._keep({text: known})
+        return known
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """`encode` of each text, in one call."""
-        if len(texts) < 2:
-            return [self.encode(text) for text in texts]
-        return [*map(tuple, self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])]
+        known = {text: self._kept[text] for text in texts if text in self._kept}
+        new = list(dict.fromkeys(text for text in texts if text not in known))
+        if len(new) == 1:
+            known[new[0]] = self.encode(new[0])
+        elif new:
+            ids = self.tokenizer(new, add_special_tokens=False)["input_ids"]
+            found = dict(zip(new, map(tuple, ids), strict=True))
+            self._keep(found)
+            known |= found
+        return [known[text] for text in texts]
+
+    def _keep(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Keep the tokens of short texts, such as opening prompts, which come again."""
+        if len(self._kept) + len(found) > MAX_KEPT_TEXTS:
+            self._kept.clear()
+        short = {text: ids for text, ids in found.items() if len(text) <= MAX_KEPT_LENGTH}
+        self._kept.update(islice(short.items(), MAX_KEPT_TEXTS))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
         """The longest context of at most `num_tokens`, dropping the oldest whole turns.

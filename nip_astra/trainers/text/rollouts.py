@@ -103,8 +103,6 @@ def _of_agent(
 NUM_SEEDS = 2**16
 """Seeds that an episode may have."""
 ROLLOUTS, ANSWERS, TRANSCRIPTS = "rollouts.json", "answers.jsonl", "transcripts.json"
-COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
-"""Columns of sample rollouts, as of tensor games; a message is a text here."""
 
 
 # ---- datapoints
@@ -207,7 +205,10 @@ class RolloutFiles:
 def episode_rows(
     rollouts: NestedArrayDict, game: TextGame, *, num_episodes: int, step: int, seed: int
 ) -> list[tuple[Any, ...]]:
-    """Rows of a sample of rollouts, half of them with the right decision where there are enough."""
+    """Rows of a sample of rollouts, half of them with the right decision where there are enough.
+
+    Their columns are those of tensor games (`protocol.statistics.COLUMNS`); a message is a text.
+    """
     names = game.protocol.agent_names
     are_right = (rollouts["decision"] == rollouts["y"]).tolist()
     generator = np.random.default_rng(derive_seed(seed, "episode rows", step))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nip_astra.errors import CheckpointError, RunDirectoryError
+from nip_astra.language_models import fine_tuning
 from nip_astra.language_models.fine_tuning import STATE, FineTuning
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services import local_fine_tuning
@@ -225,6 +226,7 @@ def test_a_killed_job_continues_after_its_last_step(
         steps.append(tuning.step)
         return take_step(tuning, chosen)
 
+    monkeypatch.setattr(fine_tuning, "SMALL_PERIOD", 0.0)
     monkeypatch.setattr(FineTuning, "_take_step", counted)
     with pytest.raises(Killed):
         _train(service, job_id)

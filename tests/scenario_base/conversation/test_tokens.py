@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
+from nip_astra.language_models.sources import decode_all
+from nip_astra.scenario_base.conversation import tokens as tokens_module
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat, Turn
 from tests.kit.tiny import make_tokenizer
 
@@ -34,6 +36,33 @@ def test_own_turns_are_assistant_and_the_others_are_user() -> None:
     chat = ChatFormat(tokenizer)
     ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, chat.encode("fine"))])
     assert tokenizer.decode(ids) == "<bos> <user> hello <end> <assistant> fine <end> <assistant>"
+
+
+def test_kept_tokens_are_those_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "MAX_KEPT_TEXTS", 3)
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer)
+    for texts in (TEXTS[:2], [*TEXTS, TEXTS[0]], TEXTS[1:2], TEXTS, []):
+        expected = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        assert chat.encode_all(texts) == expected
+        assert [chat.encode(text) for text in texts] == expected
+        assert len(chat._kept) <= 3
+
+
+def test_decoded_rows_are_those_of_the_tokenizer() -> None:
+    tokenizer = make_tokenizer()
+    rows = [tokenizer.encode(text) for text in TEXTS] + [[]]
+    assert decode_all(tokenizer, rows) == tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Loud(type(make_tokenizer())):  # type: ignore[misc]  # made by a function
+        def _decode(self, *args: object, **kwargs: object) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    tokenizer = make_tokenizer()
+    tokenizer.__class__ = Loud
+    assert decode_all(tokenizer, [tokenizer.encode("hello")]) == ["HELLO"]
 
 
 def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import secrets
 import threading
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ from nip_astra.utils.processor import split_evenly
 DEFAULT_MAX_TOKENS = 1024
 TURNS_TO_GATHER = 3
 """Event-loop iterations for which a batch waits for further requests."""
+MAX_KEPT_PROMPTS, MAX_KEPT_TOKENS = 1024, 1000
+"""Prompts whose tokens are kept, since many requests have the same, and their greatest length."""
 
 
 class _Pending(NamedTuple):
@@ -114,6 +117,7 @@ class LocalChatModel(ChatModel):
         self.max_batch_size, self.num_batches = max_batch_size, num_batches
         # A tokenizer may be used by one thread at a time, and the model decodes in another one.
         self._tokenizer = copy.deepcopy(model.tokenizer)
+        self._encoded: dict[str, list[int]] = {}
         self._waiting: list[_Pending] = []
         self._worker: asyncio.Task[None] | None = None
         # Requests may come from event loops of several threads.
@@ -191,8 +195,15 @@ class LocalChatModel(ChatModel):
         return grammar
 
     def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        text = render_chat(self._tokenizer, messages, opens_answer=True)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        key = json.dumps(messages)
+        ids = self._encoded.get(key)
+        if ids is None:
+            text = render_chat(self._tokenizer, messages, opens_answer=True)
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) <= MAX_KEPT_TOKENS:
+                if len(self._encoded) >= MAX_KEPT_PROMPTS:
+                    self._encoded.clear()
+                self._encoded[key] = ids
         return ids
 
     async def _work(self) -> None:

@@ -1,0 +1,148 @@
+"""CPU time of whole runs, by layer, of two checkouts in turns.
+
+    python benchmarks/whole_runs.py --base ../base --rounds 5
+    python benchmarks/whole_runs.py --base ../base --rounds 3 --trainer pure_text_ei
+
+Each run is a process of its own on one thread; user and system time of all its threads count. The
+metrics of each round are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from golden import untimed
+from measuring import in_turns, markdown_table, median_by_name, options_of, ratio, tell
+
+HERE = Path(__file__).resolve()
+TREE = HERE.parents[1]
+START, REST = "start", "rest"
+LAYERS = {
+    ("nip_astra.trainers.language_model_base", "LanguageModelTrainer"): {
+        "_run_before_loop": "evaluation",
+        "_run_test_loop": "evaluation",
+        "_collect": "rollouts of training",
+        "_update": "updates",
+    },
+    ("nip_astra.trainers.ast_base", "AstTrainer"): {"_run_random_search_loop": "random search"},
+    ("nip_astra.trainers.rl_pure_text_base", "PureTextRlTrainer"): {
+        "_play": "rollouts",
+        "_keep": "files of rollouts",
+        "_stage_await_fine_tune_jobs": "fine-tuning",
+    },
+    ("nip_astra.run", None): {"_write_report": "report"},
+}
+"""Methods and functions, by module and class, and the layer of which their calls are."""
+
+
+def run_and_measure(words: list[str], out: Path) -> None:
+    """Run the program in this process, and write the CPU seconds of each layer."""
+    spent: dict[str, float] = {}
+    last = 0.0
+    layer = START
+
+    def enter(next_layer: str) -> str:
+        """Count what was spent for the layer so far, which is given."""
+        nonlocal last, layer
+        now = time.process_time()
+        spent[layer] = spent.get(layer, 0.0) + now - last
+        before, last, layer = layer, now, next_layer
+        return before
+
+    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = enter(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                enter(before)
+
+        return call
+
+    import nip_astra.run as runner
+
+    train = runner._train
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        for (module, owner), names in LAYERS.items():
+            found = sys.modules.get(module)
+            place = found if owner is None else getattr(found, owner, None)
+            for name, layer_name in names.items() if place is not None else ():
+                setattr(place, name, counted(getattr(place, name), layer_name))
+        enter(REST)
+        return train(*args, **kwargs)
+
+    runner._train = begin
+    sys.argv = ["run.py", *words]
+    try:
+        runpy.run_path("run.py", run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    enter(REST)
+    out.write_text(json.dumps(spent))
+
+
+def run_of(checkout: Path, words: list[str]) -> dict[str, Any]:
+    """CPU seconds of a run of a checkout by layer, and its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "spent.json"
+        options = ["--num-threads", "1", "--runs-dir", folder, "--run-id", "run"]
+        paths = os.pathsep.join([str(checkout.resolve()), str(HERE.parent)])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [sys.executable, str(HERE), "--measure", str(out), "--words", *words, *options],
+            cwd=checkout,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        spent: dict[str, float] = json.loads(out.read_text())
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = untimed([json.loads(line) for line in lines])
+    return {"spent": spent | {"whole": sum(spent.values())}, "metrics": metrics}
+
+
+def main() -> int:
+    """Measure both checkouts, and compare their metrics."""
+    parser = options_of(
+        __doc__,
+        base=TREE,
+        tree=TREE,
+        trainer="ast_dpo",
+        rounds=5,
+        measure={"type": Path, "help": "used by the program itself: where to write"},
+        words={"nargs": "...", "default": [], "help": "used by the program itself"},
+    )
+    options = parser.parse_args()
+    if options.measure:
+        run_and_measure(options.words, options.measure)
+        return 0
+    words = ["--trainer", options.trainer]
+    checkouts = {"base": options.base, "tree": options.tree}
+    ways = {name: partial(run_of, checkout, words) for name, checkout in checkouts.items()}
+    found = in_turns(ways, options.rounds)
+    spent = {name: [run["spent"] for run in runs] for name, runs in found.items()}
+    medians = {name: median_by_name(rounds) for name, rounds in spent.items()}
+    rows = [[layer, medians["base"][layer], medians["tree"][layer]] for layer in medians["tree"]]
+    tell(spent, options.out, shown=markdown_table(["CPU, s", "base", "tree"], rows))
+    whole = [[one["whole"] for one in spent[name]] for name in ("tree", "base")]
+    is_equal = all(a["metrics"] == b["metrics"] for a, b in zip(*found.values(), strict=True))
+    print(f"ratio {ratio(*whole):.3f}; metrics {'equal' if is_equal else 'different'}")
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
