@@ -77,11 +77,9 @@ class LlamaGuardScorer(ModelScorer):
         batch_size: int = Field(default=16, ge=1)
         """Conversations in one forward pass. Larger is faster and takes more memory."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._tokenizer, self._model = _load(parameters.model, parameters.dtype, scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._tokenizer, self._model = _load(parameters.model, parameters.dtype, self.scenario_dir)
         self._model.requires_grad_(False).to(self.device).eval()
         self._prompts = GuardPrompts(
             self._tokenizer,

@@ -201,6 +201,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         ws="none",
         log_level=logging.WARNING,
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=SECONDS_TO_FINISH,
         timeout_keep_alive=SECONDS_IDLE,
     )

@@ -6,7 +6,7 @@ import hmac
 import json
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -273,6 +273,7 @@ def _check_site(headers: Headers) -> None:
         )
 
 
+@lru_cache(maxsize=256)
 def _is_local(address: str) -> bool:
     try:
         return is_loopback(urlsplit(address).hostname or "")

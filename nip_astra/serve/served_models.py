@@ -81,9 +81,7 @@ class Engine:
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free a request's resources at the next step, without further reports."""
-        with self._changed:
-            request.is_cancelled = True
-            self._changed.notify()
+        request.is_cancelled = True
 
     @property
     def grammars(self) -> Grammars:

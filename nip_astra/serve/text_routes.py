@@ -9,9 +9,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator, model_validator
@@ -46,6 +47,8 @@ from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
 """Number of characters from which a text is tokenised in a thread."""
+MAX_KNOWN_PROMPTS = 256
+"""Recent conversations of each model whose tokens are kept: samplers send one prompt many times."""
 MAX_STOPS = 4
 MAX_TOOLS = 128
 _CLIENT_LEFT = 499
@@ -562,15 +565,15 @@ class EngineClient:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.num_streams = 0
-        self._inboxes: dict[int, asyncio.Queue[Progress]] = {}
+        self._receivers: dict[int, Callable[[Progress], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _listen(self, items: Sequence[Progress]) -> None:
         def dispatch() -> None:
             for progress in items:
-                inbox = self._inboxes.get(progress.request.number)
-                if inbox is not None:
-                    inbox.put_nowait(progress)
+                receive = self._receivers.get(progress.request.number)
+                if receive is not None:
+                    receive(progress)
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(dispatch)
@@ -636,8 +639,11 @@ class EngineClient:
 
     @contextmanager
     def _submitted(
-        self, engine: Engine, requests: Sequence[GenerationRequest]
-    ) -> Iterator[asyncio.Queue[Progress]]:
+        self,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        receive: Callable[[Progress], None],
+    ) -> Iterator[None]:
         """Yield a queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
@@ -646,40 +652,52 @@ class EngineClient:
                 "queue_full",
             )
         self._loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Progress] = asyncio.Queue()
-        self._inboxes.update({request.number: inbox for request in requests})
+        self._receivers.update({request.number: receive for request in requests})
         try:
             for request in requests:
                 engine.submit(request)
-            yield inbox
+            yield
         finally:
             for request in requests:
                 engine.cancel(request)
-                del self._inboxes[request.number]
+                del self._receivers[request.number]
 
     async def progress(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
         """Yield progress as it arrives, with the index of its answer among all."""
-        places = {request.number: place for place, request in enumerate(requests)}
-        count = requests[0].num_samples
-        num_open = count * len(requests)
-        with self._submitted(engine, requests) as inbox:
+        place_of, num_open = _places(requests), requests[0].num_samples * len(requests)
+        inbox: asyncio.Queue[Progress] = asyncio.Queue()
+        with self._submitted(engine, requests, inbox.put_nowait):
             while num_open:
                 one = await inbox.get()
                 num_open -= one.finish_reason is not None
-                yield places[one.request.number] * count + one.index, one
+                yield place_of(one), one
 
-    async def answer(self, engine: Engine, requests: Sequence[GenerationRequest]) -> list[Progress]:
+    async def answer(
+        self, engine: Engine, requests: Sequence[GenerationRequest], leaving: asyncio.Future[None]
+    ) -> list[Progress] | None:
+        """The last progress of every answer; None if the client leaves before."""
+        place_of, num_answers = _places(requests), requests[0].num_samples * len(requests)
         answers: dict[int, Progress] = {}
-        progress = self.progress(engine, requests)
-        try:
-            async for place, one in progress:
-                if one.finish_reason == "error":
-                    raise _error_of(one)
-                answers[place] = one
-        finally:
-            await progress.aclose()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def end(is_answered: bool) -> None:
+            if not done.done():
+                done.set_result(is_answered)
+
+        def receive(one: Progress) -> None:
+            answers[place_of(one)] = one
+            if one.finish_reason == "error" or len(answers) == num_answers:
+                end(True)
+
+        leaving.add_done_callback(lambda _: end(False))
+        with self._submitted(engine, requests, receive):
+            if not await done:
+                return None
+        for one in answers.values():
+            if one.finish_reason == "error":
+                raise _error_of(one)
         return [answers[place] for place in sorted(answers)]
 
     async def stream(
@@ -701,6 +719,12 @@ class EngineClient:
             await progress.aclose()
 
 
+def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
+    """The index of an answer among all of some requests."""
+    first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
+    return lambda one: first[one.request.number] + one.index
+
+
 # ---- routes
 
 
@@ -712,9 +736,9 @@ def text_routes(
     router = APIRouter()
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
-    router.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
-    router.add_api_route("/v1/completions", routes.completions, methods=["POST"])
-    router.add_api_route("/inference/v1/generate", routes.generate, methods=["POST"])
+    router.add_route("/v1/chat/completions", routes.chat, methods=["POST"])
+    router.add_route("/v1/completions", routes.completions, methods=["POST"])
+    router.add_route("/inference/v1/generate", routes.generate, methods=["POST"])
     for path, reason in NOT_SERVED.items():
         router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
     return router
@@ -730,6 +754,8 @@ class _TextRoutes:
     ) -> None:
         self._models, self._store = models, completions
         self._client = EngineClient(settings)
+        self._known_prompts: WeakKeyDictionary[Engine, Callable[[str], tuple[int, ...]]]
+        self._known_prompts = WeakKeyDictionary()
 
     async def models(self) -> Response:
         cards = [served.card for served in self._models.all()]
@@ -752,10 +778,7 @@ class _TextRoutes:
                 "tools",
                 "unsupported_parameter",
             )
-        size = sum(len(message["content"]) for message in messages) + len(str(tools))
-        prompt = await _maybe_in_thread(
-            size, lambda: chat_prompt(engine.tokenizer, messages, tools)
-        )
+        prompt = await self._chat_prompt(engine, messages, tools)
         grammar = body.grammar(form)
         if grammar is not None:
             await asyncio.to_thread(_compile, engine, grammar, body)
@@ -768,6 +791,19 @@ class _TextRoutes:
             grammar=grammar,
             shown_ids=tuple(form.special.values()) if tools and form is not None else (),
         )
+
+    async def _chat_prompt(
+        self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> Sequence[int]:
+        """The tokens of a conversation; those of recent ones are known."""
+        conversation = json.dumps([messages, tools])
+        if len(conversation) > LONG_TEXT:
+            return await asyncio.to_thread(_prompt_of, engine.tokenizer, conversation)
+        known = self._known_prompts.get(engine)
+        if known is None:
+            known = lru_cache(MAX_KNOWN_PROMPTS)(partial(_prompt_of, engine.tokenizer))
+            self._known_prompts[engine] = known
+        return known(conversation)
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
@@ -842,16 +878,13 @@ class _TextRoutes:
         to_reply: Callable[[Sequence[Progress], Reply], Reply],
     ) -> Response:
         """Return all answers together; none if the client disconnects before."""
-        answering = asyncio.ensure_future(self._client.answer(served.engine, requests))
         leaving = asyncio.ensure_future(_until_left(request))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=_CLIENT_LEFT)
-            answers = await answering
+            answers = await self._client.answer(served.engine, requests, leaving)
         finally:
             leaving.cancel()
-            answering.cancel()
+        if answers is None:
+            return Response(status_code=_CLIENT_LEFT)
         usage = _usage_of(requests, sum(one.num_tokens for one in answers))
         return JSONResponse(to_reply(answers, usage))
 
@@ -934,12 +967,11 @@ def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
         raise wrong(text, param, "invalid_value") from error
 
 
-def chat_prompt(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    """Return the tokens before the assistant's next message, by the tokenizer's template."""
+def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+    """The tokens before the assistant's next message, by the tokenizer's template.
+
+    `conversation` is messages and tools as JSON.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise wrong(
             "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
@@ -947,11 +979,12 @@ def chat_prompt(
             "messages",
             "no_chat_template",
         )
+    messages, tools = json.loads(conversation)
     try:
         text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
     except ModelLoadError as error:
         raise wrong(str(error), "messages", "refused_by_template") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:

@@ -35,7 +35,7 @@ from nip_astra.scenario_base.text.models import GROUPS, JobPlan, folder_of_group
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import plain_numbers
-from nip_astra.trainers.protocol.statistics import as_of_test
+from nip_astra.trainers.protocol.statistics import COLUMNS, as_of_test
 from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,
@@ -50,7 +50,6 @@ from nip_astra.trainers.text.analysis import (
     open_analyses,
 )
 from nip_astra.trainers.text.rollouts import (
-    COLUMNS,
     RolloutFiles,
     episode_rows,
     held_out_episodes,

@@ -114,9 +114,9 @@ class TextProtocols(EpisodeFamily):
         from nip_astra.run import prepare_experiment
         from nip_astra.samplers.answer_journal import AnswerJournal
         from nip_astra.samplers.text_rollouts import rollouts_of
+        from nip_astra.trainers.protocol.statistics import COLUMNS
         from nip_astra.trainers.service_use import services_used
         from nip_astra.trainers.text.rollouts import (
-            COLUMNS,
             episode_rows,
             held_out_episodes,
             train_episodes,

@@ -144,6 +144,8 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
         In any order; their softmax is one.
     """
     num_rows, num_queries, num_keys, group, dim = queries_RTKGD.shape
+    if len(segments) == num_queries == 1 and segments[0].keys.shape[0] == num_rows:
+        return _own_attention(queries_RTKGD, segments[0])
     scores = []
     for keys, _, bias in segments:
         num_groups, _, _, length = keys.shape
@@ -168,6 +170,19 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
         start += length
     assert attended is not None
     return attended
+
+
+def _own_attention(queries_RTKGD: Tensor, own: SharedKeys) -> Tensor:
+    """The same for one query of every row and its own keys alone, without regrouping."""
+    num_rows, _, num_keys, group, dim = queries_RTKGD.shape
+    keys, values, bias = own
+    length = keys.shape[-1]
+    scores = torch.bmm(queries_RTKGD.reshape(-1, group, dim), keys.view(-1, dim, length))
+    if bias is not None:
+        scores = scores.view(num_rows, 1, num_keys, group, length) + bias.squeeze(2)
+        scores = scores.view(-1, group, length)
+    attended = torch.bmm(scores.softmax(dim=-1), values.view(-1, length, dim))
+    return attended.view(num_rows, 1, num_keys, group, dim)
 
 
 def _gather_groups(x_RTKGX: Tensor, num_groups: int) -> Tensor:

@@ -135,9 +135,9 @@ class Decoder:
     ) -> Tensor:
         joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
         queries, keys = self._place(joined, layer, cos, sin)
-        values = joined.view(len(x), -1, self.head_dim)[:, -self.num_kv_heads :]
+        values = joined.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
         x = x + layer.output(attend(queries, keys, values))
-        if len(x) <= size:
+        if x.shape[0] <= size:
             return self._read_mlp(x, layer)
         return torch.cat([self._read_mlp(part, layer) for part in torch.split(x, size)])
 
@@ -155,12 +155,12 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys, both rotated by their positions."""
         num_rotated = self.num_heads + self.num_kv_heads
-        heads = joined.view(len(joined), -1, self.head_dim)[:, :num_rotated]
+        heads = joined.view(joined.shape[0], -1, self.head_dim)[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
             heads = unsaved(self._norm_heads, heads, layer.query_norm, layer.key_norm)
         first, second = heads.chunk(2, dim=-1)
         rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
-        queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=1)
+        queries, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         return queries * self.scale, keys
 
     def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
@@ -236,7 +236,8 @@ def unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
 def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square of the last axis, and multiply by weights."""
     if not is_unsaved(x_NX):
-        return F.rms_norm(x_NX, weight_X.shape, weight_X, eps)
+        # F.rms_norm calls this after checks that cost a small model as much again.
+        return torch.rms_norm(x_NX, weight_X.shape, weight_X, eps)
     normed: Tensor = _RmsNorm.apply(x_NX, weight_X, eps)  # type: ignore[no-untyped-call]
     return normed
 

@@ -246,14 +246,11 @@ class KVCache:
         gaps = [row for row in range(count) if not are_kept[row]]
         movers = [row for row in range(count, len(are_kept)) if are_kept[row]]
         order = list(range(count))
-        if gaps:
-            length = max(self.lengths[row] for row in movers)
-            to = torch.tensor(gaps, device=self.device)
-            of = torch.tensor(movers, device=self.device)
-            self._keys[:, to, ..., :length] = self._keys[:, of, ..., :length]
-            self._values[:, to, :, :length] = self._values[:, of, :, :length]
-            for gap, mover in zip(gaps, movers, strict=True):
-                order[gap] = mover
+        for gap, mover in zip(gaps, movers, strict=True):
+            length = self.lengths[mover]
+            self._keys[:, gap, ..., :length] = self._keys[:, mover, ..., :length]
+            self._values[:, gap, :, :length] = self._values[:, mover, :, :length]
+            order[gap] = mover
         self.lengths = [self.lengths[row] for row in order]
         if not order and self._keys.nbytes > MAX_IDLE_BYTES:
             self._keys, self._values = self._new(0, 0)

@@ -98,10 +98,8 @@ class DatasetTask(Task):
         """Scorer of messages, 0 to 1; the reward is the score. For a custom function:
         `{_type: python, function: path/to/file.py:name}`."""
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self.scorer: Scorer | None = None
         if parameters.reward == "scorer":
             if parameters.scorer is None:
@@ -109,16 +107,18 @@ class DatasetTask(Task):
                     "task.reward is scorer, but task.scorer is missing. Set it, or set task.reward "
                     "to exact or contains."
                 )
-            self.scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+            self.scorer = build_scorer(
+                parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
+            )
             self.scorers = (self.scorer,)
-        self._rows = self._read(parameters, seed, scenario_dir)
+        self._rows = self._read(parameters, self.seed, self.scenario_dir)
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
                 f"training and held-out data share {counted(len(shared), 'problem')}, for instance "
                 f"{_short(min(shared))}. Remove shared ones from one file."
             )
-        self.rewards = self._build_rewards(parameters, device, scenario_dir)
+        self.rewards = self._build_rewards(parameters, self.device, self.scenario_dir)
         self._has_answers = self.scorer is None and self.rewards is None
         if self._has_answers:
             for rows in self._rows.values():

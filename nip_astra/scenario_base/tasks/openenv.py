@@ -6,12 +6,10 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-import torch
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from nip_astra.errors import (
@@ -234,15 +232,13 @@ class OpenEnvTask(SeededTask):
                 raise ValueError("needs either an address or an environment")
             return self
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._loop = BackgroundLoop()
         if parameters.address is not None:
             schemas = _schemas_at(parameters.address, parameters.timeout_seconds)
         else:
-            self._class = find_function(parameters.environment, scenario_dir)[1]
+            self._class = find_function(parameters.environment, self.scenario_dir)[1]
             self._action_class, schemas = _schemas_of(self._class, parameters.environment)
         place = parameters.address or parameters.environment
         self._fields = _fields_of(*schemas, parameters, place)

@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial, wraps
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import torch
 from pydantic import Field, JsonValue
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
@@ -286,10 +284,8 @@ class VerifiersTask(Task):
         num_train: int | None = Field(default=None, ge=1, le=100_000_000)
         """Training tasks, the next ones; null for all others of a finite taskset."""
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         taskset_class, env_class = _find_taskset(parameters.taskset)
         config = _config_of(taskset_class, parameters)
         self._loop = BackgroundLoop()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nip_astra.errors import MissingDependencyError
+from nip_astra.lazy import import_extra
 from nip_astra.serve.requests import wrong
 
 if TYPE_CHECKING:
@@ -30,14 +30,9 @@ NO_LOGPROB = -99999.0
 
 def schema() -> ModuleType:
     """Return the message classes of Tinker's SDK; raise `MissingDependencyError` without it."""
-    try:
-        from tinker.proto import tinker_public_pb2
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Tinker's protocol needs the package tinker. Install it with: pip install "
-            "'nip_astra[tinker]'."
-        ) from error
-    module: ModuleType = tinker_public_pb2
+    module: ModuleType = import_extra(
+        "tinker.proto.tinker_public_pb2", "Tinker's protocol", "tinker"
+    )
     return module
 
 

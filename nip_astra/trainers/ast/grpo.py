@@ -145,15 +145,12 @@ class AstGrpoTrainer(AstTrainer):
         logger.info("objective: %s", self.results["objective"])
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        groups_PG = tree.sibling_groups()
-        nodes_N = groups_PG.flatten()
-        group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
-        found = self.parameters.advantages(
-            tree.nodes["credit"][nodes_N], group_N, **self.group_options
-        )
+        # Siblings are consecutive nodes.
+        group_N = torch.arange(tree.num_nodes) // tree.tree_width
+        found = self.parameters.advantages(tree.nodes["credit"], group_N, **self.group_options)
         self.log_metrics(found.metrics())
         self.log_metrics(self.kl.adapt(*learning_logprobs(tree), tree.nodes["probe_mask"]))
-        used = nodes_N[found.is_used_N].tolist()
+        used = found.is_used_N.nonzero().flatten().tolist()
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:

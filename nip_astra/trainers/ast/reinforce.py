@@ -71,22 +71,18 @@ class AstReinforceTrainer(AstTrainer):
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         options = self.parameters
-        nodes_N = torch.arange(tree.num_nodes)
-        group_N = torch.zeros_like(nodes_N)
-        if options.baseline == "siblings":
-            groups_PG = tree.sibling_groups()
-            nodes_N = groups_PG.flatten()
-            group_N = torch.arange(len(groups_PG)).repeat_interleave(groups_PG.shape[1])
+        # Siblings are consecutive nodes.
+        width = tree.tree_width if options.baseline == "siblings" else tree.num_nodes
+        group_N = torch.arange(tree.num_nodes) // width
         has_baseline = options.baseline != "none"
         found = group_advantages(
-            tree.nodes["credit"][nodes_N],
+            tree.nodes["credit"],
             group_N,
             baseline="leave_one_out" if has_baseline else "none",
             scale="group" if has_baseline and options.divides_by_std else "none",
             std_epsilon=options.std_epsilon,
         )
-        # Groups are rows of consecutive nodes, so samples are in node order.
-        used = nodes_N[found.is_used_N].tolist()
+        used = found.is_used_N.nonzero().flatten().tolist()
         return node_samples(tree, used, advantage=found.advantages_N)
 
     def loss(self, batch: TensorDict) -> LossOutput:

@@ -103,8 +103,6 @@ def _of_agent(
 NUM_SEEDS = 2**16
 """Number of possible seeds of an episode."""
 ROLLOUTS, ANSWERS, TRANSCRIPTS = "rollouts.json", "answers.jsonl", "transcripts.json"
-COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
-"""Columns of sample rollouts, as for networks; messages are texts here."""
 
 
 # ---- datapoints
@@ -207,7 +205,10 @@ class RolloutFiles:
 def episode_rows(
     rollouts: NestedArrayDict, game: TextGame, *, num_episodes: int, step: int, seed: int
 ) -> list[tuple[Any, ...]]:
-    """Return rows of sampled rollouts, half of them correct if there are enough."""
+    """Return rows of sampled rollouts, half of them correct if there are enough.
+
+    Their columns are those of tensor games (`protocol.statistics.COLUMNS`); a message is a text.
+    """
     names = game.protocol.agent_names
     are_right = (rollouts["decision"] == rollouts["y"]).tolist()
     generator = np.random.default_rng(derive_seed(seed, "episode rows", step))
