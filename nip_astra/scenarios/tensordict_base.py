@@ -340,12 +340,12 @@ def _check_dataset(dataset: TensorDict, split: str) -> None:
 
 
 NUM_FRAMES = 5
-"""B of the check: unlike other dimensions, so that swapped dimensions are noticed."""
+"""Batch size of the check; unlike other dimensions, so that swapped ones are noticed."""
 
 
 @torch.no_grad()
 def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) -> None:
-    """Run every agent on a few first frames, and refuse outputs of a wrong shape.
+    """Run every agent on a few first frames, and check the shapes of its outputs.
 
     Agents, environment and generators are unchanged.
 
@@ -413,7 +413,7 @@ def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Represen
 def _check(
     agent: Agent, part: str, module: object, name: str, value: Any, expected: list[int] | None
 ) -> None:
-    """Refuse a value without the expected shape (B left out), or that should be None."""
+    """Check that a value has the expected shape (B omitted), or is None if that is expected."""
     if expected is None:
         if value is not None:
             raise _wrong(agent, part, module, name + _kind(value), "None")
