@@ -267,7 +267,7 @@ def _take_turns(
             generation = sample(contexts, shared, rows, agent.sampling)
         else:
             assert session is not None
-            generation = agent.speak(session, contexts, shared, rows).generation
+            generation = session.generate(contexts, shared, rows, agent.sampling).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
