@@ -119,7 +119,7 @@ def plural(noun: str) -> str:
 
 
 def counted(number: float | None, noun: str) -> str:
-    """A number with its noun, "1 problem" or "1,200 problems"; a dash if it is unknown."""
+    """Return a number with its noun, "1 problem" or "1,200 problems"; a dash if it is unknown."""
     shown = "\N{EN DASH}" if number is None else f"{number:,.0f}"
     return f"{shown} {noun if number == 1 else plural(noun)}"
 

@@ -30,7 +30,7 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_ha
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
-from nip_astra.scenario_base.tasks.base import TASKS, Task, register_task
+from nip_astra.scenario_base.tasks.base import TASKS, Environment, Task, register_task
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scenario_base.tasks.tools import TOOLS
 from nip_astra.scenario_base.text.analysers import (
@@ -156,7 +156,7 @@ def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None
 @pytest.mark.parametrize(("kind", "name"), MEMBERS)
 def test_every_member_resolves_to_a_documented_class(kind: str, name: str) -> None:
     found = REGISTRIES[kind].get(name)
-    assert issubclass(found, BASES[kind])
+    assert issubclass(found, (BASES[kind], Environment))
     assert not inspect.isabstract(found)
     assert found.__module__ == REGISTRIES[kind].module_of(name)
     first = (inspect.getdoc(found) or "").partition("\n")[0]
@@ -184,18 +184,20 @@ def test_every_name_is_listed(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_name_that_a_file_registers_has_a_member(kind: str) -> None:
-    decorator = f"register_{kind}"
+    decorators = [f"register_{kind}(", *(["register_environment("] if kind == "task" else [])]
     registered = []
     package = importlib.import_module(REGISTRIES[kind].package)
     for path in Path(next(iter(package.__path__))).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if f"@{decorator}(" not in text:
+        if not any(f"@{one}" in text for one in decorators):
             continue
         classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
         calls = [ast.unparse(item) for node in classes for item in node.decorator_list]
-        registered += [call for call in calls if call.startswith(f"{decorator}(")]
+        registered += [
+            call.partition("(")[2] for call in calls if call.startswith(tuple(decorators))
+        ]
     enum = ENUMS[kind]
-    assert sorted(registered) == sorted(f"{decorator}({enum.__name__}.{m.name})" for m in enum)
+    assert sorted(registered) == sorted(f"{enum.__name__}.{m.name})" for m in enum)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,7 @@ from nip_astra.parameters.parameters_base import TYPE_KEY, is_about_elements
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     escape_references,
+    plain_yaml,
     unescape_references,
 )
 
@@ -129,6 +130,8 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
             raise OSError("it is a folder or device")
         text = path.read_text(encoding="utf-8")
         _check_depth(text)
+        if (values := plain_yaml(text)) is not None:
+            return values
         config = OmegaConf.load(StringIO(text))
     except FileNotFoundError as error:
         raise ConfigurationError(f"{file} does not exist: no such file. Check the path.") from error
@@ -249,14 +252,14 @@ def merge_layers(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether values are plain and without references; converting them by OmegaConf is slow."""
+    """Return whether values are plain, without references; converting them by OmegaConf is slow."""
     if type(value) in (dict, list):
         return all(map(_is_plain, value.values() if type(value) is dict else value))
     return "${" not in value if type(value) is str else type(value) in (bool, int, float, NoneType)
 
 
 def _copied(value: Any) -> Any:
-    """A copy of plain values; `deepcopy` takes several times as long."""
+    """Return a copy of plain values; `deepcopy` takes several times as long."""
     if type(value) is dict:
         return {name: _copied(item) for name, item in value.items()}
     return list(map(_copied, value)) if type(value) is list else value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -105,12 +104,10 @@ class EmbeddedTerm(RewardTerm):
     Its `Parameters` are `NoveltyParameters` with an `embedder`.
     """
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._embedder = build_embedder(
-            parameters.embedder, device=device, scenario_dir=scenario_dir
+            parameters.embedder, device=self.device, scenario_dir=self.scenario_dir
         )
         self._history = ProbeHistory(parameters.max_history)
         self._vectors_HX = torch.zeros(0, self._embedder.num_dimensions)
@@ -202,10 +199,8 @@ class SelfBleuNovelty(RewardTerm):
         """Orders n of the averaged BLEU-n. Larger detects only long copies; 1 compares single
         words."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._history = ProbeHistory(parameters.max_history)
         self._references = BleuReferences(max_order=max(parameters.orders))
 
@@ -312,12 +307,10 @@ class FailureSharing(RewardTerm):
         embedder: EmbedderParameters = EmbedderParameters()
         """Embeds the probes."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._embedder = build_embedder(
-            parameters.embedder, device=device, scenario_dir=scenario_dir
+            parameters.embedder, device=self.device, scenario_dir=self.scenario_dir
         )
 
     def _values(self, nodes: RatedProbes) -> Tensor:
@@ -364,10 +357,8 @@ class WordRarity(RewardTerm):
         """Consecutive words counted as one n-gram. Larger makes more probes rare, because most of
         their n-grams are new; a probe of fewer words has rarity 0."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._num_probes = 0
         self._counts = KeyCounts()
 

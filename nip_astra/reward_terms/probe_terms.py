@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,11 +86,11 @@ class ScorerTerm(RewardTerm):
         scorer: ScorerParameters  # type: ignore[valid-type]
         """Scorer of the probes; it may differ from the scorer of responses."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._scorer = build_scorer(
+            parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
+        )
         self.scorers = (self._scorer,)
 
     def state(self) -> dict[str, Any]:

@@ -416,12 +416,10 @@ class WeightedScorer(Scorer):
         parts: dict[str, WeightedPart] = Field(min_length=1)
         """Scorers by name; messages use these names."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._parts = {
-            name: build_scorer(part.scorer, device=device, scenario_dir=scenario_dir)
+            name: build_scorer(part.scorer, device=self.device, scenario_dir=self.scenario_dir)
             for name, part in parameters.parts.items()
         }
         self.reads_history = any(part.reads_history for part in self._parts.values())

@@ -143,13 +143,11 @@ class ClassifierScorer(ModelScorer):
         label: PlainText
         """Label whose probability is the score."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._tokenizer, self._model = load_pretrained(
             parameters.model,
-            scenario_dir,
+            self.scenario_dir,
             kind="classifier",
             advice=ADVICE,
             from_name=_from_name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -61,14 +60,12 @@ class DetoxifyScorer(ModelScorer):
         """Folder with config.json and tokenizer of the checkpoint's architecture; null to load
         them from the hub or its cache."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         import_extra("detoxify", "the scorer 'detoxify'", "detoxify")
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(
-            resolve_reference(parameters.config_path, scenario_dir)
+            resolve_reference(parameters.config_path, self.scenario_dir)
         )
         checkpoint = self._read(parameters.checkpoint)
         self._tokenizer, self._model = self._build(checkpoint, folder)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field, field_validator
 
 from nip_astra.parameters.parameters_base import PlainText
@@ -41,10 +39,8 @@ class DisclosureScorer(Scorer):
                     raise ValueError(f"{secret!r} has no word; give each secret at least one")
             return secrets
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._secrets = [_words(secret) for secret in parameters.secrets]
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float]:

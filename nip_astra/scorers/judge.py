@@ -119,10 +119,8 @@ class JudgeScorer(Scorer):
             """Address of the judge, for messages."""
             return self.base_url or "a service of this run"
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         address: dict[str, Any] = {"service": "local", "weights": parameters.weights}
         if parameters.service == "address":
             key = parameters.api_key_variable
@@ -133,7 +131,9 @@ class JudgeScorer(Scorer):
             timeout=parameters.timeout,
             **address,
         )
-        judge = OpenAIChatModel(chat, what="the judge", scenario_dir=scenario_dir, device=device)
+        judge = OpenAIChatModel(
+            chat, what="the judge", scenario_dir=self.scenario_dir, device=self.device
+        )
         self._model = _RatingModel(judge, parameters.max_rating)
         self._chat_model = self._be_patient(ExperimentSettings())
 

@@ -61,7 +61,7 @@ class LlamaGuardScorer(ModelScorer):
         safe_answer: PlainText = "safe"
         """The guard's answer for a safe conversation; "No" for some families."""
         unsafe_answer: PlainText = "unsafe"
-        """Its answer for an unsafe conversation; "Yes" for some families."""
+        """Answer that marks a conversation as unsafe; "Yes" for some families."""
         min_answer_probability: float = Field(default=0.1, ge=0, le=1)
         """Minimum total probability of the two answers. Below it there is no verdict, because the
         model would answer something else. Larger accepts fewer answers."""
@@ -77,11 +77,9 @@ class LlamaGuardScorer(ModelScorer):
         batch_size: int = Field(default=16, ge=1)
         """Conversations in one forward pass. Larger is faster and takes more memory."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._tokenizer, self._model = _load(parameters.model, parameters.dtype, scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._tokenizer, self._model = _load(parameters.model, parameters.dtype, self.scenario_dir)
         self._model.requires_grad_(False).to(self.device).eval()
         self._prompts = GuardPrompts(
             self._tokenizer,
@@ -249,7 +247,7 @@ class GuardPrompts:
         self._uses_parts = self._find_form(model)
 
     def _find_form(self, model: str) -> bool:
-        """Whether turns hold lists of parts: a test conversation must appear in the prompt."""
+        """Return whether turns hold lists of parts: test messages must appear in the prompt."""
         problems = []
         for uses_parts in (False, True):
             self._uses_parts = uses_parts

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from nip_astra.errors import MissingDependencyError
 from nip_astra.parameters.types import ScorerType
@@ -20,10 +17,8 @@ class ProfanityScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """Common parameters only."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         try:
             from profanity_check import predict_prob
         except ImportError as error:

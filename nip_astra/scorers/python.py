@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError
@@ -51,11 +50,9 @@ class PythonScorer(Scorer):
         batch_size: int | None = Field(default=None, ge=1)
         """Texts per call; null for all texts of a rollout."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._function = UserFunction(parameters.function, scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._function = UserFunction(parameters.function, self.scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = self._columns != ["completions"]
         # Clients that the function keeps belong to the loop of their first use.
@@ -141,7 +138,7 @@ class UserFunction:
         ]
 
     def takes(self, name: str) -> bool:
-        """Whether the function has an argument of that name, or takes any."""
+        """Return whether the function has an argument of that name, or takes any."""
         return self._takes_all or name in self._names
 
     def call(self, arguments: Mapping[str, Any]) -> Any:

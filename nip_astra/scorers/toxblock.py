@@ -46,10 +46,8 @@ class ToxBlockScorer(ModelScorer):
         category: Category = "toxicity"
         """Category whose probability is the score."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self._category = get_args(Category).index(parameters.category)
         folder = _find_folder()
         try:

@@ -1,4 +1,4 @@
-"""A log of answered requests; one repeated under its `Idempotency-Key` gets its stored answer."""
+"""A log of answered requests; one repeated with its `Idempotency-Key` gets the stored answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +20,9 @@ COMPLETIONS = "completions.db"
 KEY_HEADER = "idempotency-key"
 REPLAYED = {"Idempotent-Replayed": "true"}
 NUM_KEPT = 200_000
-"""Requests that are stored; older ones are deleted."""
+"""Maximum number of stored requests; older ones are deleted."""
+SECONDS_UNWRITTEN = 0.1
+"""Maximum seconds for which log entries of requests without a key are held back to be batched."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, key TEXT, digest TEXT NOT NULL,
@@ -32,7 +34,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_answer_a_key ON completions (key) WHERE an
 
 @dataclass(frozen=True)
 class CompletionRecord:
-    """A line of the log; `outcome`: `answered`, `again` (stored answer) or `left` (client gone)."""
+    """A log entry; `outcome`: `answered`, `again` (stored answer), `left` (client disconnected)."""
 
     at: float
     key: str | None
@@ -50,15 +52,22 @@ class CompletionStore:
     def __init__(self, folder: Path) -> None:
         self._database = connect(folder / COMPLETIONS)
         self._database.executescript(_SCHEMA)
+        self._unwritten: list[CompletionRecord] = []
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def once(
         self, request: Request, model: str, answer: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """The result of `answer`, or the stored one of an equal request of the same name."""
+        """Return the result of `answer`, or that stored for an equal request with the same key."""
         key, digest = request.headers.get(KEY_HEADER), sha256(await request.body()).hexdigest()
         if key is None:
-            return self._store(None, digest, model, await answer())
+            response = await answer()
+            if not self._unwritten:
+                asyncio.get_running_loop().call_later(SECONDS_UNWRITTEN, self._write)
+            self._unwritten.append(
+                CompletionRecord(time.time(), None, digest, model, _outcome_of(response))
+            )
+            return response
         turn = self._turns.setdefault(key, asyncio.Lock())
         async with turn:
             kept = self._kept(key, digest)
@@ -68,11 +77,13 @@ class CompletionStore:
             return self._store(key, digest, model, await answer())
 
     def log(self) -> list[CompletionRecord]:
-        """All records, the oldest first."""
+        """Return all records, oldest first."""
+        self._write()
         rows = self._database.execute(f"SELECT {_COLUMNS} FROM completions ORDER BY number")
         return [CompletionRecord(*row) for row in rows]
 
     def close(self) -> None:
+        self._write()
         self._database.close()
 
     def _kept(self, key: str, digest: str) -> bytes | None:
@@ -89,19 +100,37 @@ class CompletionStore:
             )
         return bytes(row[1])
 
-    def _store(self, key: str | None, digest: str, model: str, response: Response) -> Response:
-        is_answered = response.status_code == 200
-        answer = bytes(response.body) if is_answered and key is not None else None
-        self._insert(key, digest, model, "answered" if is_answered else "left", answer)
+    def _store(self, key: str, digest: str, model: str, response: Response) -> Response:
+        outcome = _outcome_of(response)
+        answer = bytes(response.body) if outcome == "answered" else None
+        self._insert(key, digest, model, outcome, answer)
         return response
 
     def _insert(
-        self, key: str | None, digest: str, model: str, outcome: str, answer: bytes | None = None
+        self, key: str, digest: str, model: str, outcome: str, answer: bytes | None = None
     ) -> None:
-        number = self._database.execute(
-            f"INSERT INTO completions ({_COLUMNS}, answer) VALUES (?, ?, ?, ?, ?, ?)",
-            (time.time(), key, digest, model, outcome, answer),
-        ).lastrowid
-        self._database.execute(
-            "DELETE FROM completions WHERE number <= ?", ((number or 0) - NUM_KEPT,)
-        )
+        self._unwritten.append(CompletionRecord(time.time(), key, digest, model, outcome))
+        self._write(answer)
+
+    def _write(self, answer: bytes | None = None) -> None:
+        """Write the entries that wait, the last one with its answer, in one transaction."""
+        entries, self._unwritten = self._unwritten, []
+        if not entries:
+            return
+        rows = [(*astuple(one), None) for one in entries]
+        rows[-1] = (*rows[-1][:-1], answer)
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            self._database.executemany(
+                f"INSERT INTO completions ({_COLUMNS}, answer) VALUES (?, ?, ?, ?, ?, ?)", rows
+            )
+            self._database.execute(
+                "DELETE FROM completions WHERE number <= (SELECT max(number) FROM completions) - ?",
+                (NUM_KEPT,),
+            )
+        finally:
+            self._database.execute("COMMIT")
+
+
+def _outcome_of(response: Response) -> str:
+    return "answered" if response.status_code == 200 else "left"

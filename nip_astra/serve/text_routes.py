@@ -9,9 +9,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator, model_validator
@@ -45,7 +46,9 @@ from nip_astra.serve.served_models import Engine, ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
-"""Characters from which a text is tokenised in a thread."""
+"""Number of characters from which a text is tokenised in a thread."""
+MAX_KNOWN_PROMPTS = 256
+"""Recent conversations of each model whose tokens are kept: samplers send one prompt many times."""
 MAX_STOPS = 4
 MAX_TOOLS = 128
 _CLIENT_LEFT = 499
@@ -55,7 +58,7 @@ NOT_SERVED = {
     "/v1/responses": "it needs conversations stored by the service. Send all messages to "
     "/v1/chat/completions.",
 }
-"""Routes of OpenAI that are refused by name."""
+"""OpenAI's routes that are refused by name."""
 
 # ---- requests
 
@@ -69,7 +72,7 @@ Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
 
 
 class DrawBody(Body):
-    """How tokens are drawn."""
+    """Sampling options."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -101,7 +104,7 @@ class InertBody(Body):
 
 
 class SamplingBody(DrawBody, InertBody):
-    """Options of both routes for text."""
+    """Options of both text routes."""
 
     model: Name
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
@@ -138,7 +141,7 @@ class Message(Body):
 
 
 def plain_message(role: str, content: str | Sequence[TextPart]) -> dict[str, str]:
-    """A message with one text, for a chat template."""
+    """Return a message with one text, for a chat template."""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     return {"role": "system" if role == "developer" else role, "content": text}
 
@@ -201,7 +204,7 @@ class ChatTurn(Body):
         return self.role == "tool" or self.tool_calls is not None
 
     def plain(self) -> dict[str, Any]:
-        """The message for a chat template."""
+        """Return the message for a chat template."""
         more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
         return {**plain_message(self.role, self.content), **more}
 
@@ -245,7 +248,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """The format of an answer."""
 
     type: Literal["json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -285,14 +288,14 @@ class ChatBody(SamplingBody):
 
     @property
     def called_tools(self) -> list[Function]:
-        """The functions that the answer may call."""
+        """Return the functions that the answer may call."""
         functions = [tool.function for tool in self.tools]
         if isinstance(self.tool_choice, ChosenTool):
             return [one for one in functions if one.name == self.tool_choice.function.name]
         return functions if self.tool_choice != "none" else []
 
     def grammar(self, form: ToolForm | None) -> str | None:
-        """The grammar of the answer; None for any text."""
+        """Return the grammar of the answer; None for any text."""
         answers: list[str] = []
         rules: list[str] = []
         if self.called_tools and form is not None and (self.must_call or self.response_format):
@@ -413,7 +416,7 @@ class TextReply:
         return {"token_ids": [record.token for record in progress.tokens]}
 
     def choice(self, place: int, progress: Progress, offset: int) -> Reply:
-        """The part that one step of a stream adds to an answer of `offset` characters."""
+        """Return the part that one step of a stream adds to an answer of `offset` characters."""
         if not self.is_chat:
             return self._completion(place, progress, offset)
         return {
@@ -425,7 +428,7 @@ class TextReply:
         }
 
     def _delta(self, place: int, progress: Progress) -> Reply:
-        """Content and calls that a step adds to an answer."""
+        """Return the content and calls that a step adds to an answer."""
         if not self._num_calls_allowed:
             return {"content": progress.text}
         parser = self._parsers.setdefault(place, ToolCallParser())
@@ -463,7 +466,7 @@ class TextReply:
         return {"content": content, "refusal": None}
 
     def _tops(self, progress: Progress) -> list[list[tuple[str, float]]]:
-        """The most likely tokens in place of each token, as texts with log-probabilities."""
+        """Return the most likely alternatives of each token, as texts with log-probabilities."""
         rows = [(record.before, token) for record in progress.tokens for token, _ in record.top]
         decode = self.tokenizer.batch_decode
         befores = decode([list(before) for before, _ in rows])
@@ -508,7 +511,7 @@ def _shown(text: str, logprob: float) -> Reply:
 
 
 def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Of tokens with one text the most likely; the token itself too, as in OpenAI's protocol."""
+    """Return the most likely token per text, with the sampled token, as in OpenAI's protocol."""
     found: dict[str, float] = {}
     for text, logprob in (*top, (record.text, record.logprob)):
         found.setdefault(text, logprob)
@@ -516,7 +519,7 @@ def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str,
 
 
 def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
-    """A response of /inference/v1/generate, in vLLM's form."""
+    """Return a response of /inference/v1/generate, in vLLM's format."""
 
     def shown(token: int, logprob: float) -> Reply:
         # A token is named by its number: not every token is a text.
@@ -557,20 +560,20 @@ def _usage_of(requests: Sequence[GenerationRequest], completion_tokens: int) -> 
 
 
 class EngineClient:
-    """Submits requests to engines from an event loop; a client that leaves cancels its requests."""
+    """Submits requests to engines from an event loop, and cancels those of disconnected clients."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.num_streams = 0
-        self._inboxes: dict[int, asyncio.Queue[Progress]] = {}
+        self._receivers: dict[int, Callable[[Progress], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _listen(self, items: Sequence[Progress]) -> None:
         def dispatch() -> None:
             for progress in items:
-                inbox = self._inboxes.get(progress.request.number)
-                if inbox is not None:
-                    inbox.put_nowait(progress)
+                receive = self._receivers.get(progress.request.number)
+                if receive is not None:
+                    receive(progress)
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(dispatch)
@@ -585,7 +588,7 @@ class EngineClient:
         max_tokens: int | None,
         **options: Any,
     ) -> list[GenerationRequest]:
-        """The requests of a body, one per prompt; raises `ApiError` beyond a limit."""
+        """Return the requests of a body, one per prompt; raise `ApiError` beyond a limit."""
         if len(prompts) * body.n > self.settings.max_answers:
             raise wrong(
                 f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
@@ -636,9 +639,12 @@ class EngineClient:
 
     @contextmanager
     def _submitted(
-        self, engine: Engine, requests: Sequence[GenerationRequest]
-    ) -> Iterator[asyncio.Queue[Progress]]:
-        """A queue with the progress of requests, which end with the block."""
+        self,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        receive: Callable[[Progress], None],
+    ) -> Iterator[None]:
+        """Yield a queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
                 f"{counted(engine.num_waiting, 'request')} waiting, and this service allows "
@@ -646,46 +652,58 @@ class EngineClient:
                 "queue_full",
             )
         self._loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Progress] = asyncio.Queue()
-        self._inboxes.update({request.number: inbox for request in requests})
+        self._receivers.update({request.number: receive for request in requests})
         try:
             for request in requests:
                 engine.submit(request)
-            yield inbox
+            yield
         finally:
             for request in requests:
                 engine.cancel(request)
-                del self._inboxes[request.number]
+                del self._receivers[request.number]
 
     async def progress(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """Progress as it arrives, each with the index of its answer among all."""
-        places = {request.number: place for place, request in enumerate(requests)}
-        count = requests[0].num_samples
-        num_open = count * len(requests)
-        with self._submitted(engine, requests) as inbox:
+        """Yield progress as it arrives, with the index of its answer among all."""
+        place_of, num_open = _places(requests), requests[0].num_samples * len(requests)
+        inbox: asyncio.Queue[Progress] = asyncio.Queue()
+        with self._submitted(engine, requests, inbox.put_nowait):
             while num_open:
                 one = await inbox.get()
                 num_open -= one.finish_reason is not None
-                yield places[one.request.number] * count + one.index, one
+                yield place_of(one), one
 
-    async def answer(self, engine: Engine, requests: Sequence[GenerationRequest]) -> list[Progress]:
+    async def answer(
+        self, engine: Engine, requests: Sequence[GenerationRequest], leaving: asyncio.Future[None]
+    ) -> list[Progress] | None:
+        """Return the last progress of every answer; None if the client disconnects before."""
+        place_of, num_answers = _places(requests), requests[0].num_samples * len(requests)
         answers: dict[int, Progress] = {}
-        progress = self.progress(engine, requests)
-        try:
-            async for place, one in progress:
-                if one.finish_reason == "error":
-                    raise _error_of(one)
-                answers[place] = one
-        finally:
-            await progress.aclose()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def end(is_answered: bool) -> None:
+            if not done.done():
+                done.set_result(is_answered)
+
+        def receive(one: Progress) -> None:
+            answers[place_of(one)] = one
+            if one.finish_reason == "error" or len(answers) == num_answers:
+                end(True)
+
+        leaving.add_done_callback(lambda _: end(False))
+        with self._submitted(engine, requests, receive):
+            if not await done:
+                return None
+        for one in answers.values():
+            if one.finish_reason == "error":
+                raise _error_of(one)
         return [answers[place] for place in sorted(answers)]
 
     async def stream(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """As `progress`, within the limit of open streams."""
+        """Yield `progress`, within the limit of open streams."""
         if self.num_streams >= self.settings.max_streams:
             raise overloaded(
                 f"{self.num_streams} streams are open, the limit of this service. Retry later.",
@@ -701,20 +719,26 @@ class EngineClient:
             await progress.aclose()
 
 
+def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
+    """Return the index of an answer among all answers to several requests."""
+    first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
+    return lambda one: first[one.request.number] + one.index
+
+
 # ---- routes
 
 
 def text_routes(
     models: ServedModels, settings: ServiceSettings, completions: CompletionStore
 ) -> APIRouter:
-    """The routes of text generation."""
+    """Return the routes of text generation."""
     routes = _TextRoutes(models, settings, completions)
     router = APIRouter()
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
-    router.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
-    router.add_api_route("/v1/completions", routes.completions, methods=["POST"])
-    router.add_api_route("/inference/v1/generate", routes.generate, methods=["POST"])
+    router.add_route("/v1/chat/completions", routes.chat, methods=["POST"])
+    router.add_route("/v1/completions", routes.completions, methods=["POST"])
+    router.add_route("/inference/v1/generate", routes.generate, methods=["POST"])
     for path, reason in NOT_SERVED.items():
         router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
     return router
@@ -730,6 +754,8 @@ class _TextRoutes:
     ) -> None:
         self._models, self._store = models, completions
         self._client = EngineClient(settings)
+        self._known_prompts: WeakKeyDictionary[Engine, Callable[[str], tuple[int, ...]]]
+        self._known_prompts = WeakKeyDictionary()
 
     async def models(self) -> Response:
         cards = [served.card for served in self._models.all()]
@@ -752,10 +778,7 @@ class _TextRoutes:
                 "tools",
                 "unsupported_parameter",
             )
-        size = sum(len(message["content"]) for message in messages) + len(str(tools))
-        prompt = await _maybe_in_thread(
-            size, lambda: chat_prompt(engine.tokenizer, messages, tools)
-        )
+        prompt = await self._chat_prompt(engine, messages, tools)
         grammar = body.grammar(form)
         if grammar is not None:
             await asyncio.to_thread(_compile, engine, grammar, body)
@@ -768,6 +791,19 @@ class _TextRoutes:
             grammar=grammar,
             shown_ids=tuple(form.special.values()) if tools and form is not None else (),
         )
+
+    async def _chat_prompt(
+        self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> Sequence[int]:
+        """Return the tokens of a conversation; those of recent ones are cached."""
+        conversation = json.dumps([messages, tools])
+        if len(conversation) > LONG_TEXT:
+            return await asyncio.to_thread(_prompt_of, engine.tokenizer, conversation)
+        known = self._known_prompts.get(engine)
+        if known is None:
+            known = lru_cache(MAX_KNOWN_PROMPTS)(partial(_prompt_of, engine.tokenizer))
+            self._known_prompts[engine] = known
+        return known(conversation)
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
@@ -817,7 +853,7 @@ class _TextRoutes:
         )
 
     async def generate(self, request: Request) -> Response:
-        """Tokens for tokens: training data must not go through text."""
+        """Generate tokens from tokens: training data must not be converted to text."""
         body = await read_body(request, GenerateBody)
         sampling = check_body(body.sampling_params, TokenSamplingBody)
         served = self._models.get(body.model)
@@ -841,17 +877,14 @@ class _TextRoutes:
         requests: Sequence[GenerationRequest],
         to_reply: Callable[[Sequence[Progress], Reply], Reply],
     ) -> Response:
-        """All answers at once; none when the client leaves before."""
-        answering = asyncio.ensure_future(self._client.answer(served.engine, requests))
+        """Return all answers together; none if the client disconnects before."""
         leaving = asyncio.ensure_future(_until_left(request))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=_CLIENT_LEFT)
-            answers = await answering
+            answers = await self._client.answer(served.engine, requests, leaving)
         finally:
             leaving.cancel()
-            answering.cancel()
+        if answers is None:
+            return Response(status_code=_CLIENT_LEFT)
         usage = _usage_of(requests, sum(one.num_tokens for one in answers))
         return JSONResponse(to_reply(answers, usage))
 
@@ -922,7 +955,7 @@ async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
 
 
 def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
-    """Compile the grammar of an answer; raises `ApiError` if that cannot be enforced."""
+    """Compile the grammar of an answer; raise `ApiError` if it cannot be enforced."""
     param = "response_format" if body.response_format is not None else "tool_choice"
     try:
         engine.grammars.matcher(grammar)
@@ -934,12 +967,11 @@ def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
         raise wrong(text, param, "invalid_value") from error
 
 
-def chat_prompt(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    """The tokens before the assistant's next message, by the tokenizer's template."""
+def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+    """Return the tokens before the assistant's next message, by the tokenizer's template.
+
+    `conversation` is messages and tools as JSON.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise wrong(
             "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
@@ -947,15 +979,16 @@ def chat_prompt(
             "messages",
             "no_chat_template",
         )
+    messages, tools = json.loads(conversation)
     try:
         text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
     except ModelLoadError as error:
         raise wrong(str(error), "messages", "refused_by_template") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:
-    """The tokens of each prompt: texts, or tokens of the model."""
+    """Return the tokens of each prompt: texts, or tokens of the model."""
     given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(given[0], int):
         given = [given]

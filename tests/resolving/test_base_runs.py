@@ -198,7 +198,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["run=runs/a"], "base_run: names a run but not what to take from it; give base_run_type"),
+        (["run=runs/a"], "base_run: names a run without base_run_type"),
         (["base_run_type=parameters"], "give run"),
         (["run=a", "base_run_type=paramters"], "base_run.base_run_type: must be one of none, "),
         (["run=a", "base_run_typ=parameters"], "base_run.base_run_typ: unknown parameter"),

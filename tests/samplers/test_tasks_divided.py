@@ -20,8 +20,8 @@ from nip_astra.run import prepare_experiment
 from nip_astra.samplers import executor, tasks
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.tasks.base import Episode, Reaction, Task
-from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment, GuessNumberTask
+from nip_astra.scenario_base.tasks.base import Episode, GeneratedTask, Reaction, Task
+from nip_astra.scenario_base.tasks.library import GuessNumberEnvironment
 from nip_astra.scorers.base import Message
 from nip_astra.utils.actors import ActorOptions, using_actors
 from nip_astra.utils.forked import can_fork, using_processes
@@ -40,7 +40,7 @@ class Unrated(GuessNumberEnvironment):
         return super().step(message)._replace(reward=None)
 
 
-class RatedGuessing(GuessNumberTask):
+class RatedGuessing(GeneratedTask):
     """Rates by what its environments remember."""
 
     def __init__(self, parameters: Any) -> None:
@@ -48,7 +48,7 @@ class RatedGuessing(GuessNumberTask):
         self.asked: list[int] = []
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
-        one = super().draw(generator)
+        one = GuessNumberEnvironment.draw(self.parameters, generator)
         return Unrated(one.hidden, one.start, one.most, one.max_turns)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
@@ -260,7 +260,7 @@ def test_environments_that_cannot_be_sent_are_played_here(
     task = RatedGuessing(trainer.task.parameters)
 
     def draw(generator: torch.Generator) -> GuessNumberEnvironment:
-        one = GuessNumberTask.draw(task, generator)
+        one = GuessNumberEnvironment.draw(task.parameters, generator)
         return kind(one.hidden, one.start, one.most, one.max_turns)
 
     monkeypatch.setattr(task, "draw", draw)

@@ -30,8 +30,8 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.scenario_base.tasks.base import Reaction
-from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, ArithmeticTask
+from nip_astra.scenario_base.tasks.base import EnvironmentTask, Reaction
+from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.tiny import write_scenario
@@ -101,7 +101,7 @@ def _moods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return Reaction(reward=None) if rewarding() == "nothing" else reaction
 
     monkeypatch.setattr(ArithmeticEnvironment, "step", moody_step)
-    monkeypatch.setattr(ArithmeticTask, "rate", lambda self, episodes: None)
+    monkeypatch.setattr(EnvironmentTask, "rate", lambda self, episodes: None)
     for mood in (chat, scoring, rewarding):
         mood.__init__()  # type: ignore[misc]
     yield

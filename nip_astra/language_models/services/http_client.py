@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -16,9 +15,9 @@ from nip_astra.errors import (
     AnswerTooLargeError,
     BudgetExhaustedError,
     ConfigurationError,
-    MissingDependencyError,
 )
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
+from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
@@ -250,12 +249,5 @@ def _seconds(retry_after: str) -> float:
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
-def _import_openai() -> ModuleType:
-    try:
-        import openai
-    except ImportError as error:
-        raise MissingDependencyError(
-            "OpenAI's protocol needs the package openai. Install it with: "
-            "pip install 'nip_astra[api]'"
-        ) from error
-    return openai
+def _import_openai() -> Any:
+    return import_extra("openai", "OpenAI's protocol", "api")

@@ -30,7 +30,6 @@ from nip_astra.errors import (
     AnswerTooLargeError,
     CheckpointError,
     ConfigurationError,
-    MissingDependencyError,
     ServiceBusyError,
     ServiceConflictError,
     ServiceError,
@@ -57,6 +56,7 @@ from nip_astra.language_models.services.training import (
     adapter_config,
     register_training_service,
 )
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
@@ -265,13 +265,7 @@ class TrainingConnection:
     """Requests to one service."""
 
     def __init__(self, options: TrainServiceParameters) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingDependencyError(
-                "train_service.backend http needs the package httpx. Install it with: "
-                "pip install 'nip_astra[http]'."
-            ) from error
+        httpx = import_extra("httpx", "train_service.backend http", "http")
         assert options.base_url is not None, "validated"
         check_address(options.base_url, "the training service")
         self._httpx = httpx
@@ -286,7 +280,7 @@ class TrainingConnection:
                     f"it to the token of {self.base_url}."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
-        self._client: httpx.AsyncClient | None = None
+        self._client: Any | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def post_json(self, path: str, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:

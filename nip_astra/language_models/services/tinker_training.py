@@ -25,7 +25,6 @@ from torch.nn.utils.rnn import pad_sequence
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingDependencyError,
     ServiceBusyError,
     ServiceConflictError,
     ServiceError,
@@ -47,6 +46,7 @@ from nip_astra.language_models.services.training import (
     check_step,
     register_training_service,
 )
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
@@ -375,14 +375,7 @@ def _fault_of(url: str) -> str | None:
 
 
 def _sdk() -> Any:
-    try:
-        import tinker
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Tinker's protocol needs the package tinker. Install it with: pip install "
-            "'nip_astra[tinker]'."
-        ) from error
-    return tinker
+    return import_extra("tinker", "Tinker's protocol", "tinker")
 
 
 def _key(token_variable: str | None) -> str | None:

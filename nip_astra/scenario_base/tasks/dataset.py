@@ -40,7 +40,7 @@ _MAX_SHOWN = 40
 
 
 class RowEnvironment(Environment):
-    """One row, answered in one message."""
+    """A row, answered in one message."""
 
     is_stateless = True
 
@@ -59,7 +59,7 @@ class RowEnvironment(Environment):
 
 
 def messages_of(prompt: Prompt) -> list[Message]:
-    """The messages that open the conversation of a prompt."""
+    """Return the messages of a prompt that open the conversation."""
     given = prompt.messages or (("user", str(prompt)),)
     return [Message(cast(Role, role), text) for role, text in given]
 
@@ -98,10 +98,8 @@ class DatasetTask(Task):
         """Scorer of messages, 0 to 1; the reward is the score. For a custom function:
         `{_type: python, function: path/to/file.py:name}`."""
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
         self.scorer: Scorer | None = None
         if parameters.reward == "scorer":
             if parameters.scorer is None:
@@ -109,16 +107,18 @@ class DatasetTask(Task):
                     "task.reward is scorer, but task.scorer is missing. Set it, or set task.reward "
                     "to exact or contains."
                 )
-            self.scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+            self.scorer = build_scorer(
+                parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
+            )
             self.scorers = (self.scorer,)
-        self._rows = self._read(parameters, seed, scenario_dir)
+        self._rows = self._read(parameters, self.seed, self.scenario_dir)
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
                 f"training and held-out data share {counted(len(shared), 'problem')}, for instance "
                 f"{_short(min(shared))}. Remove shared ones from one file."
             )
-        self.rewards = self._build_rewards(parameters, device, scenario_dir)
+        self.rewards = self._build_rewards(parameters, self.device, self.scenario_dir)
         self._has_answers = self.scorer is None and self.rewards is None
         if self._has_answers:
             for rows in self._rows.values():
@@ -128,7 +128,7 @@ class DatasetTask(Task):
     def _read(
         self, parameters: Any, seed: int, scenario_dir: Path | None
     ) -> dict[str, list[Prompt]]:
-        """The rows of each split; part of train is held out where there are no other rows."""
+        """Read the rows of each split; holds out a part of train if no other rows are given."""
 
         def read(name: str) -> list[Prompt]:
             return read_prompts(name, scenario_dir, parameters.column)
@@ -186,7 +186,7 @@ class DatasetTask(Task):
         return str(answer)
 
     def check_lengths(self, policy: ConversationAgent) -> None:
-        """Refuse prompts that exceed the policy's context window."""
+        """Check that no prompt exceeds the policy's context window."""
         room = policy.language_model.context_window - policy.sampling.max_new_tokens
         for split, rows in self._rows.items():
             for row in rows:
@@ -218,7 +218,7 @@ class DatasetTask(Task):
 def hold_out(
     rows: Sequence[Prompt], fraction: float, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Rows for training and held-out rows; equal prompts are on the same side.
+    """Split rows into training and held-out rows; equal prompts are on the same side.
 
     The fraction is of the distinct prompts, at least `MIN_HELD_OUT` and at most `MAX_HELD_OUT`;
     of fewer than twice the former, none is held out.
@@ -233,6 +233,6 @@ def hold_out(
 
 
 def _short(prompt: str) -> str:
-    """A prompt for a message, truncated."""
+    """Return a prompt for a message, truncated."""
     text = str(prompt)
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

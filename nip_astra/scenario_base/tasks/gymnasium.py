@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import JsonValue
 
 from nip_astra.errors import ConfigurationError, TaskError
@@ -83,15 +82,14 @@ class TextArenaGame:
 
     def __init__(self, name: str, **arguments: Any) -> None:
         textarena = import_extra("textarena", f"the game {name!r}", "textarena")
-        self._name = name
-        with self._refusing():
+        self._name, self._seen = name, ""
+        self._states = _states_of(0)
+        with self._own_draws(), self._refusing():
             self._game = textarena.make(name, **arguments)
-        self._seen = ""
-        self._states: tuple[Any, Any] | None = None
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         self._seen, seed = "", seed % 2**32
-        self._states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+        self._states = _states_of(seed)
         with self._own_draws(), self._refusing():
             self._game.reset(num_players=1, seed=seed)
             return self._news(), {}
@@ -124,7 +122,6 @@ class TextArenaGame:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        assert self._states is not None, "reset comes first"
         with self._lock:
             others = random.getstate(), np.random.get_state()
             random.setstate(self._states[0])
@@ -135,6 +132,10 @@ class TextArenaGame:
                 self._states = random.getstate(), np.random.get_state()
                 random.setstate(others[0])
                 np.random.set_state(others[1])
+
+
+def _states_of(seed: int) -> tuple[Any, Any]:
+    return random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
 
 @register_task(TaskType.GYMNASIUM)
@@ -155,11 +156,9 @@ class GymnasiumTask(SeededTask):
         arguments: dict[str, JsonValue] = {}
         """Keyword arguments of the class."""
 
-    def __init__(
-        self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
-    ) -> None:
-        super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
-        self._maker = _maker(parameters.environment, scenario_dir)
+    def __init__(self, parameters: Any, **given: Any) -> None:
+        super().__init__(parameters, **given)
+        self._maker = _maker(parameters.environment, self.scenario_dir)
         try:
             first = self._make()
             if isinstance(first, TextArenaGame):

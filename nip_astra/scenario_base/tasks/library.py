@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,20 +13,35 @@ from pydantic import Field
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
     Environment,
-    GeneratedTask,
     Reaction,
     TaskParameters,
     pick,
-    register_task,
+    register_environment,
 )
 from nip_astra.scenario_base.tasks.tools import register_tool
 from nip_astra.scorers.base import Message
 
 
+@register_environment(TaskType.ARITHMETIC)
 class ArithmeticEnvironment(Environment):
-    """One problem, answered in one message."""
+    """Sums, differences and products; the reward is 1 for exactly the right number, else 0.
+
+    Levels: 1 `a+b` of digits, 2 `a+b` to 49, 3 `a-b` to 49, 4 `a*b` to 9, 5 `a+b` to 999, 6
+    `a+b*c`.
+    """
 
     is_stateless = True
+
+    class Parameters(TaskParameters):
+        """Difficulty of the problems."""
+
+        levels: list[Literal[1, 2, 3, 4, 5, 6]] = Field(default=[1, 2, 3], min_length=1)
+        """Levels to draw from uniformly; repeat a level to draw it more often. Larger is harder."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> ArithmeticEnvironment:
+        levels = parameters.levels
+        return problem_of(levels[pick(generator, 0, len(levels) - 1)], generator)
 
     def __init__(self, problem: str, answer: int) -> None:
         self.problem, self.answer = problem, answer
@@ -41,27 +56,8 @@ class ArithmeticEnvironment(Environment):
         return Reaction(reward=float(number is not None and int(number[1]) == self.answer))
 
 
-@register_task(TaskType.ARITHMETIC)
-class ArithmeticTask(GeneratedTask):
-    """Sums, differences and products; the reward is 1 for exactly the right number, else 0.
-
-    Levels: 1 `a+b` of digits, 2 `a+b` to 49, 3 `a-b` to 49, 4 `a*b` to 9, 5 `a+b` to 999, 6
-    `a+b*c`.
-    """
-
-    class Parameters(TaskParameters):
-        """Difficulty of the problems."""
-
-        levels: list[Literal[1, 2, 3, 4, 5, 6]] = Field(default=[1, 2, 3], min_length=1)
-        """Levels to draw from uniformly; repeat a level to draw it more often. Larger is harder."""
-
-    def draw(self, generator: torch.Generator) -> ArithmeticEnvironment:
-        levels = self.parameters.levels
-        return problem_of(levels[pick(generator, 0, len(levels) - 1)], generator)
-
-
 def problem_of(level: int, generator: torch.Generator) -> ArithmeticEnvironment:
-    """A problem of a level, from 1 to 6."""
+    """Return a problem of a level, from 1 to 6."""
     largest = {1: 9, 2: 49, 3: 49, 4: 9, 5: 999}.get(level, 9)
     a, b = pick(generator, 0, largest), pick(generator, 0, largest)
     if level in (1, 2, 5):
@@ -79,10 +75,31 @@ MAX_LENGTH = 200
 """Maximum length of an answer, in characters."""
 
 
+@register_environment(TaskType.COUNTDOWN)
 class CountdownEnvironment(Environment):
-    """One target and its numbers, answered in one message."""
+    """Use each number once, with +, - and *, to make the target; a solution always exists."""
 
     is_stateless = True
+
+    class Parameters(TaskParameters):
+        """Size of the problems, and reward of a valid but wrong answer."""
+
+        num_numbers: int = Field(default=3, ge=2, le=6)
+        """Numbers of a problem. More are harder."""
+        most: int = Field(default=9, ge=2, le=1000)
+        """Largest number given."""
+        valid_reward: float = Field(default=0.1, ge=0, lt=1)
+        """Reward of an expression that uses each number once but misses the target. Larger teaches
+        the format faster, but rewards wrong answers."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> CountdownEnvironment:
+        numbers = [pick(generator, 1, parameters.most) for _ in range(parameters.num_numbers)]
+        order = [numbers[i] for i in torch.randperm(len(numbers), generator=generator).tolist()]
+        text = "".join(f"{'+-*'[pick(generator, 0, 2)]}{number}" for number in order)[1:]
+        parsed = value_of(text)
+        assert parsed is not None
+        return cls(numbers, parsed[0], text, valid_reward=parameters.valid_reward)
 
     def __init__(
         self, numbers: Sequence[int], target: int, solution: str, *, valid_reward: float
@@ -103,33 +120,8 @@ class CountdownEnvironment(Environment):
         return Reaction(reward=1.0 if parsed[0] == self.target else self.valid_reward)
 
 
-@register_task(TaskType.COUNTDOWN)
-class CountdownTask(GeneratedTask):
-    """Use each number once, with +, - and *, to make the target; a solution always exists."""
-
-    class Parameters(TaskParameters):
-        """Size of the problems, and reward of a valid but wrong answer."""
-
-        num_numbers: int = Field(default=3, ge=2, le=6)
-        """Numbers of a problem. More are harder."""
-        most: int = Field(default=9, ge=2, le=1000)
-        """Largest number given."""
-        valid_reward: float = Field(default=0.1, ge=0, lt=1)
-        """Reward of an expression that uses each number once but misses the target. Larger teaches
-        the format faster, but rewards wrong answers."""
-
-    def draw(self, generator: torch.Generator) -> CountdownEnvironment:
-        options = self.parameters
-        numbers = [pick(generator, 1, options.most) for _ in range(options.num_numbers)]
-        order = [numbers[i] for i in torch.randperm(len(numbers), generator=generator).tolist()]
-        text = "".join(f"{'+-*'[pick(generator, 0, 2)]}{number}" for number in order)[1:]
-        parsed = value_of(text)
-        assert parsed is not None
-        return CountdownEnvironment(numbers, parsed[0], text, valid_reward=options.valid_reward)
-
-
 def value_of(text: str) -> tuple[int, list[int]] | None:
-    """Value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
+    """Return value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
 
     The expression is parsed, never executed.
     """
@@ -154,7 +146,7 @@ def calculator(expression: str) -> str:
 
 
 class _Parser:
-    """Parser of sums of products, left to right."""
+    """Parser of sums of products, from left to right."""
 
     def __init__(self, terms: Sequence[str]) -> None:
         self.terms, self.place = terms, 0
@@ -196,8 +188,29 @@ class _Parser:
         return self.terms[self.place - 1]
 
 
+@register_environment(TaskType.GUESS_NUMBER)
 class GuessNumberEnvironment(Environment):
-    """One hidden number."""
+    """Guess; the environment replies "higher" or "lower" until the last turn.
+
+    The reward is 1 for a correct first guess and decreases linearly towards 1/2 with the turns; 0
+    without a correct guess.
+    """
+
+    class Parameters(TaskParameters):
+        """Range and number of guesses."""
+
+        most: int = Field(default=16, ge=2, le=1000)
+        """Size of the range. Larger is harder."""
+        num_starts: int = Field(default=40, ge=1, le=1000)
+        """Ranges start at 1 to this number. Larger gives more distinct problems."""
+        max_turns: int = Field(default=4, ge=1, le=20)
+        """Maximum number of guesses."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> GuessNumberEnvironment:
+        start = pick(generator, 1, parameters.num_starts)
+        hidden = pick(generator, start, start + parameters.most - 1)
+        return cls(hidden, start, parameters.most, parameters.max_turns)
 
     def __init__(self, hidden: int, start: int, most: int, max_turns: int) -> None:
         self.hidden, self.start, self.most, self.max_turns = hidden, start, most, max_turns
@@ -219,40 +232,36 @@ class GuessNumberEnvironment(Environment):
         return Reaction([Message("user", hint)], is_over=False)
 
 
-@register_task(TaskType.GUESS_NUMBER)
-class GuessNumberTask(GeneratedTask):
-    """Guess; the environment replies "higher" or "lower" until the last turn.
-
-    The reward is 1 for a correct first guess and decreases linearly towards 1/2 with the turns; 0
-    without a correct guess.
-    """
-
-    class Parameters(TaskParameters):
-        """Range and number of guesses."""
-
-        most: int = Field(default=16, ge=2, le=1000)
-        """Size of the range. Larger is harder."""
-        num_starts: int = Field(default=40, ge=1, le=1000)
-        """Ranges start at 1 to this number. Larger gives more distinct problems."""
-        max_turns: int = Field(default=4, ge=1, le=20)
-        """Maximum number of guesses."""
-
-    def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
-        options = self.parameters
-        start = pick(generator, 1, options.num_starts)
-        hidden = pick(generator, start, start + options.most - 1)
-        return GuessNumberEnvironment(hidden, start, options.most, options.max_turns)
-
-
 VOWELS = "aeiou"
 STARTS = (*"bcdfghjklmnprstvwz", *("bl", "br", "ch", "cl", "dr", "fl", "gr", "pl", "sh", "st"), "")
 ENDS = (*"bdgklmnprst", "", "")
 
 
+@register_environment(TaskType.PIG_LATIN)
 class PigLatinEnvironment(Environment):
-    """Some words, answered in one message."""
+    """Words in Pig Latin; the reward is the fraction of correct words.
+
+    The consonants before the first vowel of a word move to its end, followed by "ay"; a word that
+    begins with a vowel gets "way". Words are random syllables. The reward is 0 for a wrong number
+    of words. Problems have solutions, for supervised training (`remote_api_cross_entropy`).
+    """
 
     is_stateless = True
+
+    class Parameters(TaskParameters):
+        """Length of the problems."""
+
+        num_words: int = Field(default=1, ge=1, le=8)
+        """Words per problem. More are harder."""
+        most_syllables: int = Field(default=2, ge=1, le=4)
+        """Maximum syllables per word. More are harder, and give more distinct words."""
+
+    @classmethod
+    def draw(cls, parameters: Any, generator: torch.Generator) -> PigLatinEnvironment:
+        counts = (
+            pick(generator, 1, parameters.most_syllables) for _ in range(parameters.num_words)
+        )
+        return cls(["".join(_syllable(generator) for _ in range(count)) for count in counts])
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -268,37 +277,8 @@ class PigLatinEnvironment(Environment):
         return Reaction(reward=num_right / len(right) if len(words) == len(right) else 0.0)
 
 
-@register_task(TaskType.PIG_LATIN)
-class PigLatinTask(GeneratedTask):
-    """Words in Pig Latin; the reward is the fraction of correct words.
-
-    The consonants before the first vowel of a word move to its end, followed by "ay"; a word that
-    begins with a vowel gets "way". Words are random syllables. The reward is 0 for a wrong number
-    of words. Problems have solutions, for supervised training (`remote_api_cross_entropy`).
-    """
-
-    class Parameters(TaskParameters):
-        """Length of the problems."""
-
-        num_words: int = Field(default=1, ge=1, le=8)
-        """Words per problem. More are harder."""
-        most_syllables: int = Field(default=2, ge=1, le=4)
-        """Maximum syllables per word. More are harder, and give more distinct words."""
-
-    def draw(self, generator: torch.Generator) -> PigLatinEnvironment:
-        options = self.parameters
-        return PigLatinEnvironment(
-            [
-                "".join(_syllable(generator) for _ in range(count))
-                for count in (
-                    pick(generator, 1, options.most_syllables) for _ in range(options.num_words)
-                )
-            ]
-        )
-
-
 def pig_latin(word: str) -> str:
-    """A lower-case word in Pig Latin; a word without a vowel gets "ay"."""
+    """Return a lower-case word in Pig Latin; a word without a vowel gets "ay"."""
     place = next((i for i, letter in enumerate(word) if letter in VOWELS), 0)
     is_vowel = word[:1] in (*VOWELS,)
     return word[place:] + word[:place] + ("way" if is_vowel else "ay")

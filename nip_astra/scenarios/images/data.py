@@ -18,7 +18,8 @@ from pydantic_core import PydanticCustomError
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import DataError, MissingDependencyError, UnknownNameError, reason_of
+from nip_astra.errors import DataError, UnknownNameError, reason_of
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
@@ -335,14 +336,8 @@ def _read_dataset(
 
 
 def _library(name: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the images {name!r} need the package datasets. Run: pip install 'nip_astra[images]'. "
-            "The images 'digits' and 'tiny' need no package."
-        ) from error
-    return datasets
+    what = f"the data of the images {name!r}, unlike 'digits' and 'tiny',"
+    return import_extra("datasets", what, "images")
 
 
 def _load(datasets: Any, described: HubDataset, path: Path | None) -> Any:
