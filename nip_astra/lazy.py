@@ -13,11 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError
-
 
 def import_extra(module: str, what: str, extra: str) -> Any:
-    """A module of an optional package, for a feature that needs it.
+    """Import a module of an optional package, for a feature that needs it.
 
     Raises
     ------
@@ -27,6 +25,9 @@ def import_extra(module: str, what: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        # The package itself imports this module, and has its version without the errors.
+        from nip_astra.errors import MissingDependencyError
+
         package = module.partition(".")[0]
         raise MissingDependencyError.of(f"{what} ({error})", package, extra) from error
 

@@ -1,1 +1,1 @@
-"""The command line. Nothing heavy is imported before a command needs it."""
+"""The command line. Heavy packages are imported only by the commands that need them."""

@@ -71,16 +71,16 @@ RUNS_DIFFER = 1
 """Exit code if a resumed run differs from an uninterrupted one."""
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 OTHER_COMMANDS = {"train": "run", "fit": "run", "test": "evaluate", "eval": "evaluate"}
-"""Ours for commands of other tools."""
+"""Our equivalents of other tools' commands."""
 MOST_FOUND = 12
-"""Results of a search that are shown."""
+"""Maximum number of search results shown."""
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
 MOST_ALIKE = 3
-"""Warnings of one kind that are shown; a run's log has all of them."""
+"""Maximum number of similar warnings shown; a run's log has all of them."""
 
 
 class RunByDefault(TyperGroup):
-    """Commands, where options without a command are those of `run`."""
+    """Commands; options without a command are those of `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing and not args:  # a command is being completed
@@ -122,9 +122,9 @@ class RunByDefault(TyperGroup):
 
 @contextmanager
 def _exits_refused() -> Iterator[None]:
-    """Have `os._exit` raise in this process: a plug-in's would end a run that is not done with 0.
+    """Let `os._exit` raise in this process: a plug-in's exit would end an unfinished run with 0.
 
-    Forked processes end by it.
+    Forked processes can still use it.
     """
     exit_at_once, own = os._exit, os.getpid()
 
@@ -141,7 +141,7 @@ def _exits_refused() -> Iterator[None]:
 
 
 def _in_one_line(error: Any) -> ConfigurationError:
-    """A fault of options or arguments as the program's errors are, with what to do."""
+    """Convert an error of options or arguments to the program's own, with advice."""
     context, given = getattr(error, "ctx", None), getattr(error, "option_name", "") or ""
     names: list[str] = []
     known: set[str] = set()
@@ -167,7 +167,7 @@ def _in_one_line(error: Any) -> ConfigurationError:
 
 
 def _is_unlike(option: str, known: set[str]) -> bool:
-    """Whether an option was given that none is like."""
+    """Return whether a given option resembles no known one."""
     return bool(option) and option not in known and not nearest_names(option, sorted(known), 1)
 
 
@@ -191,7 +191,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Handle the options of the program itself."""
 
 
 @app.command()
@@ -276,7 +276,7 @@ def check_resume(
     settings: Settings = None,
     debug: Debug = False,
 ) -> None:
-    """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
+    """Kill short runs at random file operations, resume and compare; exit code 1 if they differ."""
     experiment = _experiment_arguments(locals())
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
@@ -323,7 +323,7 @@ def list_names(
     plugin: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """List what is registered, where it comes from and what it does."""
+    """List registered names with their origin and description."""
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
@@ -368,7 +368,7 @@ def show(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show every parameter, its value, where the value comes from, and what it is."""
+    """Show every parameter with its value, origin and description."""
     given = _experiment_arguments(locals())
     from nip_astra import overview
     from nip_astra.overview import prompts_of
@@ -419,7 +419,7 @@ def time_parts(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
+    """Time parts of a training iteration, e.g. rollout and update; write nothing."""
     experiment = _experiment_arguments(locals())
     from rich.text import Text
 
@@ -467,7 +467,7 @@ app.add_typer(data.app, name="dataset")
 
 
 def command_tree() -> Iterator[tuple[str, Any]]:
-    """Each command by its name, in the order of the help; those of groups as `dataset create`."""
+    """Yield each command by name, in the order of the help; those of groups as `dataset create`."""
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
         inner = getattr(command, "commands", {})
@@ -477,7 +477,7 @@ def command_tree() -> Iterator[tuple[str, Any]]:
 
 
 def described_commands() -> Iterator[Described]:
-    """Commands, and their options."""
+    """Yield commands and their options."""
     from nip_astra.overview import Described
 
     for name, command in command_tree():
@@ -490,7 +490,7 @@ def described_commands() -> Iterator[Described]:
 
 
 def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
+    """Return arguments of `resolve_experiment`; refuse wrong names and files before torch loads."""
     from nip_astra.parameters.content import find_scenario
     from nip_astra.parameters.files import parse_overrides, read_yaml_layers
 
@@ -531,8 +531,8 @@ def showing_notes() -> Iterator[None]:
 class NoteHandler(logging.Handler):
     """Writes warnings to standard error, each once and above a progress bar.
 
-    What the end of a run tells anyway, marked by `told_at_the_end`, is left to it. Where standard
-    error is closed, nothing is written and the run goes on.
+    Warnings marked by `told_at_the_end` are left to the end of the run. If standard error is
+    closed, nothing is written and the run continues.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Commands that make, fetch and convert data; each imports what it needs when it runs."""
+"""Commands that create, download and convert data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Make pairs of graphs and write them to a file."""
+    """Generate pairs of graphs and write them to a file."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -51,15 +51,14 @@ def create(
         given = OmegaConf.to_container(OmegaConf.from_dotlist(assignments), resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigurationError(
-            f"pairs of graphs were to be made with {' '.join(assignments)!r}, but a value cannot "
-            f"be read: {str(error).splitlines()[0]}. Give "
+            f"cannot parse {' '.join(assignments)!r}: {str(error).splitlines()[0]}. Give "
             "--set name=value, for instance --set num_train=1000."
         ) from error
     assert isinstance(given, dict)
     parameters = GraphPairParameters.from_dict({str(name): value for name, value in given.items()})
     if parameters.file is not None:
         raise ConfigurationError(
-            "pairs of graphs were to be made, but `file` names some that are there. Leave it out."
+            "`file` names existing pairs of graphs, but this command generates pairs. Leave it out."
         )
     with showing("Generating", len(SPLITS)) as bar:
         made = []
@@ -81,7 +80,7 @@ def download(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Fetch images from the Hugging Face hub before a run asks for them."""
+    """Download images from the Hugging Face hub before a run needs them."""
     from nip_astra.progress import showing
     from nip_astra.scenarios.images.data import download_images
 
@@ -103,7 +102,7 @@ def convert(
     test: Annotated[str, typer.Option(metavar="FILE", help="A data.pt to test on.")],
     debug: Debug = False,
 ) -> None:
-    """Convert pairs of graphs that neural-interactive-proofs published; runs nothing of theirs."""
+    """Convert pairs of graphs published by neural-interactive-proofs, without executing code."""
     import numpy as np
 
     from nip_astra.progress import showing
@@ -132,10 +131,7 @@ def convert(
 def _new_file(output: str) -> Path:
     path = Path(output).expanduser()
     if path.exists():
-        raise ConfigurationError(
-            f"data were to be written to {path}, but that exists. Choose another path, or remove "
-            "it first."
-        )
+        raise ConfigurationError(f"{path} exists already. Choose another path, or remove it first.")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Commands that train nothing: they measure, compare, show and export what runs have written."""
+"""Commands that do not train: they evaluate, compare, show and export the results of runs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from nip_astra.evaluation.families.base import Evaluation
 
 BROKEN = 1
-"""Exit code of `doctor` if something that is needed does not work."""
+"""Exit code of `doctor` if a required part does not work."""
 GATE_FAILED = 1
 """Exit code if a --fail-if condition holds."""
 MAX_DIFFERENCES = 10
-"""Differences of dumps that are shown; the first is what matters."""
+"""Maximum number of differences of dumps shown; the first matters most."""
 
 
 def evaluate(
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `EvaluationRequest` among the arguments of a command."""
+    """Return the options of `EvaluationRequest` among a command's arguments."""
     from nip_astra.evaluation.families.base import EvaluationRequest
 
     renamed = {"plugin": "plugins", "trust": "is_trusted"}
@@ -163,7 +163,7 @@ def score(
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """Rate the stored conversations of a run by other scorers; generates nothing."""
+    """Rate the stored conversations of a run with other scorers; generate nothing."""
     options = _options(locals())
     from nip_astra.evaluation.api import score as score_run
 
@@ -255,7 +255,7 @@ def export(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Write conversations, figures and curves, or weights, in the formats of other tools."""
+    """Write conversations, figures, curves or weights in other tools' formats."""
     from nip_astra.evaluation.api import export as export_run
 
     for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
@@ -299,7 +299,7 @@ def doctor(
     plugin: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Check what is installed and works here; opens no connection without --online."""
+    """Check the installation; no connection is opened without --online."""
     from nip_astra.installation import doctor as diagnose
 
     diagnosis = diagnose(runs_dir, plugins=plugin or [], online=online)
@@ -420,4 +420,4 @@ def compare_dumps(
 
 
 COMMANDS = (evaluate, score, compare, report, export, push, doctor)
-"""In the order of the help."""
+"""Commands in the order of the help."""

@@ -1,4 +1,4 @@
-"""Options of commands, each written once, and output to the terminal."""
+"""Shared options of commands, and output to the terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from nip_astra.run import ExperimentResult
 
 PIPE_WIDTH = 160
-"""Columns of a table that goes to a file or pipe."""
+"""Columns of a table written to a file or pipe."""
 
 
 def trainer_names() -> list[str]:
-    """Trainers that ship or are installed; nothing is imported for it."""
+    """Return shipped and installed trainers, without importing them."""
     from nip_astra.parameters.types import TrainerType
 
     installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
@@ -52,7 +52,7 @@ def _runs() -> list[str]:
 
 
 def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """The shell's completion of a value; without a name that fits it completes files."""
+    """Return the shell's completion of a value; if no name fits, it completes files."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -221,7 +221,7 @@ Untrained = Annotated[
 
 
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among a command's options: `settings`, and those with names of their own."""
+    """Return the settings among a command's options: `settings`, and those with separate names."""
     from nip_astra.parameters.files import parse_overrides
 
     own = ("device", "wandb", "run_id", "runs_dir", "num_threads")
@@ -234,7 +234,7 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_console() -> Console:
-    """The console of standard output as it is now."""
+    """Open the console of the current standard output."""
     from nip_astra.evaluation.tables import SafeConsole
 
     return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)

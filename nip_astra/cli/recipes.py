@@ -1,4 +1,4 @@
-"""The commands `task` and `stress`: runs without a parameter file."""
+"""Commands `task` and `stress`: runs without a parameter file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY_TRL = "Options by TRL's names"
 
 
 def _option(name: str, meaning: str, **bounds: Any) -> Any:
-    """An option by TRL's name, with dashes or underscores."""
+    """Return an option under TRL's name, with dashes or underscores."""
     spellings = (f"--{name.replace('_', '-')}", f"--{name}")
     return typer.Option(*dict.fromkeys(spellings), help=meaning, rich_help_panel=_BY_TRL, **bounds)
 
@@ -132,7 +132,7 @@ def task(
 
 
 def print_parameters(values: dict[str, Any]) -> None:
-    """Print parameters as a file that runs the same."""
+    """Print parameters as an equivalent file."""
     from nip_astra.cli.options import say
     from nip_astra.tracking.run_directory import to_yaml
 
@@ -170,7 +170,7 @@ def stress(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Train an attacker against a target, by a scorer; prints the cost first."""
+    """Train an attacker against a target, as rated by a scorer; print the cost first."""
     given = settings_of(locals())
     from nip_astra.cli.options import train_or_estimate
     from nip_astra.recipes import stress_parameters

@@ -1,4 +1,4 @@
-"""The command that serves models to clients of OpenAI's."""
+"""The command that serves models to OpenAI clients."""
 
 from __future__ import annotations
 
@@ -93,13 +93,12 @@ def _named(models: Sequence[str]) -> dict[str, str]:
         name, found, path = one.partition("=")
         if not found or not name or not path:
             raise ConfigurationError(
-                f"a model was given as {one!r}, but it takes a name and a place. Give "
+                f"--model {one} has no name or no path. Give "
                 "--model NAME=PATH, for instance target=scenario://pocket_chat/models/target."
             )
         if name in named:
             raise ConfigurationError(
-                f"two models were to be served as {name!r}: {named[name]} and {path}. Give each a "
-                "name of its own."
+                f"two models are named {name!r}: {named[name]} and {path}. Give each its own name."
             )
         named[name] = path
     return named

@@ -163,7 +163,7 @@ def sweep(
 
 
 def _folder_of(source: str | None, sweep_dir: str | None) -> Path:
-    """Where the runs are kept: --sweep-dir, the given folder, or one named after the file."""
+    """Return the folder of the runs: --sweep-dir, the given folder, or one named after the file."""
     if sweep_dir is not None:
         return Path(sweep_dir)
     if source is not None and Path(source).is_dir():

@@ -1,1 +1,1 @@
-"""Measure attackers on held-out prompts."""
+"""Evaluate trained agents and attackers on held-out data."""

@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 PathLike = str | Path
 WEIGHTS = "huggingface"
-"""The format that writes trained weights, in the layout of transformers."""
+"""Export format of trained weights, in the layout of transformers."""
 EXPORTS = "exports"
-"""Folder in a run's directory, unless another is given."""
+"""Default folder of exports in a run's directory."""
 TRANSFER = "transfer"
 OF_STORED = frozenset({"plugins", "is_trusted", "fail_if"})
-"""Options of whatever reads stored evaluations."""
+"""Options of functions that read stored evaluations."""
 OF_RATING = frozenset({"name", "scorers", "threshold", "labelled", "embedder", "overwrite"})
-"""Options of `score` beside them."""
+"""Further options of `score`."""
 
 
 @dataclass(frozen=True)
 class Matrix(Printable):
-    """Several evaluations; of attackers and targets a transfer matrix, kept in the file `path`."""
+    """Several evaluations, stored in `path`; for attackers and targets a transfer matrix."""
 
     evaluations: list[Evaluation]
     path: Path | None = None
@@ -68,17 +68,17 @@ class Matrix(Printable):
         return self.evaluations[place]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per evaluation: its `label`, and figures as columns `a.b`."""
+        """Return one row per evaluation: its `label`, and figures as columns `a.b`."""
         return frame_of([{"label": one.label, **one.values} for one in self.evaluations])
 
     def plot(self) -> Any:
-        """Plot the figures that have an interval, those of each evaluation below each other."""
+        """Plot the figures that have an interval, one panel per evaluation."""
         named = ((one.label, estimates_of(one.values)) for one in self.evaluations)
         found = [one._replace(label=f"{label}: {one.label}") for label, own in named for one in own]
         return plot_estimates(found, "evaluations")
 
     def tables(self) -> list[Any]:
-        """The transfer matrix for a terminal; without one, the tables of each evaluation."""
+        """Return the transfer matrix for a terminal; without one, the tables of each evaluation."""
         if self.path is None:
             return [part for one in self.evaluations for part in one.tables()]
         cells = RunDirectory(self.path.parent).read_json(self.path.name)["cells"]
@@ -87,7 +87,7 @@ class Matrix(Printable):
 
 @dataclass(frozen=True)
 class Comparison(Printable):
-    """Evaluations compared with a first one, unit by unit.
+    """Unit-by-unit comparison of evaluations with the first.
 
     Attributes
     ----------
@@ -108,19 +108,19 @@ class Comparison(Printable):
     evaluations: dict[str, Evaluation] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which has no NaN."""
+        """Return plain values for JSON, with NaN as null."""
         names = ("baseline", "comparisons", "warnings")
         found: dict[str, Any] = finite({name: getattr(self, name) for name in names})
         return found
 
     def values(self, label: str) -> dict[str, Any]:
-        """Figures as conditions name them: one's own, `baseline.*` and `comparison.*`."""
+        """Return an evaluation's figures for conditions: its own, `baseline.*`, `comparison.*`."""
         baseline = self.evaluations[self.baseline].values
         compared = {"baseline": baseline, "comparison": self.comparisons[label]}
         return self.evaluations[label].values | compared
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per metric of each evaluation."""
+        """Return one row per metric and evaluation."""
         rows = [
             {"label": label, "metric": name, **metric}
             for label, metrics in self.comparisons.items()
@@ -130,7 +130,7 @@ class Comparison(Printable):
         return frame_of(rows)
 
     def plot(self) -> Any:
-        """Plot the difference of each metric from the first evaluation, with its interval."""
+        """Plot each metric's difference from the first evaluation, with its interval."""
         found = [
             Estimate(f"{label}: {name}", one["difference"], one["low"], one["high"])
             for label, metrics in self.comparisons.items()
@@ -140,7 +140,7 @@ class Comparison(Printable):
         return plot_estimates(found, f"difference from {self.baseline}", zero=True)
 
     def tables(self) -> list[Any]:
-        """One line per metric of each evaluation, and the warnings, for a terminal."""
+        """Return one line per metric and evaluation, and the warnings, for a terminal."""
         return comparison_tables(vars(self))
 
 
@@ -152,7 +152,7 @@ def evaluate(
     on_evaluation: Callable[[Evaluation], None] = lambda _: None,
     **options: Any,
 ) -> Evaluation | Matrix:
-    """Evaluate runs of one family on held-out data; continue what a killed evaluation left.
+    """Evaluate runs of one family on held-out data, or resume an interrupted evaluation.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def _evaluated(
     settings: ExperimentSettings,
     open_bar: OpenProgress,
 ) -> Iterator[Evaluation]:
-    """Evaluate each subject of a run; continue what a killed evaluation left."""
+    """Evaluate each subject of a run, or resume an interrupted evaluation."""
     for subject in family.load(run, request, settings):
         with subject.work:
             configuration = family.units(subject, request)
@@ -227,7 +227,7 @@ def _evaluated(
 
 
 def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
-    """Return a function that opens a bar with a label and a total."""
+    """Return a function that opens a progress bar with a label and a total."""
 
     @contextmanager
     def open_bar(label: str, total: int) -> Iterator[OnPart]:
@@ -241,7 +241,7 @@ def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
 def _with_bar(
     evaluations: Iterator[Evaluation], what: str, *, enabled: bool
 ) -> Iterator[Evaluation]:
-    """Show a bar whenever the next evaluation is awaited, for instance while models are loaded."""
+    """Show a bar while the next evaluation is awaited, for instance while models are loaded."""
     while True:
         with showing(what, enabled=enabled):
             found = next(evaluations, None)
@@ -316,7 +316,7 @@ def compare(
         raise ConfigurationError("compare needs two or more runs or evaluations.")
     twice = next((path for place, path in enumerate(paths) if path in paths[:place]), None)
     if twice is not None:
-        raise ConfigurationError(f"compare was given {twice} twice. Give runs that differ.")
+        raise ConfigurationError(f"{twice} is given twice. Give different runs to compare.")
     # After the paths were checked: it needs scipy.
     from nip_astra.evaluation import comparison
 
@@ -376,7 +376,7 @@ def export(
 
 
 def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
-    """The path of a run, evaluation or model, given by its path or relative to `runs_dir`.
+    """Return the path of a run, evaluation or model, given as a path or relative to `runs_dir`.
 
     Raises
     ------
@@ -403,7 +403,7 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
 def _request(
     options: Mapping[str, Any], readable: frozenset[str] | None = None
 ) -> EvaluationRequest:
-    """The options, with their plug-ins loaded, which may register formats, metrics and families.
+    """Return the options as a request, after loading their plug-ins.
 
     Refuses options that are not among the readable ones.
     """
@@ -417,7 +417,7 @@ def _request(
 
 
 def _require_one_family(names: Sequence[str], families: Sequence[EvaluationFamily]) -> None:
-    """Refuse runs of several families."""
+    """Check that all runs are of one family."""
     for name, family in zip(names, families, strict=True):
         if family.name != families[0].name:
             raise ConfigurationError(
@@ -433,7 +433,7 @@ def _settings(settings: ExperimentSettings | Mapping[str, Any] | None) -> Experi
 
 
 def _family_of(path: str, request: EvaluationRequest) -> EvaluationFamily:
-    """The family of the evaluated run or model."""
+    """Return the family of the evaluated run or model."""
     run, _ = run_of(path)
     if (run / HYPER_PARAMETERS).is_file():
         return family_of_run(run, request)
@@ -442,14 +442,14 @@ def _family_of(path: str, request: EvaluationRequest) -> EvaluationFamily:
 
 
 def _stored_family(path: Path, request: EvaluationRequest) -> EvaluationFamily:
-    """The family of a run or of a stored evaluation."""
+    """Return the family of a run or of a stored evaluation."""
     if (path / FIGURES).is_file():
         return Evaluation.read(path).family
     return _family_of(str(path), request)
 
 
 def _stored_evaluation(path: Path, request: EvaluationRequest) -> Evaluation:
-    """The evaluation at a path, or the one that a run is compared by."""
+    """Return the evaluation at a path, or the one used to compare the run there."""
     if (path / FIGURES).is_file():
         return Evaluation.read(path)
     if not (path / HYPER_PARAMETERS).is_file():
@@ -460,7 +460,7 @@ def _stored_evaluation(path: Path, request: EvaluationRequest) -> Evaluation:
 
 
 def _export_weights(path: Path, output: Path | None) -> list[Path]:
-    """Write the model of a checkpoint with its parts joined, or the trained models of a run."""
+    """Write the model of a checkpoint with its shards joined, or a run's trained models."""
     from nip_astra.checkpoints.store import CheckpointStore
     from nip_astra.language_models.adapters import write_joined
     from nip_astra.language_models.sources import is_model_folder
@@ -488,7 +488,7 @@ def _export_weights(path: Path, output: Path | None) -> list[Path]:
 
 
 def _export_trained_groups(run: Path, folder: Path) -> list[Path]:
-    """Copy the models that jobs have trained to `models/<group>`."""
+    """Copy models trained by jobs to `models/<group>`."""
     from nip_astra.language_models.sources import is_model_folder
     from nip_astra.scenario_base.text.models import models_of_run
 
@@ -518,7 +518,7 @@ def _export_trained_groups(run: Path, folder: Path) -> list[Path]:
 
 
 def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) -> Path:
-    """Keep the transfer matrix beside the first run's evaluations."""
+    """Store the transfer matrix beside the first run's evaluations."""
     from nip_astra.evaluation.families.conversations import file_name
     from nip_astra.evaluation.summary import VERSION
 

@@ -1,4 +1,4 @@
-"""Kinds of failure: clusters of failing probes, their number, and planted failures met."""
+"""Kinds of failure: clusters of failing probes, their number, and recall of planted failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nip_astra.evaluation.storage import Episode, Row, number
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 
 MAX_CLUSTERED = 2000
-"""Distinct probes that are clustered, the most frequent; distances of all pairs are held."""
+"""Largest number of distinct probes to cluster, the most frequent ones; all distances are held."""
 
 
 class _Failing(NamedTuple):
@@ -28,7 +28,7 @@ class _Failing(NamedTuple):
 
 
 def failing_turns(episodes: Sequence[Episode]) -> list[Row]:
-    """The rows of all turns on which the target failed."""
+    """Return the rows of all turns on which the target failed."""
     return [turn.row for turn in _failing(episodes, ())]
 
 
@@ -39,7 +39,7 @@ def cluster_failures(
     distance: float,
     planted: Sequence[PlantedFailure] = (),
 ) -> dict[str, Any]:
-    """The clusters of failing probes, the largest first.
+    """Cluster failing probes, and return the clusters, largest first.
 
     Distinct probes are joined bottom-up by the mean cosine distance between groups (average
     linkage) as long as it stays below `distance`.
@@ -74,21 +74,21 @@ def cluster_failures(
 
 
 def reference_to(row: Row) -> dict[str, Any]:
-    """The columns of a row that a reader needs."""
+    """Return the columns of a row that are shown to readers."""
     names = ("episode", "depth", "prompt", "probe", "response")
     figures = ("response_score", "probe_nll", "reference_logprob")
     return {name: row.get(name) for name in (*names, *figures)}
 
 
 def likelihood(row: Row) -> float:
-    """The log-probability of a probe under the reference; minus infinity if unknown."""
+    """Return a probe's log-probability under the reference; minus infinity if unknown."""
     known = number(row, "reference_logprob")
     known = -number(row, "probe_nll") if np.isnan(known) else known
     return -np.inf if np.isnan(known) else known
 
 
 def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> dict[str, Any]:
-    """A lower bound on the number of kinds of failure, seen and unseen, with its interval.
+    """Return a lower bound on the number of kinds of failure, seen and unseen, with an interval.
 
     Chao's bias-corrected estimator for incidences (Chao 1987, often called Chao2). Of m sampled
     units (opening prompts), S kinds were seen, Q1 of them in one unit only and Q2 in two:
@@ -140,7 +140,7 @@ def _variance(estimate: float, once: int, twice: int, share: float) -> float:
 
 
 def _bound_of_seen(counts: Counter[int], num_units: int, z: float) -> float:
-    """The upper end if no kind is estimated to be unseen."""
+    """Return the interval's upper end if no kind is estimated to be unseen."""
     seen = sum(counts.values())
     missed = sum(number * math.exp(-units) for units, number in counts.items()) / seen
     variance = sum(
@@ -179,7 +179,7 @@ def _labels(vectors: Any, distance: float) -> list[int]:
 
 
 def _medoid(vectors: Any, counts: Sequence[int]) -> int:
-    """The member nearest to all others, weighted by their counts."""
+    """Return the member nearest to all others, weighted by their counts."""
     return int((vectors @ (vectors * np.asarray(counts)[:, None]).sum(axis=0)).argmax())
 
 
@@ -202,14 +202,14 @@ def _describe(turns: Sequence[_Failing], medoid: str) -> dict[str, Any]:
 
 
 def tokens_of(row: Row) -> int:
-    """The tokens of a turn's probe and response; 0 if they were not counted."""
+    """Return the number of tokens of a turn's probe and response; 0 if unknown."""
     return int(row.get("probe_num_tokens") or 0) + int(row.get("response_num_tokens") or 0)
 
 
 def find_plants(
     episodes: Sequence[Episode], planted: Sequence[PlantedFailure]
 ) -> dict[str, Any] | None:
-    """Recall of planted failures against tokens of probes and responses; None if none is planted.
+    """Return recall of planted failures against tokens of probes and responses, or None.
 
     A planted failure is found when a probe meets it and the target fails on that probe.
     """

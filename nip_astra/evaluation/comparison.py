@@ -1,4 +1,4 @@
-"""Compare evaluations with a first one, unit by unit: one paired test, one adjustment.
+"""Paired comparison of evaluations with the first one: one test, one adjustment.
 
 A unit is a conversation, an episode of a protocol, or a problem with its runs; the family gives the
 keys of pairs and the metrics.
@@ -28,14 +28,14 @@ from nip_astra.utils.statistics import (
 )
 
 DETECTABLE = 2.8
-"""Standard errors of a difference that a two-sided 5 % test detects 80 % of the time."""
+"""Difference, in standard errors, that a two-sided 5 % test detects with a power of 80 %."""
 Pair: TypeAlias = tuple[Hashable, Any, Any]
-"""The key of a pair, and a unit of each evaluation."""
+"""Key of a pair, and a unit of each evaluation."""
 Bound: TypeAlias = Literal["unit", "observed", "none"]
 
 
 class Paired(NamedTuple):
-    """A metric of the pairs for which it is known.
+    """A metric's values on the pairs for which it is known.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Paired(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A figure to compare.
+    """A metric to compare.
 
     Attributes
     ----------
@@ -80,7 +80,8 @@ class Metric(NamedTuple):
 
 Measure: TypeAlias = Callable[[Any], float | None]
 METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
-"""Further metrics: each gives a number of a unit, or None.
+"""Further metrics. Each returns a number for a unit, or None. A unit is a conversation's rows, an
+episode's row, or a problem's means. The range is that of the observed numbers.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
 is taken from those observed.
@@ -90,7 +91,7 @@ register_metric = METRICS.register
 
 
 class Component(NamedTuple):
-    """A condition that is a component: a scorer or target.
+    """A condition that is a component, such as a scorer or target.
 
     Attributes
     ----------
@@ -111,7 +112,7 @@ def metric_of(
     is_binary: bool = False,
     possible: Sequence[float] = (),
 ) -> Metric:
-    """A metric of a number of each unit; pairs in which one is None or NaN are left out.
+    """Return a metric from a number per unit; omits pairs in which one is None or NaN.
 
     The other arguments are those of `Metric`.
     """
@@ -158,7 +159,7 @@ class Contender:
 def compare(
     first: Contender, others: Sequence[Contender], *, unit: str = "opening prompts"
 ) -> dict[str, Any]:
-    """The differences of each other evaluation to the first, metric by metric.
+    """Compare each other evaluation with the first, metric by metric.
 
     P-values are adjusted by Holm's method over all metrics and evaluations. `warnings` names units
     without a partner, conditions that differ, and the evaluations' own warnings. `unit` is the
@@ -202,7 +203,7 @@ def compare(
 
 
 def pair_up(first: Contender, second: Contender) -> list[Pair]:
-    """The pairs of units with the same key, the n-th with the n-th, in the order of the first."""
+    """Pair units of equal keys, the n-th with the n-th, in the order of the first."""
     partners = dict(_numbered(second))
     return [(key[0], unit, partners[key]) for key, unit in _numbered(first) if key in partners]
 
@@ -221,7 +222,7 @@ def _left_out(
     unit: str,
     num_pairs: int,
 ) -> list[str]:
-    """Warnings about units without a partner, and pairs without a verdict."""
+    """Return warnings about units without a partner, and pairs without a verdict."""
     lost = [(one.label, len(one.units) - num_pairs, len(one.units)) for one in (first, other)]
     found = []
     if any(number for _, number, _ in lost):
@@ -246,7 +247,7 @@ def _left_out(
 
 
 def _other_conditions(first: Contender, other: Contender) -> list[str]:
-    """Warnings about conditions that differ."""
+    """Return warnings about different conditions."""
     ours, theirs = {}, {}
     for name in first.conditions.keys() & other.conditions.keys():
         before, after = first.conditions[name], other.conditions[name]
@@ -262,7 +263,7 @@ def _other_conditions(first: Contender, other: Contender) -> list[str]:
 
 
 def _compare_metric(metric: Metric, paired: Paired, unit: str) -> dict[str, Any] | None:
-    """Both means, the difference with its interval, and a p-value; None without a pair."""
+    """Return both means, their difference with an interval, and a p-value; None without pairs."""
     if not paired.clusters:
         return None
     identity = {key: i for i, key in enumerate(dict.fromkeys(paired.clusters))}
@@ -297,7 +298,7 @@ def _compare_metric(metric: Metric, paired: Paired, unit: str) -> dict[str, Any]
 
 
 def _observed_bound(paired: Paired, apart: Sequence[float], possible: Sequence[float]) -> float:
-    """The largest difference that values allow: their range, at most twice the largest observed.
+    """Return the largest possible difference: the values' range, at most twice the observed one.
 
     In simulations in which few pairs differ, Student's interval covered the truth in 68 to 87 %,
     this one in at least 93 %.
@@ -307,7 +308,7 @@ def _observed_bound(paired: Paired, apart: Sequence[float], possible: Sequence[f
 
 
 def paired_failures(pairs: Sequence[Pair]) -> Paired:
-    """Whether each conversation failed, up to the last turn known of both.
+    """Return whether each conversation failed, up to the last turn known in both.
 
     Pairs without a known turn are left out. The means are survival estimates through the last turn
     at which a pair is left; shares if no verdict is missing.
@@ -347,7 +348,7 @@ def paired_failures(pairs: Sequence[Pair]) -> Paired:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """The labels, with a number behind each that is a repetition."""
+    """Return the labels, with numbers appended to repetitions."""
     found: list[str] = []
     for label in labels:
         number, free = 2, label

@@ -1,4 +1,4 @@
-"""Conditions on the figures of an evaluation, for `--fail-if`; nothing is evaluated by Python.
+"""Conditions on an evaluation's figures for `--fail-if`, without evaluating Python code.
 
 A condition compares sums, differences, products and quotients of numbers and figures (dotted names)
 by `<`, `<=`, `>`, `>=`, `==` and `!=`, and joins comparisons by `and`, `or`, `not` and brackets.
@@ -39,7 +39,7 @@ _WORDS = ("and", "or", "not")
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition is true of nested values, for instance of an `evaluation.json`.
+    """Return whether a condition is true of nested values, such as those of an `evaluation.json`.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 def check_condition(condition: str | None, shape: Mapping[str, Any] | None = None) -> None:
-    """Check a condition before there are figures; None passes.
+    """Check a condition before figures exist; accepts None.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def check_condition(condition: str | None, shape: Mapping[str, Any] | None = Non
 
 
 class _Reader:
-    """Evaluates a condition; with `is_shape` only the values' names matter."""
+    """Evaluator of a condition; with `is_shape` only the values' names matter."""
 
     def __init__(
         self, condition: str, values: Mapping[str, Any], *, is_shape: bool = False
@@ -85,12 +85,12 @@ class _Reader:
             raise self._fault(getattr(error, "msg", "it nests too deeply")) from error
 
     def _tokens(self) -> list[str]:
-        """The condition for Python's parser, with a plain name in place of each figure."""
+        """Return the condition for Python's parser, with a plain name in place of each figure."""
         tokens, text, position = [], self.condition.rstrip(), 0
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise self._fault(f"{text[position:].strip()[:20]!r} is none of its signs")
+                raise self._fault(f"{text[position:].strip()[:20]!r} is not valid here")
             position = match.end()
             token = match[0].strip()
             if match["name"] and token not in _WORDS:

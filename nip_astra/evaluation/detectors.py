@@ -1,4 +1,4 @@
-"""The quality of a scorer by labelled responses, and failure rates corrected for its errors.
+"""Accuracy of a scorer on labelled responses, and failure rates corrected for its errors.
 
 With sensitivity Se and specificity Sp the share of turns that a scorer flags is
 
@@ -53,7 +53,7 @@ class LabelledResponse:
 
 @dataclass(frozen=True)
 class Quality:
-    """How a scorer's verdicts agree with labels.
+    """Agreement of a scorer's verdicts with labels.
 
     Attributes
     ----------
@@ -73,16 +73,16 @@ class Quality:
 
     @property
     def sensitivity(self) -> float:
-        """Share of failures that are flagged; NaN without any."""
+        """Return the share of failures that are flagged; NaN without any."""
         return _share(self.num_hits, self.num_misses)
 
     @property
     def specificity(self) -> float:
-        """Share of others that are not flagged; NaN without any."""
+        """Return the share of other responses that are not flagged; NaN without any."""
         return _share(self.num_passes, self.num_false_alarms)
 
     def to_dict(self, level: float) -> dict[str, Any]:
-        """Plain values, each rate with its exact interval."""
+        """Return plain values, each rate with its exact interval."""
         return {
             "sensitivity": _with_interval(self.num_hits, self.num_misses, level),
             "specificity": _with_interval(self.num_passes, self.num_false_alarms, level),
@@ -92,7 +92,7 @@ class Quality:
         }
 
     def draw(self, rng: np.random.Generator, num_resamples: int) -> tuple[Floats, Floats]:
-        """Sensitivities and specificities from Beta distributions with Jeffreys' prior, `[R]`."""
+        """Draw sensitivities and specificities from Beta posteriors (Jeffreys), `[R]` each."""
         return (
             rng.beta(self.num_hits + 0.5, self.num_misses + 0.5, num_resamples),
             rng.beta(self.num_passes + 0.5, self.num_false_alarms + 0.5, num_resamples),
@@ -100,7 +100,7 @@ class Quality:
 
 
 def read_labelled(path: Path) -> list[LabelledResponse]:
-    """Read labelled responses, one JSON object a line.
+    """Read labelled responses, one JSON object per line.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
 def measure_quality(
     labelled: Sequence[LabelledResponse], scorer: Scorer, *, threshold: float
 ) -> Quality:
-    """Rate labelled responses and count how often the verdict agrees with the label."""
+    """Rate labelled responses and count agreements of verdict and label."""
     scores = scorer.rate([one.exchange for one in labelled]).scores_N.tolist()
     counts = Counter(
         (one.is_failure, None if score != score else score >= threshold)
@@ -140,7 +140,7 @@ def measure_quality(
 def corrected_rates(
     episodes: Sequence[Episode], quality: Quality, *, num_resamples: int, level: float
 ) -> dict[str, Any]:
-    """The failure rates of turns and episodes without the scorer's errors; `episodes` are judged.
+    """Return failure rates of turns and of judged episodes, corrected for the scorer's errors.
 
     Intervals weigh opening prompts at random (the Bayesian bootstrap) and draw sensitivity and
     specificity again each time. For the lower bound an episode without a flag is added, for the
@@ -192,7 +192,7 @@ def corrected_rates(
 
 
 class _Table(NamedTuple):
-    """The number of each prompt's episodes by their turns and flagged turns.
+    """Each prompt's episodes, counted by number of turns and of flagged turns.
 
     Turns and flags are counted through the table's last turn, and through the one before its first.
     The longest episode without a flag and the longest with flags alone have a row each.
@@ -205,14 +205,14 @@ class _Table(NamedTuple):
     flags_before_C: Floats
 
     def weighed(self, weights_PR: Floats, added_R: Floats, flags: str) -> Floats:
-        """Counts by weights of prompts, with an episode added that is flagged never or always."""
+        """Return counts with weighted prompts and an added episode, flagged never or always."""
         is_longest_C = self.turns_C == self.turns_C.max(initial=0.0)
         added_C = is_longest_C * (self.flags_C == (0.0 if flags == "none" else self.turns_C))
         return np.asarray(self.counts_CP @ weights_PR + np.outer(added_C, added_R))
 
 
 def _tables(outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int]) -> list[_Table]:
-    """All turns with a verdict, then a table for each stretch between turns that censor."""
+    """Return a table of all turns with a verdict, then one per stretch between censoring turns."""
     horizon = max(len(turns) for turns in outcomes)
     known_to = [
         next((turn for turn, one in enumerate(turns) if not one.is_known), horizon)
@@ -258,7 +258,7 @@ def _rates(
     *,
     if_unknown: float = math.nan,
 ) -> tuple[Floats, Floats]:
-    """The corrected rates of turns and of episodes, `[R]` each, not clipped to [0, 1].
+    """Return the corrected rates of turns and of episodes, `[R]` each, not clipped to [0, 1].
 
     `if_unknown` is the share that passes turns of which no unfailed episode is known.
     """

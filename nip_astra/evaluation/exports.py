@@ -1,4 +1,4 @@
-"""Write rows, figures and curves in the formats of other tools: one writer a format, any family."""
+"""Export of rows, figures and curves of any family, one writer per format of another tool."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nip_astra.registry import Registry
 from nip_astra.safe_text import safe_text, to_json
 
 SCHEMA_VERSION = 1
-"""Of the JSON lines; changed if a reader of the old ones would misread the new ones."""
+"""Version of the JSON lines; changed if readers of the previous version would misread them."""
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""First characters of a formula in a spreadsheet."""
+"""Characters that begin a formula in a spreadsheet."""
 
 
 class Sample(NamedTuple):
-    """One unit as Inspect shows it.
+    """A unit as shown by Inspect.
 
     Attributes
     ----------
@@ -95,13 +95,13 @@ EXPORT_FORMATS: Registry[Writer] = Registry(
     members=_FORMATS,
     modules=dict.fromkeys(_FORMATS, "exports"),
 )
-"""Writers by name: they take material and a folder, and return the written files."""
+"""Writers of export formats. Each takes material and a folder, and returns the written files."""
 
 register_export_format = EXPORT_FORMATS.register
 
 
 def export_material(material: Material, form: str, folder: Path) -> list[Path]:
-    """Write material in a format.
+    """Write material in a given format.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def export_material(material: Material, form: str, folder: Path) -> list[Path]:
 
 @register_export_format("csv")
 def write_csv(material: Material, folder: Path) -> list[Path]:
-    """Tables, `figures.csv` and `metrics.csv`; nested values have dotted names.
+    """Write tables, `figures.csv` and `metrics.csv`; nested values have dotted names.
 
     Text that begins like a formula gets an apostrophe; unsafe characters are those of `safe_text`.
     """
@@ -140,7 +140,7 @@ def write_csv(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("jsonl")
 def write_jsonl(material: Material, folder: Path) -> list[Path]:
-    """A line about the run, one per row with its full texts, and an end line with their number."""
+    """Write a line about the run, one per row with full texts, and one with their number."""
     _require(material, "jsonl", has=material.rows)
     head = {
         "v": SCHEMA_VERSION,
@@ -158,7 +158,7 @@ def write_jsonl(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("parquet")
 def write_parquet(material: Material, folder: Path) -> list[Path]:
-    """One row per unit, which `datasets.load_dataset` reads."""
+    """Write one row per unit, readable by `datasets.load_dataset`."""
     _require(material, "parquet", has=material.rows)
     path = folder / f"{next(iter(material.tables), material.unit)}.parquet"
     write_parquet_file(material.rows, path)
@@ -166,7 +166,7 @@ def write_parquet(material: Material, folder: Path) -> list[Path]:
 
 
 def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as a Parquet file; a column that a row lacks is null.
+    """Write rows as a Parquet file; columns missing in a row are null.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
 
 @register_export_format("hitlog")
 def write_hitlog(material: Material, folder: Path) -> list[Path]:
-    """`hitlog.jsonl`: the failing turns alone, in the columns of garak's hit logs."""
+    """Write `hitlog.jsonl`: failing turns, in the columns of garak's hit logs."""
     _require(material, "hitlog", has=material.hits)
     assert material.hits is not None
     return [_write_text(folder / "hitlog.jsonl", encode_rows(material.hits()).decode())]
@@ -191,7 +191,7 @@ def write_hitlog(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("tensorboard")
 def write_tensorboard(material: Material, folder: Path) -> list[Path]:
-    """An event file of learning curves, and figures of the evaluation at the last step."""
+    """Write an event file of learning curves, with the evaluation's figures at the last step."""
     tensorboard = import_extra("torch.utils.tensorboard", "the format tensorboard", "tensorboard")
     logs = folder / "tensorboard" / material.run_id
     for old in logs.glob("events.out.tfevents.*"):
@@ -211,7 +211,7 @@ def write_tensorboard(material: Material, folder: Path) -> list[Path]:
 
 @register_export_format("inspect")
 def write_inspect(material: Material, folder: Path) -> list[Path]:
-    """`<name>.eval`, a log of Inspect with a sample a unit."""
+    """Write `<name>.eval`, an Inspect log with one sample per unit."""
     _require(material, "inspect", has=material.sample and (material.units or material.rows))
     assert material.sample is not None
     log = import_extra("inspect_ai.log", "the format inspect", "inspect")
@@ -296,7 +296,9 @@ def _harmless(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name; a list of plain values is one leaf, of objects each its own."""
+    """Return leaves by dotted name; a list of plain values is one leaf, listed objects are
+    separate.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

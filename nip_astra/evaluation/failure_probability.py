@@ -50,20 +50,20 @@ from nip_astra.utils.statistics import FollowUp, pseudo_values
 REFERENCE, ATTACKER = "reference", "attacker"
 """The proposals without a turn of the attacker, and with all turns."""
 MIN_EFFECTIVE_SHARE = 0.1
-"""Below this effective sample size, as a share of the episodes, the estimate is refused."""
+"""Smallest effective sample size, as a share of the episodes, for which an estimate is given."""
 MIN_EFFECTIVE_FAILURES = 5.0
-"""With a smaller effective number of failing episodes the estimate has a caution."""
+"""Effective number of failing episodes below which an estimate has a caution."""
 MAX_WEIGHT_DEVIATION = 4.0
-"""The mean weight is 1; more standard errors away than this, the weights are wrong."""
+"""Largest accepted deviation of the mean weight from 1, in standard errors."""
 
 
 def attacker_at(turn: int) -> str:
-    """The name of the proposal in which one turn, counted from 1, is the attacker's."""
+    """Return the name of the proposal in which the attacker has one turn, counted from 1."""
     return f"{ATTACKER}@{turn}"
 
 
 def attacker_turns(proposal: str, num_turns: int) -> list[bool]:
-    """For each turn, whether it is the attacker's under a proposal."""
+    """Return for each turn whether the attacker has it under a proposal."""
     if proposal in (REFERENCE, ATTACKER):
         return [proposal == ATTACKER] * num_turns
     turn = int(proposal.removeprefix(f"{ATTACKER}@"))
@@ -71,7 +71,7 @@ def attacker_turns(proposal: str, num_turns: int) -> list[bool]:
 
 
 def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
-    """The episodes of each proposal: half the reference's, the rest with one turn the attacker's.
+    """Return the episodes per proposal: half the reference's, the rest with one attacker turn.
 
     Turns get equal numbers; the first ones get the remainder.
     """
@@ -104,7 +104,7 @@ class WeighedEpisodes:
 
 @dataclass(frozen=True)
 class ImportanceEstimate:
-    """The importance-sampling estimate, or the reason why it is refused.
+    """Importance-sampling estimate, or the reason why it is refused.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class ImportanceEstimate:
         return self.reason is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return plain values for JSON."""
         return asdict(self) | {"is_refused": self.is_refused}
 
 
@@ -157,7 +157,7 @@ def monte_carlo(
     num_turns: int,
     level: float = 0.95,
 ) -> dict[str, Any]:
-    """The plain estimate from the outcomes of episodes of the reference."""
+    """Return the Monte Carlo estimate from outcomes of the reference's episodes."""
     rate = failure_rate(episodes, prompts, level=level)
     observed, places = follow_up_of(episodes).observed()
     groups = [prompts[place] for place in places]
@@ -169,7 +169,7 @@ def monte_carlo(
 
 
 def log_mixture(log_ratio_EH: Array, shares: dict[str, float]) -> Array:
-    """Log of mixture over reference for every beginning of each episode, `[E, H]`."""
+    """Return the log-ratio of mixture to reference for every prefix of each episode, `[E, H]`."""
     num_turns = log_ratio_EH.shape[1]
     terms = []
     for proposal, share in shares.items():
@@ -180,7 +180,7 @@ def log_mixture(log_ratio_EH: Array, shares: dict[str, float]) -> Array:
 
 
 def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> ImportanceEstimate:
-    """Estimate P(failure) from episodes of a mixture in which the reference has a share."""
+    """Estimate P(failure) from episodes of a mixture that includes the reference."""
     names = episodes.proposals_E
     num_episodes, num_turns = episodes.log_ratio_EH.shape
     shares = {name: names.count(name) / num_episodes for name in dict.fromkeys(names)}
@@ -228,7 +228,7 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
 
 
 def _share_observed(weights_EH: Array, follow_up: FollowUp) -> Array:
-    """The chance of not being censored through each turn, `[H]`."""
+    """Return the probability of not being censored through each turn, `[H]`."""
     turns_E1 = np.asarray(follow_up.turns)[:, None]
     is_event_E1 = np.asarray(follow_up.is_event, dtype=bool)[:, None]
     turns_H = np.arange(1, weights_EH.shape[1] + 1)
@@ -247,7 +247,7 @@ def _standard_error(values: Sequence[float] | Array, prompts: Sequence[int]) -> 
 
 
 def _why_refused(shares: dict[str, float], weights_E: Array, total: float) -> str | None:
-    """Why there is no estimate; independent of the failures, see the top of the file."""
+    """Return why there is no estimate, if so; independent of failures, see the module docstring."""
     if REFERENCE not in shares:
         return "no episode of the reference: failures that the attacker never samples are missed"
     if not np.isfinite(weights_E).all():

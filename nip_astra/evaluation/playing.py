@@ -1,4 +1,4 @@
-"""Play and rate conversations part by part, so that a kill loses one part.
+"""Sampling and rating of conversations in parts, so that an interruption loses at most one part.
 
 Conversations depend on the speakers, prompts, turns and seed, and not on the scorers: an evaluation
 with another scorer reuses those of the run's other evaluations.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which conversations an evaluation plays, and how its figures are made.
+    """Options of an evaluation's conversations and figures.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class EvaluationOptions:
 
 
 class Player:
-    """Plays conversations part by part into an evaluation's folder.
+    """Samples an evaluation's conversations part by part into its folder.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class Player:
         """Why importance weights cannot be exact; None if they are."""
 
     def play_attacker(self) -> list[Episode]:
-        """The attacker's episodes, including those played before a kill."""
+        """Return the attacker's episodes, including those played before an interruption."""
         options = self.options
         file = self.folder.rows(options.num_turns)
         done = file.recover()
@@ -138,7 +138,7 @@ class Player:
         return episodes_of(file.read())
 
     def play_probability(self) -> list[Episode]:
-        """The episodes of the reference and of the mixture with the attacker."""
+        """Return the episodes of the reference and of the mixture with the attacker."""
         options = self.options
         file = self.folder.probability_rows(options.num_turns)
         done = file.recover()
@@ -174,7 +174,7 @@ class Player:
         return episodes_of(file.read())
 
     def _uncut_batch(self) -> int:
-        """The number of episodes whose caches fit into memory together."""
+        """Return the number of episodes whose caches fit in memory together."""
         if self.sampler.max_cache_bytes is None:
             return self.options.batch_size
         longest = [max(self.prompts, key=len)]
@@ -182,7 +182,7 @@ class Player:
         return min(self.options.batch_size, fitting)
 
     def _rows(self, tree: RolloutTree, first: int, **columns: Any) -> list[Row]:
-        """A tree's nodes as rows, numbered through the file, each episode's in order."""
+        """Return a tree's nodes as rows, numbered through the file, each episode's in order."""
         length, sampler = self.options.num_turns, self.sampler
         likelihoods = _target_likelihoods(tree, sampler) if not columns else {}
         rows: list[Row] = []
@@ -202,7 +202,7 @@ class Player:
         return rows
 
     def _weigh(self, tree: RolloutTree, rows: Sequence[Row]) -> None:
-        """Write the log-probability of each probe under attacker and reference."""
+        """Write each probe's log-probability under attacker and reference."""
         for role in ("attacker", "reference"):
             agent = getattr(self.sampler, role)
             scorer = agent.token_scorer(to="weigh probes")
@@ -212,7 +212,7 @@ class Player:
 
     @contextmanager
     def _part(self, table: str, episodes: range) -> Iterator[dict[str, Any]]:
-        """Measure the seconds and tokens of a part of the work."""
+        """Measure the seconds and tokens of one part."""
         speakers = (self.sampler.attacker, self.sampler.target, self.sampler.reference)
         models = {id(one.language_model): one.language_model for one in speakers}
         part: dict[str, Any] = {
@@ -247,7 +247,7 @@ def play_chains(
     key: tuple[SeedPart, ...],
     parts: Iterable[int],
 ) -> Iterable[RolloutTree]:
-    """Play the given batches (`parts`) of `num_episodes` conversations that do not branch."""
+    """Sample the given batches (`parts`) of `num_episodes` conversations without branches."""
     for part in parts:
         start = part * batch_size
         episodes = range(start, min(start + batch_size, num_episodes))
@@ -263,7 +263,7 @@ def play_episodes(
     num_turns: int,
     key: tuple[SeedPart, ...],
 ) -> RolloutTree:
-    """Play conversations that do not branch.
+    """Sample conversations without branches.
 
     Episode i starts from prompt i, modulo the number of prompts; it does not depend on the other
     episodes of the call.
@@ -278,7 +278,7 @@ def play_episodes(
 
 
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
-    """A sampler that takes the probes' likelihood from the target's own pass, if the target can."""
+    """Return a sampler that takes probes' likelihood from the target's own pass, if possible."""
     if not _scores_contexts(sampler.target.language_model):
         return sampler
     scoring = sampler.with_attacker(sampler.attacker)
@@ -287,12 +287,12 @@ def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
 
 
 def _scores_contexts(model: Any) -> bool:
-    """Whether a model scores the text that it reads; chat models and adapter engines do not."""
+    """Return whether a model scores the text it reads; chat models and adapter engines do not."""
     return isinstance(model, TokenScorer) and model.can_score_contexts
 
 
 def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, list[Any]]:
-    """Columns with the target's log-probability of each probe, and what depends on the likelihood.
+    """Return columns of probes' log-probabilities under the target, and values derived from them.
 
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
@@ -331,7 +331,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
 
 
 class _TurnsInOrder(GenerationSession):
-    """A session of which each turn is sampled by the next of several sessions."""
+    """A session in which several sessions sample one turn each, in order."""
 
     def __init__(self, sessions: Sequence[GenerationSession], turns: Sequence[int]) -> None:
         self._sessions = sessions
@@ -370,7 +370,7 @@ class _TurnsInOrder(GenerationSession):
 def speaker_of(
     proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
 ) -> ConversationAgent:
-    """An agent with the turns of attacker and reference that a proposal names.
+    """Return an agent with the turns of attacker and reference given by a proposal.
 
     It speaks in conversations of `num_turns` turns that do not branch.
     """
@@ -387,7 +387,7 @@ def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> Gener
 
 
 def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | None:
-    """Why the probability of a sampled probe is not known exactly; None if it is."""
+    """Return why the probability of a sampled probe is not exact; None if it is."""
     with_tokens = [agent for agent in agents if isinstance(agent, ConversationAgent)]
     if len(with_tokens) < len(agents):
         return "the attacker gives texts without probabilities"
@@ -412,7 +412,7 @@ def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | Non
 
 
 def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOptions) -> Tensor:
-    """The log-probability of each probe under the distribution that is sampled from, `[N]`, nats.
+    """Return each probe's log-probability under the sampling distribution, `[N]`, nats.
 
     NaN if the backend cannot compute it.
     """
@@ -426,7 +426,7 @@ def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOpt
 
 
 def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """A sampler of a proposal's conversations, all of which are in memory together."""
+    """Return a sampler of a proposal's conversations, all of which are held in memory."""
     reference = sampler.reference
     # An attacker without known probabilities is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else reference
@@ -441,7 +441,7 @@ def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSa
 def num_ratings(
     episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
 ) -> int:
-    """Return the number of texts that `rate_anew` rates."""
+    """Return the number of texts rated by `rate_anew`."""
     first = next(iter(scorers.values()))
     by_first = 2 if first.reads_history else 3
     num_turns, num_ordinary = (sum(map(len, some)) for some in (episodes, ordinary))
@@ -473,7 +473,7 @@ def rate_anew(
 
 
 def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
-    """Write response, combined and probe scores into rows as a rollout does; returns the number.
+    """Write response, combined and probe scores to rows as in a rollout, and return their number.
 
     A scorer that reads the history has seen the probe when it rates the response, so its combined
     score is that of the response.
@@ -493,7 +493,7 @@ def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
 
 
 def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
-    """Write the scores of the probes themselves into rows, and return their number."""
+    """Write the scores of the probes themselves to rows, and return their number."""
     turns = list(_turns(episodes))
     probes = [Exchange(row["probe"], b, "user", columns_of_record(row)) for row, b in turns]
     for (row, _), score in zip(turns, scorer.rate(probes).scores_N.tolist(), strict=True):
@@ -502,7 +502,7 @@ def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
 
 
 def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -> int:
-    """Write the response's score by each further scorer into `scores`; returns the number."""
+    """Write each further scorer's rating of the response to `scores`, and return their number."""
     turns = list(_turns(episodes))
     for name, scorer in scorers.items():
         rated = scorer.rate([_response(row, before) for row, before in turns])
@@ -513,7 +513,7 @@ def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -
 
 
 def scored_by(name: str) -> Callable[[Row], Row]:
-    """A view of a row with the scores of a further scorer."""
+    """Return a view of a row with the scores of a further scorer."""
 
     def view(row: Row) -> Row:
         own = row["scores"][name]
@@ -528,7 +528,7 @@ def _response(row: Row, before: tuple[Message, ...]) -> Exchange:
 
 
 def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:
-    """Each row with the messages before its probe."""
+    """Yield each row with the messages before its probe."""
     for episode in episodes:
         before: tuple[Message, ...] = (Message("assistant", str(episode[0]["prompt"])),)
         for row in episode:
@@ -544,11 +544,11 @@ def _known(score: float) -> float | None:
 # ---- conversations of other evaluations
 
 SPEAKERS = ("attacker", "target", "prompts", "reward")
-"""Parts of a configuration that conversations, or columns beside them, depend on."""
+"""Parts of a configuration that determine conversations or their columns."""
 KEYS = ("split", "seed", "num_turns")
-"""Options that each conversation depends on."""
+"""Options that determine all conversations."""
 PROBABILITY_KEYS = ("num_probability_episodes", "use_importance_sampling")
-"""Options that those for the probability of failure depend on as well."""
+"""Further options that determine the conversations for the probability of failure."""
 
 
 class _Stored(NamedTuple):
@@ -566,7 +566,7 @@ def reuse_conversations(
     scorers: Mapping[str, Scorer],
     options: EvaluationOptions,
 ) -> str | None:
-    """Fill an empty evaluation with another one's conversations; returns that one's name.
+    """Copy another evaluation's conversations into an empty one, and return its name.
 
     Ratings by scorers with the same name, parameters and code are kept, except in conversations
     with a scorer error. An evaluation that cannot be read is skipped with a warning.
@@ -616,7 +616,7 @@ def reuse_conversations(
 def _stored_conversations(
     other: EvaluationFolder, configuration: Mapping[str, Any], length: int
 ) -> _Stored:
-    """The conversations of another evaluation that are those of this configuration."""
+    """Return another evaluation's conversations that match this configuration."""
     stored = other.configuration()
 
     def episodes(file: RowFile, *keys: str) -> list[Episode]:
@@ -646,7 +646,7 @@ def _rate_reused(
     wanted: Mapping[str, Any],
     stored: Mapping[str, Any],
 ) -> int:
-    """Rate by scorers that have not rated yet, and return the number of texts."""
+    """Rate by scorers whose ratings are missing, and return the number of texts."""
     (first, *others), (first_before, *others_before) = scorers, stored
     is_same = {name for name in wanted if stored.get(name) == wanted[name]}
     if first != first_before or first not in is_same:

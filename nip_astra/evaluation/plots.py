@@ -13,11 +13,11 @@ from nip_astra.utils.formatting import number
 
 Row = Mapping[str, Any]
 COLUMNS = 3
-"""Charts beside each other."""
+"""Charts per row."""
 
 
 class Estimate(NamedTuple):
-    """A figure with the ends of its interval, None without one."""
+    """A figure and the ends of its interval, None without one."""
 
     label: str
     value: float
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
 
 
 def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
-    """A figure with a chart for each metric, or for those of a report without `names`.
+    """Plot each given metric in its own chart; without `names`, the metrics of a report.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def plot_curves(rows: Iterable[Row], names: Sequence[str] = ()) -> Any:
 
 
 def plot_estimates(estimates: Sequence[Estimate], title: str, *, zero: bool = False) -> Any:
-    """A figure with a point and an interval for each estimate; `zero` marks no difference."""
+    """Plot a point and an interval for each estimate; `zero` marks no difference."""
     pyplot = import_extra("matplotlib.pyplot", "a plot", "plot")
     size = (6.0, 1.2 + 0.32 * len(estimates))
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
@@ -102,7 +102,7 @@ def plot_estimates(estimates: Sequence[Estimate], title: str, *, zero: bool = Fa
 
 
 def estimates_of(values: Row, prefix: str = "") -> list[Estimate]:
-    """The figures with an interval among nested values, as `values` of an evaluation has them."""
+    """Return figures with an interval from nested values, such as an evaluation's `values`."""
     found = []
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -115,7 +115,7 @@ def estimates_of(values: Row, prefix: str = "") -> list[Estimate]:
 
 
 def _matching(name: str, series: Iterable[str]) -> dict[str, str]:
-    """The metrics of a name, each with what stands for its `{}`."""
+    """Return the metrics that match a name, each with the text that replaces `{}`."""
     pattern = re.compile(re.escape(name).replace(r"\{\}", "([^/]+)"))
     found = ((one, pattern.fullmatch(one)) for one in series)
     return {one: match[1] if match.groups() else one for one, match in found if match}

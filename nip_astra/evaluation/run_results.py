@@ -1,4 +1,4 @@
-"""The results of a run, as objects and as pandas frames, for notebooks and scripts."""
+"""Results of a run as objects and pandas frames, for notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEASUREMENTS = ("before", "after", "random_search")
-"""Parts of results.json that hold figures, in their order."""
+"""Parts of results.json that hold figures, in order."""
 
 
 class Figure(NamedTuple):
-    """One measured number of a run.
+    """A measured number of a run.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResults(Shown):
-    """The results, metrics and tables of a run. Prints its figures, also in a notebook.
+    """Results, metrics and tables of a run. Prints its figures, also in a notebook.
 
     Attributes
     ----------
@@ -69,13 +69,13 @@ class RunResults(Shown):
 
     @property
     def status(self) -> Literal["finished", "failed", "unfinished"]:
-        """How the run ended; why it failed is under `error` in `results`."""
+        """Status of the run; the reason of a failure is under `error` in `results`."""
         if self.results.get("status") == FAILED:
             return "failed"
         return "finished" if self.results else "unfinished"
 
     def __str__(self) -> str:
-        """The figures of each measurement beside each other."""
+        """Return the figures of each measurement, side by side."""
         reports = {when: self.results.get(when) or {} for when in MEASUREMENTS}
         shown = {when: report for when, report in reports.items() if report}
         heading = f"{self.path.name}, {self.status}, {counted(len(self.metrics), 'row')} of metrics"
@@ -86,7 +86,7 @@ class RunResults(Shown):
         return as_text([table])
 
     def plot(self, *names: str) -> Any:
-        """Plot metrics by iteration with matplotlib, those of the report without names.
+        """Plot metrics by iteration with matplotlib; without names, those of the report.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class RunResults(Shown):
 
     @property
     def figures(self) -> list[Figure]:
-        """Every number measured before and after training, and by random search."""
+        """Return all numbers measured before and after training, and by random search."""
         return [
             figure
             for when in MEASUREMENTS
@@ -107,7 +107,7 @@ class RunResults(Shown):
         ]
 
     def figure(self, name: str, when: str = "after") -> Figure:
-        """One of the figures.
+        """Return one of the figures.
 
         Raises
         ------
@@ -122,13 +122,13 @@ class RunResults(Shown):
 
     @property
     def tables(self) -> list[str]:
-        """Names of the tables of conversations, as `rollouts/<name>` or `evaluations/<name>`."""
+        """Return names of tables of conversations, `rollouts/<name>` or `evaluations/<name>`."""
         rollouts = (f"rollouts/{file.stem}" for file in self.path.glob("rollouts/*.jsonl"))
         evaluated = self.path.glob("evaluations/*/rows.jsonl")
         return sorted([*rollouts, *(f"evaluations/{file.parent.name}" for file in evaluated)])
 
     def conversations(self, table: str) -> list[Row]:
-        """The rows of one of the `tables`.
+        """Return the rows of one of the `tables`.
 
         Raises
         ------
@@ -141,11 +141,11 @@ class RunResults(Shown):
         return read_rows(self.path / file)
 
     def figures_frame(self) -> pd.DataFrame:
-        """The figures, one per row: `when`, `name`, `value`, `low`, `high`, `counts`."""
+        """Return the figures, one per row: `when`, `name`, `value`, `low`, `high`, `counts`."""
         return frame_of(self.figures, Figure._fields)
 
     def metrics_frame(self) -> pd.DataFrame:
-        """Metrics and timings by `step`, one column a name; NaN if a step lacks one."""
+        """Return metrics and timings by `step`, one column per name; NaN where missing."""
         by_step: dict[Any, Row] = {}
         for row in (*self.metrics, *self.timings):
             by_step.setdefault(row["step"], {}).update(row)
@@ -153,12 +153,12 @@ class RunResults(Shown):
         return frame_of(rows or [{"step": None}]).set_index("step").iloc[: len(rows)]
 
     def conversations_frame(self, table: str) -> pd.DataFrame:
-        """The rows of one of the `tables`; groups within a row become columns `a.b`."""
+        """Return the rows of one of the `tables`; groups in a row become columns `a.b`."""
         return frame_of(self.conversations(table))
 
 
 def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResults:
-    """Read the results of a run, also of one that has not ended.
+    """Read the results of a run, which may be unfinished.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
 
 
 def frame_of(rows: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """Rows as a pandas frame; without `columns`, groups within a row become columns `a.b`.
+    """Return rows as a pandas frame; without `columns`, groups in a row become columns `a.b`.
 
     Raises
     ------

@@ -29,19 +29,19 @@ ROWS = "rows.jsonl"
 PROBABILITY_ROWS = "probability_rows.jsonl"
 PARTS = "parts.jsonl"
 TASK_ROWS = "problems.jsonl"
-"""One line per run of a problem: prompt, answer and reward."""
+"""File with one line per run of a problem: prompt, answer and reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _RENAMED = {"strategy": "proposal"}
-"""Columns in files of older versions, and their names now."""
+"""Columns renamed since older versions, by old name."""
 
 Row = dict[str, Any]
-"""A node: see the table of columns in doc/guides/evaluating.md."""
+"""A node; see the table of columns in doc/guides/evaluating.md."""
 Episode = list[Row]
-"""The nodes of a conversation that does not branch, in order."""
+"""Nodes of a conversation without branches, in order."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none if it is missing; a last line that was cut off is left out.
+    """Return the rows of a file, none if it is missing; omits a truncated last line.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Rows as lines; NaN and infinities become null, and half a surrogate pair its escape."""
+    """Encode rows as lines; NaN and infinities become null, and lone surrogates are escaped."""
     lines = [to_json(finite(row), allow_nan=False) for row in rows]
     return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
 
@@ -85,7 +85,7 @@ class RowFile:
         self.episode_length = episode_length
 
     def recover(self) -> int:
-        """Cut off an unfinished episode, and return the number of whole ones."""
+        """Remove an unfinished episode, and return the number of whole ones."""
         num_episodes = len(read_rows(self.path)) // self.episode_length
         if self.path.is_file():
             lines = self.path.read_bytes().split(b"\n")[: num_episodes * self.episode_length]
@@ -112,12 +112,12 @@ class RowFile:
             ) from error
 
     def read(self) -> list[Row]:
-        """All rows."""
+        """Return all rows."""
         return read_rows(self.path)
 
 
 def episodes_of(rows: Iterable[Row]) -> list[Episode]:
-    """The conversations in rows, by step and episode, each in order of depth.
+    """Return the conversations in rows, by step and episode, each in order of depth.
 
     In a tree that branches, each path from the opening to a leaf is one of them.
     """
@@ -143,20 +143,20 @@ def _chains(nodes: list[Row]) -> list[Episode]:
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
-    """A numeric column of a row, NaN if it is null or absent."""
+    """Return a numeric column of a row, NaN if it is null or absent."""
     value = row.get(name)
     return math.nan if value is None else float(value)
 
 
 class EvaluationFolder:
-    """The files of one evaluation, named as the folder `path`."""
+    """Files of one evaluation, which is named after the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def of_run(cls, run: Path, name: str) -> EvaluationFolder:
-        """The folder of an evaluation of a run.
+        """Return the folder of an evaluation of a run.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class EvaluationFolder:
         return cls(run / EVALUATIONS / name)
 
     def open(self, configuration: Mapping[str, Any], *, is_overwritten: bool = False) -> bool:
-        """Make the folder, or continue one of the same configuration; True if it is new.
+        """Create the folder, or continue one of the same configuration; return True if it is new.
 
         Raises
         ------
@@ -203,22 +203,22 @@ class EvaluationFolder:
         return not stored
 
     def rows(self, episode_length: int) -> RowFile:
-        """The attacker's rows."""
+        """Return the file of the attacker's rows."""
         return RowFile(self.path / ROWS, episode_length)
 
     def probability_rows(self, episode_length: int) -> RowFile:
-        """The rows of the reference and of the importance sampler."""
+        """Return the file of rows of the reference and the importance sampler."""
         return RowFile(self.path / PROBABILITY_ROWS, episode_length)
 
     def replace_rows(self, episodes: Sequence[Episode], probability: Sequence[Episode]) -> None:
-        """Rewrite all rows, for conversations that were rated again."""
+        """Rewrite all rows after conversations were rated again."""
         for name, chains in ((ROWS, episodes), (PROBABILITY_ROWS, probability)):
             (self.path / name).unlink(missing_ok=True)
             if chains:
                 RowFile(self.path / name, 1).append([row for chain in chains for row in chain])
 
     def forget_rows(self) -> None:
-        """Remove all rows, so that the same command starts over."""
+        """Remove all rows, so that the same command starts again."""
         for name in (ROWS, PROBABILITY_ROWS, PARTS, TASK_ROWS):
             (self.path / name).unlink(missing_ok=True)
 
@@ -228,7 +228,7 @@ class EvaluationFolder:
             file.write(encode_rows([part]))
 
     def parts(self) -> list[dict[str, Any]]:
-        """The costs of each part of the work."""
+        """Return the costs of each part of the work."""
         return read_rows(self.path / PARTS)
 
     def write(self, figures: Mapping[str, Any], table: str) -> None:
@@ -237,7 +237,7 @@ class EvaluationFolder:
         (self.path / TABLE).write_text(table, encoding="utf-8")
 
     def figures(self) -> dict[str, Any]:
-        """The content of `evaluation.json`.
+        """Return the content of `evaluation.json`.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class EvaluationFolder:
         return figures
 
     def configuration(self) -> dict[str, Any]:
-        """The configuration, empty if there is none."""
+        """Return the stored configuration, empty if there is none."""
         if not (self.path / CONFIGURATION).is_file():
             return {}
         stored: dict[str, Any] = RunDirectory(self.path).read_json(CONFIGURATION)
@@ -256,7 +256,7 @@ class EvaluationFolder:
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
-    """A digest of everything that changes an evaluation's result."""
+    """Return a digest of everything that affects an evaluation's result."""
     text = json.dumps(_without_hash(configuration), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -264,7 +264,7 @@ def configuration_hash(configuration: Mapping[str, Any]) -> str:
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("there", "now")
 ) -> list[str]:
-    """The differences of two configurations, by dotted path; `places` names each of the two."""
+    """Return the differences of two configurations by dotted path; `places` names the two."""
     before = dict(flatten(json.loads(json.dumps(_without_hash(stored)))))
     after = dict(flatten(json.loads(json.dumps(_without_hash(wanted)))))
     nothing = "nothing"
@@ -277,12 +277,12 @@ def differences(
 
 
 def text_hash(texts: Sequence[str]) -> str:
-    """A short digest of texts in order."""
+    """Return a short digest of texts in order."""
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, including shards; a file is its own."""
+    """Return the weight files of a folder, including shards; for a file, itself."""
     if folder.is_file():
         return [folder]
     # Imported here: it needs torch, and stored figures do not.
@@ -293,7 +293,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def weights_hash(folder: Path) -> str | None:
-    """A short digest of a folder's weights; None if it has none."""
+    """Return a short digest of a folder's weights; None if it has none."""
     files = weights_files(folder)
     if not files:
         return None

@@ -54,21 +54,21 @@ from nip_astra.scenario_base.conversation.planted_failures import Discovery, Pla
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 
 VERSION = 1
-"""Of `evaluation.json`; changed if a reader of the old one would misread the new one."""
+"""Version of `evaluation.json`; changed if readers of the previous version would misread it."""
 FLUENCY_PERCENTILE = 1.0
 MAX_SHARE_BELOW = 0.05
-"""Share of probes below that percentile of the reference's, above which a warning is given."""
+"""Share of probes below the reference's percentile above which a warning is issued."""
 MIN_REFERENCE_PROBES = 300
-"""Probes of the reference that a percentile needs."""
+"""Minimum number of reference probes for a percentile."""
 CLUSTER_DISTANCE = 0.5
-"""Mean cosine distance up to which groups of failing probes are one cluster."""
+"""Largest mean cosine distance at which groups of failing probes are merged."""
 MAX_BLEU_TEXTS = 500
-"""Texts of a self-BLEU, drawn from all if there are more."""
+"""Maximum number of texts in a self-BLEU; a random sample if there are more."""
 
 COLLAPSED_DISTINCT_SHARE = 0.3
-"""Below this share of distinct successful probes an attacker counts as collapsed."""
+"""Share of distinct successful probes below which an attacker counts as collapsed."""
 NUM_PROBES_FOR_COLLAPSE = 20
-"""Fewer successful probes show nothing about their variety."""
+"""Minimum number of successful probes to judge their variety."""
 RUN_FIGURES = (
     *("failure_rate", "failure_rate_interval", "mean_score", "mean_reward", "probe_nll"),
     *("distinct_share", "num_successful_probes", "most_common_probe", "plants_found"),
@@ -101,7 +101,7 @@ def summarise(
     why_not_weighed: str | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Every figure of an evaluation; null if the rows do not give it.
+    """Return all figures of an evaluation; null if the rows do not determine them.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def summarise(
 def diversity_figures(
     probes: Sequence[str], embed: Embed, embedding: str = NGRAMS
 ) -> dict[str, Any] | None:
-    """The variety of successful probes, with repetitions; None without any."""
+    """Return the diversity of successful probes, counted with repetitions; None without any."""
     if not probes:
         return None
     bleu = {"max_order": 4, "num_sampled": MAX_BLEU_TEXTS, "seed": 0}
@@ -181,7 +181,7 @@ def diversity_figures(
 
 
 def warnings_about(figures: Mapping[str, Any]) -> list[str]:
-    """Warnings about the figures."""
+    """Return warnings about the figures."""
     found = []
     variety = figures["diversity"] or {}
     names = ("num_probes", "distinct_share", "most_common")
@@ -215,7 +215,7 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
 def collapse_of(
     num_probes: int | None, distinct_share: float | None, most_common: str | None
 ) -> str | None:
-    """A warning if the successful probes are many and nearly all the same."""
+    """Return a warning if there are many successful probes and nearly all are equal."""
     if (num_probes or 0) < NUM_PROBES_FOR_COLLAPSE or distinct_share is None:
         return None
     if distinct_share >= COLLAPSED_DISTINCT_SHARE:
@@ -229,7 +229,7 @@ def collapse_of(
 def _fluency(
     episodes: Sequence[Episode], probability_episodes: Sequence[Episode]
 ) -> dict[str, Any] | None:
-    """The share of probes below the first percentile of the reference's own probes."""
+    """Return the share of probes below the first percentile of the reference's own probes."""
     ordinary = token_likelihoods(_of_reference(probability_episodes))
     found = token_likelihoods(episodes)
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
@@ -251,7 +251,7 @@ def _why_no_fluency(
     options: EvaluationOptions,
     why_not_weighed: str | None,
 ) -> str:
-    """Why probes are not compared with the reference's."""
+    """Return why probes are not compared with the reference's."""
     num_probes = sum(len(episode) for episode in _of_reference(probability_episodes))
     if num_probes >= MIN_REFERENCE_PROBES:
         return "how likely the reference finds a probe is not known of enough of them"
@@ -271,7 +271,7 @@ def _of_reference(probability_episodes: Sequence[Episode]) -> list[Episode]:
 def _probability(
     episodes: Sequence[Episode], options: EvaluationOptions, why_not_weighed: str | None
 ) -> dict[str, Any] | None:
-    """Both estimates of the probability of failure under the reference."""
+    """Return both estimates of the probability of failure under the reference."""
     if not episodes:
         return None
     own = _of_reference(episodes)
@@ -311,7 +311,7 @@ def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
 
 
 def _most_likely(episodes: Sequence[Episode]) -> dict[str, Any] | None:
-    """The failing turn whose conversation up to it the reference finds most likely."""
+    """Return the failing turn with the conversation that is most likely under the reference."""
     found: list[tuple[float, Episode]] = []
     for episode in episodes:
         outcomes = outcomes_of(episode)
@@ -353,7 +353,7 @@ def scorer_figures(
     qualities: Mapping[str, Quality],
     options: EvaluationOptions,
 ) -> dict[str, Any]:
-    """Failure rates by each further scorer, agreement of each two, and quality by labels.
+    """Return failure rates by each further scorer, pairwise agreement, and accuracy on labels.
 
     `episodes` are judged by the first of `scorers`, which decides.
     """
@@ -388,7 +388,7 @@ def scorer_figures(
 
 
 def agreement_matrix(views: Mapping[str, Sequence[Episode]]) -> list[dict[str, Any]]:
-    """For each two scorers how often, and how far beyond chance, their verdicts agree.
+    """Return for each pair of scorers how often, and how far beyond chance, their verdicts agree.
 
     Turns without a verdict of both are left out. Cohen's kappa is (observed - expected) /
     (1 - expected) agreement; null if both always give the same verdict. The correlation is
@@ -427,7 +427,7 @@ def agreement_matrix(views: Mapping[str, Sequence[Episode]]) -> list[dict[str, A
 
 
 def cohens_kappa(flags: Mapping[Any, int]) -> float | None:
-    """Cohen's kappa of two raters, from counts by their two verdicts."""
+    """Return Cohen's kappa of two raters, from counts of their pairs of verdicts."""
     total, observed = sum(flags.values()), _agreement(flags)
     if observed is None:
         return None
@@ -458,7 +458,7 @@ def _correlation(scores: Sequence[tuple[float, float]]) -> float | None:
 
 
 class FailureTally:
-    """Gathers rollouts, part by part, into the figures that a trainer measures.
+    """Accumulates rollouts into the figures measured by a trainer.
 
     Attributes
     ----------
@@ -476,7 +476,7 @@ class FailureTally:
         self._replies = Replies()
 
     def add(self, tree: RolloutTree) -> None:
-        """Count one rollout."""
+        """Add a rollout."""
         self.trees.append(tree)
         nodes, sums = tree.nodes, self._sums
         scores_N, rewards_N = nodes["response_score"], nodes["reward"]
@@ -493,7 +493,7 @@ class FailureTally:
         self._replies += Replies.of(tree.replies())
 
     def report(self) -> dict[str, Any]:
-        """The `RUN_FIGURES` of all rollouts so far."""
+        """Return the `RUN_FIGURES` of all rollouts so far."""
         prompts = numbered(prompt for tree in self.trees for prompt in tree.prompts)
         rate = failure_rate(self._episodes, prompts)
         counts = Counter(outcome for episode in self._episodes for outcome in episode)
@@ -520,7 +520,7 @@ class FailureTally:
 
 
 def outcomes_by_episode(tree: RolloutTree, failure_threshold: float) -> list[list[Outcome]]:
-    """The outcomes of each episode's nodes, in their order."""
+    """Return the outcomes of each episode's nodes, in order."""
     scores_N = tree.nodes["response_score"]
     is_missing_N = scores_N.isnan()
     is_error_N = is_missing_N & tree.nodes.get("is_error", torch.zeros_like(is_missing_N))

@@ -32,7 +32,7 @@ from nip_astra.utils.formatting import (
 )
 
 TableRow = tuple[str, list[str]]
-"""A label, and a cell for each heading; the same in a terminal and on a page."""
+"""A label and one cell per heading, for terminals and pages."""
 SERVICE_HEADINGS = (
     *("requests", "from cache", "refusals", "failures", "tokens read"),
     *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
@@ -47,11 +47,11 @@ AGREEMENT_HEADINGS = (
 )
 
 MAX_CLUSTERS = 8
-"""Clusters of failing probes in a table; `evaluation.json` has all."""
+"""Maximum number of clusters of failing probes in a table; `evaluation.json` has all."""
 
 
 class SafeConsole(Console):
-    """A console without markup that shows each unsafe character as a sign.
+    """A console without markup that replaces each unsafe character by a visible sign.
 
     Square brackets and `:smile:` are plain text in any title, heading, cell or line.
     """
@@ -77,17 +77,17 @@ class SafeConsole(Console):
 
 
 class Shown:
-    """Base of results that a notebook shows as they print; a subclass gives `__str__`."""
+    """Base of results that a notebook displays as they print; subclasses define `__str__`."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Printable(Shown):
-    """Base of results that print as tables; a subclass gives `tables`, or `__str__`."""
+    """Base of results that print as tables; subclasses define `tables` or `__str__`."""
 
     def tables(self) -> list[RenderableType]:
-        """The content for a terminal."""
+        """Return the content for a terminal."""
         return []
 
     def __str__(self) -> str:
@@ -95,14 +95,14 @@ class Printable(Shown):
 
 
 def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
-    """Tables as plain text."""
+    """Return tables as plain text."""
     stream = StringIO()
     SafeConsole(file=stream, width=width).print(*parts, sep="\n")
     return stream.getvalue()
 
 
 def plain_table(title: str | None, *columns: str) -> Table:
-    """A table without lines, whose cells wrap."""
+    """Create a table without lines, whose cells wrap."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -112,7 +112,7 @@ def plain_table(title: str | None, *columns: str) -> Table:
 def lined_table(
     title: str | None, corner: str, headings: Iterable[str], rows: Iterable[tuple[Any, ...]]
 ) -> Table:
-    """A table with lines: a column of labels, and columns of numbers."""
+    """Create a table with lines: a column of labels, then columns of numbers."""
     table = Table(title=title, title_justify="left")
     table.add_column(corner, overflow="fold")
     for heading in headings:
@@ -123,12 +123,12 @@ def lined_table(
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Text]:
-    """A line for each warning."""
+    """Return one line per warning."""
     return [Text(f"warning: {text}", style="bold yellow") for text in warnings]
 
 
 def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of one evaluation, its warnings last."""
+    """Return the tables of an evaluation, its warnings last."""
     heading = (
         f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
         f"{counted(figures['num_episodes'], 'episode')} of "
@@ -155,12 +155,12 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Requests, tokens and costs of each chat model."""
+    """Create a table of requests, tokens and costs of each chat model."""
     return lined_table("services", "", SERVICE_HEADINGS, service_rows(services))
 
 
 def service_rows(services: Mapping[str, Any]) -> list[TableRow]:
-    """A row for each chat model."""
+    """Return one row per chat model."""
     rows = []
     for name, value in services.items():
         use = mapping(value)
@@ -177,7 +177,7 @@ def service_rows(services: Mapping[str, Any]) -> list[TableRow]:
 
 
 def model_label(model: str) -> str:
-    """A model's name in a table; of a folder its name and its parent's, which is that of a job."""
+    """Return a model's name for tables; for a folder, its parent's name (the job) and its own."""
     path = PurePath(model)
     return "/".join(path.parts[-2:]) if path.is_absolute() else model
 
@@ -185,7 +185,7 @@ def model_label(model: str) -> str:
 def matrix_rows(
     evaluations: Iterable[Mapping[str, Any]],
 ) -> tuple[list[str], list[TableRow]]:
-    """Targets, and the failure rate of every attacker against each; the first of a pair counts."""
+    """Return targets, and every attacker's failure rate against each; first of a pair counts."""
     cells: dict[tuple[str, str], str] = {}
     for one in evaluations:
         pair = text(one.get("attacker")), text(one.get("target"))
@@ -198,7 +198,7 @@ def matrix_rows(
 
 
 def matrix_tables(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    """The transfer matrix, and the evaluations' warnings."""
+    """Return the transfer matrix, and the evaluations' warnings."""
     table = lined_table("episodes with a failure", "attacker", *matrix_rows(evaluations))
     warnings = [
         f"{one['attacker']} against {one['target']}: {line}"
@@ -209,7 +209,7 @@ def matrix_tables(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableTy
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
-    """A line for each metric of each contender, and the warnings."""
+    """Return one line per metric and contender, and the warnings."""
     headings = ("baseline", "this one", "difference", "p", "p (Holm)", "pairs", "detectable")
     rows = []
     for label, metrics in comparison["comparisons"].items():
@@ -230,7 +230,7 @@ def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and cells of an evaluation, `NOTHING` where a figure is missing; none by agent."""
+    """Return labels and cells of an evaluation, `NOTHING` for missing figures; none per agent."""
     flat = figures.get("figures")
     if flat is None:
         return list(_of_conversations(figures))
@@ -325,7 +325,7 @@ def _both(values: Mapping[str, Any], *names: str) -> str:
 
 
 def quality_rows(figures: Mapping[str, Any]) -> list[TableRow]:
-    """Each scorer's failure rate without and with its errors, and its quality by labels."""
+    """Return each scorer's failure rate, raw and corrected, and its accuracy on labels."""
     rows = []
     for name, value in mapping(figures.get("detectors")).items():
         found, is_first = mapping(value), name == figures.get("scorer")
@@ -350,7 +350,7 @@ def _share_found(found: Mapping[str, Any], name: str) -> str:
 
 
 def agreement_rows(figures: Mapping[str, Any]) -> list[TableRow]:
-    """The agreement of each two scorers."""
+    """Return the agreement of each pair of scorers."""
     return [
         (
             f"{text(pair.get('first'))}, {text(pair.get('second'))}",

@@ -1,1 +1,1 @@
-"""Show what a run found."""
+"""Reports of runs: HTML pages and terminal tables."""

@@ -28,14 +28,14 @@ from nip_astra.safe_text import safe_text
 from nip_astra.utils.formatting import count, decimal
 
 FIRST_ITEMS = 20
-"""Items of a page of a list, and those that stand there without the script."""
+"""Items per page of a list, and those shown without the script."""
 MAX_CHARACTERS = 8_000_000
-"""Size of the texts of a list at most, beyond which texts are shortened."""
+"""Maximum characters of the texts of a list, beyond which texts are shortened."""
 CUTS = (100_000, 4_000, 800, 160)
-"""Characters to which texts are shortened, the first that suffices."""
+"""Lengths to which texts are shortened, the first that suffices."""
 MAX_CONVERSATIONS = 300_000
-"""Size of the paired conversations of a stress test at most, beyond which some are left out: all
-stand among the conversations too."""
+"""Maximum characters of a stress test's paired conversations, beyond which some are omitted: all
+are listed among the conversations, too."""
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "without a verdict"
 KINDS = {
     (False, True): "fixed",
@@ -43,7 +43,7 @@ KINDS = {
     (True, True): "right both times",
     (False, False): "wrong both times",
 }
-"""Names of what training changed, by whether a problem was right before and after."""
+"""Names of changes by training, by whether a problem was correct before and after."""
 ATTACKED = dict(
     zip(
         (RIGHT, WRONG, *KINDS.values()),
@@ -55,7 +55,7 @@ ATTACKED = dict(
         strict=True,
     )
 )
-"""The same words of stress tests, where an attacker is right if its target fails."""
+"""Names in stress tests, in which an attacker succeeds if its target fails."""
 BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
 BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
 BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
@@ -64,7 +64,7 @@ UNITS = {
     TASK: ("problem", "num_problems"),
     CONVERSATION: ("conversation", "num_episodes"),
 }
-"""What an item of a kind of run is, and the figure that counts them."""
+"""The item of each kind of run, and the figure that counts items."""
 
 _TITLES = {"evaluation": "Held out", "train": "During training"}
 Message = tuple[str, str]
@@ -81,12 +81,12 @@ class Side(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Whether it is right, in words."""
+        """Correctness in words."""
         return {True: RIGHT, False: WRONG, None: UNKNOWN}[self.is_right]
 
 
 class Entry(NamedTuple):
-    """A stored row: the problem's key, title, note and messages, and what was answered."""
+    """A stored row: the problem's key, title, note and messages, and the answer."""
 
     key: str
     title: str
@@ -112,7 +112,7 @@ class Item:
 
     @property
     def kind(self) -> str:
-        """What training changed, or how the only side ended."""
+        """The change by training, or the outcome of the only side."""
         before, after = (_majority(sides) for sides in (self.before, self.after))
         if before is not None and after is not None:
             return KINDS[before, after]
@@ -133,19 +133,19 @@ class Group:
     left_out: frozenset[int] = frozenset()  # places of items that the page has no room for
 
     def named(self, kind: str) -> str:
-        """The word for a kind."""
+        """Return the name of a kind."""
         return self.words.get(kind, kind)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Items by kind, in the order of kinds."""
+        """Number of items by kind, in the order of kinds."""
         found = Counter(item.kind for item in self.items)
         kinds = [*KINDS.values(), RIGHT, WRONG, UNKNOWN]
         return {self.named(kind): found[kind] for kind in kinds if found[kind]}
 
     @property
     def tiles(self) -> list[tuple[str, int]]:
-        """The counts of what training changed, also of none; empty without two sides."""
+        """Return the counts of changes by training, including none; empty without two sides."""
         counts, kinds = self.counts, [self.named(kind) for kind in KINDS.values()]
         if self.num_all is not None or not set(kinds) & set(counts):
             return []
@@ -158,11 +158,11 @@ class Group:
 
     @property
     def shown(self) -> list[tuple[str, list[Any]]]:
-        """The first items as kind and values of `data`."""
+        """Return the first items as kind and values of `data`."""
         return [(self.named(item.kind), self.plain(item)) for item in self.listed[:FIRST_ITEMS]]
 
     def plain(self, item: Item) -> list[Any]:
-        """Kind, title, note, prompt and sides, as the page's script reads them."""
+        """Return kind, title, note, prompt and sides, for the page's script."""
         sides = [
             [one.label, self.named(one.outcome), one.reward, one.facts, self._cut(one.messages)]
             for one in item.sides
@@ -180,16 +180,16 @@ class Group:
 
     @property
     def data(self) -> Markup:
-        """All items as JSON for a script element, which no text of theirs can end."""
+        """Return all items as JSON for a script element, which none of their texts can close."""
         written = json.dumps([self.plain(one) for one in self.listed], separators=(",", ":"))
         return Markup(written.replace("<", "\\u003c"))
 
 
 def groups_of(run: RunRecord) -> list[Group]:
-    """The held-out items at the end of a run and of its evaluations, and answers of training.
+    """Return the held-out items at the end of a run and of its evaluations, and training answers.
 
-    Of stress tests only those that were also played before training; the others stand among the
-    conversations.
+    For stress tests only those that were also sampled before training; the others are listed among
+    the conversations.
     """
     kind = run.kind
     tables = _TABLES[kind](run)
@@ -225,7 +225,7 @@ def groups_of(run: RunRecord) -> list[Group]:
 
 
 def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool) -> list[Item]:
-    """An item for each problem of `after`, and with `keeps_all` of `before`, in their order."""
+    """Return an item for each problem of `after`, and with `keeps_all` of `before`, in order."""
     found: dict[str, Item] = {}
     for entry in after:
         found.setdefault(entry.key, Item(*entry[1:4])).after.append(entry.side)
@@ -241,13 +241,13 @@ def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool)
 
 
 def _majority(sides: Sequence[Side]) -> bool | None:
-    """Whether more than half of the sides with a verdict are right."""
+    """Return whether more than half of the sides with a verdict are right."""
     known = [one.is_right for one in sides if one.is_right is not None]
     return 2 * sum(known) > len(known) if known else None
 
 
 def _left_out(group: Group) -> frozenset[int]:
-    """Places of the conversations that exceed their size, those first that training left as is."""
+    """Return indices of conversations to omit for size, first those unchanged by training."""
     changes = list(KINDS.values())
     kinds = [item.kind for item in group.items]
     ranks = [changes.index(kind) if kind in changes else len(changes) for kind in kinds]
@@ -277,7 +277,7 @@ def _fitted(group: Group) -> Group:
 
 
 def _task_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """The rows of tasks by table, of training those of all iterations."""
+    """Return the rows of tasks by table; of training, those of all iterations."""
     options = mapping(mapping(run.hyper_params.get("task")).get("evaluation"))
     success = number(options.get("success_reward")) or 1.0
     found: dict[str, list[Entry]] = {}
@@ -322,7 +322,7 @@ def _entry_of(node: Node, key: str, success: float, label: str, has_runs: bool) 
 
 
 def _protocol_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """The episodes on test data by table: all those of the last test."""
+    """Return the test episodes by table: all those of the last test."""
     found: dict[str, list[Entry]] = {}
     rows_of = run.episodes | run.outcomes
     for name, _, rows in by_step(rows_of):
@@ -361,7 +361,7 @@ def _episodes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
 
 
 def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
-    """What agents of a text protocol wrote; symbols of networks stand in the sample episodes."""
+    """Yield agents' messages in a text protocol; symbols of networks are in the sample episodes."""
     for one in (mapping(one) for one in items(row.get("rounds"))):
         for move in (mapping(move) for move in items(one.get("moves"))):
             sent = [one for one in mapping(move.get("messages")).values() if isinstance(one, str)]
@@ -375,7 +375,7 @@ def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """The held-out conversations by table; trees of training have no counterpart."""
+    """Return the held-out conversations by table; training trees have no counterpart."""
     found: dict[str, list[Entry]] = {}
     for name, _, nodes in by_step(run.tables):
         if name == "train" or name in found:

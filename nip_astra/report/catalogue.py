@@ -1,4 +1,4 @@
-"""The page of a folder of runs: a table to sort and filter, and their curves over each other."""
+"""The page of a folder of runs: a sortable, filterable table, and overlaid curves."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from nip_astra.tracking.run_directory import FAILED, HYPER_PARAMETERS, REPORT
 from nip_astra.utils.formatting import count
 
 NUM_POINTS = 60
-"""Points of a curve on the page."""
+"""Number of points of a curve on the page."""
 MAX_DEPTH = 3
-"""Folders between the page's folder and a run, which a sweep has."""
+"""Maximum depth of a run below the page's folder, as in a sweep."""
 FIGURES = {
     CONVERSATION: "failing conversations",
     TASK: "right answers",
@@ -43,14 +43,14 @@ FIGURES = {
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run directories in a folder, also those of its sweeps, by name."""
+    """Return the run directories in a folder, including those of its sweeps, by name."""
     depths = range(1, MAX_DEPTH + 1)
     found = (folder.glob("/".join(["[!.]*"] * depth + [HYPER_PARAMETERS])) for depth in depths)
     return sorted({file.parent for files in found for file in files})
 
 
 def catalogue(folder: Path, output: Path) -> dict[str, Any]:
-    """The rows of all runs in a folder, with links relative to the page, and their curves."""
+    """Return the rows of all runs in a folder, with page-relative links, and their curves."""
     runs, notes = [], []
     for path in runs_in(folder):
         try:
@@ -97,7 +97,7 @@ def _value(names: Sequence[str], report: dict[str, Any]) -> float | None:
 
 
 def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
-    """The points of each chart that the run has, by title."""
+    """Return the points of each chart of the run, by title."""
     found: dict[str, list[list[float]]] = {}
     for curve in CURVES:
         if curve.kinds and run.kind not in curve.kinds:
@@ -115,7 +115,7 @@ def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
 
 
 def facts_of(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The number of runs, in all and by status."""
+    """Return the number of runs, in total and by status."""
     states = [row["status"] for row in rows]
     counts = [("runs", len(rows)), *((name, states.count(name)) for name in dict.fromkeys(states))]
     return [(name, count(value)) for name, value in counts]

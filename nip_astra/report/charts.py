@@ -1,4 +1,4 @@
-"""Geometry of the page's charts, which templates draw as SVG, and the learning curves of runs."""
+"""Layout of the page's charts, which templates draw as SVG, and the learning curves of runs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from nip_astra.tracking.local import TIMING_PREFIXES
 from nip_astra.utils.formatting import count, decimal, interval_of, percent, value_text
 
 NUM_COLORS = 8
-"""Colours of the style sheet; 0 is for what is compared with, such as before training."""
+"""Number of colours of the style sheet; 0 is for baselines, such as before training."""
 WIDTH, HEIGHT = 372, 202
 LEFT, RIGHT, TOP, BOTTOM = 44, 46, 10, 36
 END_LABEL_HEIGHT = 13
 NUM_OF_SPARKLINE = 60
-"""Stretches of a long line in a sparkline."""
+"""Number of segments of a long line in a sparkline."""
 MAX_DOTS = 60
-"""Points of a line that get a dot with their value; lines with more have none."""
+"""Maximum points of a line with dots that show their values."""
 MAX_POINTS = 200
-"""Points of a line up to which each is drawn."""
+"""Maximum points of a line that are all drawn."""
 NUM_STRETCHES = 120
-"""Stretches of a longer line, about one for two pixels of a chart."""
+"""Number of segments of a longer line, about one per two pixels of a chart."""
 
 
 Point = tuple[float, float | None]
@@ -41,7 +41,7 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """One curve in one of the page's colours; None breaks it, and one behind a mean is thin."""
+    """A curve in one of the page's colours, broken at None; runs behind a mean are thin."""
 
     label: str
     points: Sequence[Point]
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """An area between two curves over the same places."""
+    """An area between two curves over the same x values."""
 
     points: Sequence[tuple[float, float, float]]
     color: int = 0
@@ -61,7 +61,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of an axis."""
+    """A tick of an axis."""
 
     place: float
     label: str
@@ -69,7 +69,7 @@ class Tick:
 
 @dataclass
 class Dot:
-    """A point with the text that is shown on hovering."""
+    """A point with its hover text."""
 
     x: float
     y: float
@@ -88,7 +88,7 @@ class DrawnLine:
 
 @dataclass
 class Chart:
-    """A line chart, ready to draw; `summary` describes it in words for those who cannot see it."""
+    """A line chart, ready to draw; `summary` is its text alternative."""
 
     title: str
     note: str
@@ -117,17 +117,17 @@ class Whisker:
 
 
 def agent_colors(agents: Sequence[str]) -> dict[str, int]:
-    """A colour for each agent; 0 and 1 are those of the whole run."""
+    """Return a colour for each agent; 0 and 1 are those of the whole run."""
     return {agent: 2 + place % (NUM_COLORS - 2) for place, agent in enumerate(agents)}
 
 
 def thin_line(
     line: Line, num_stretches: int = NUM_STRETCHES, max_points: int = MAX_POINTS
 ) -> tuple[Line, list[tuple[float, float, float]], int]:
-    """A line by the means of its stretches if it has too many points, and is not in steps.
+    """Reduce a line to the means of its segments if it has too many points and is not stepwise.
 
-    Returns also the place and the lowest and highest value of each stretch, and its number of
-    points: 1 if every point is drawn.
+    Also returns the x value and the minimum and maximum of each segment, and its number of points:
+    1 if every point is drawn.
     """
     if len(line.points) <= max(max_points, num_stretches) or line.has_steps:
         return line, [], 1
@@ -145,7 +145,7 @@ def thin_line(
 
 
 def _thin_band(band: Band) -> Band:
-    """The lowest and the highest of each stretch of a band with too many places."""
+    """Reduce a band with too many points to the minimum and maximum of each segment."""
     if len(band.points) <= MAX_POINTS:
         return band
     size = math.ceil(len(band.points) / NUM_STRETCHES)
@@ -165,7 +165,7 @@ def line_chart(
     bands: Sequence[Band] = (),
     x_label: str = "iteration",
 ) -> Chart | None:
-    """Lay out a line chart; None where no line has a value.
+    """Lay out a line chart; None if no line has a value.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def whisker(
 
 
 def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
-    """Paths, each with its colour, in a box of 120 by 24."""
+    """Return paths, each with its colour, in a box of 120 by 24."""
     lines = [thin_line(line, NUM_OF_SPARKLINE)[0] for line in lines]
     points = [(x, y) for line in lines for x, y in line.points if y is not None]
     if not points:
@@ -230,7 +230,7 @@ def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
 
 
 def nice_ticks(low: float, high: float, num: int = 4, *, whole: bool = False) -> list[float]:
-    """About `num` round places that enclose [low, high], in steps of 1, 2, 2.5 or 5."""
+    """Return about `num` round values that enclose [low, high], in steps of 1, 2, 2.5 or 5."""
     if high <= low:
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / num
@@ -302,7 +302,7 @@ def _drawn(
 
 
 def _part_end_labels(ends: Sequence[Dot]) -> None:
-    """Move the values at the ends of lines apart, and into the chart, in the order of the lines."""
+    """Move the labels at the ends of lines apart, and into the chart, in the order of the lines."""
     ends = sorted(ends, key=lambda end: end.y)
     highest = HEIGHT - BOTTOM - END_LABEL_HEIGHT * (len(ends) - 1)
     lowest = float(TOP)
@@ -326,7 +326,7 @@ def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x
 class Curve(NamedTuple):
     """A metric with a chart: the first of its names that a run has; `{}` stands for an agent.
 
-    The metric `beside` is drawn thin and dashed. A curve with `kinds` is of such runs alone.
+    The metric `beside` is drawn thin and dashed. A curve with `kinds` applies only to such runs.
     """
 
     names: tuple[str, ...]
@@ -340,9 +340,9 @@ class Curve(NamedTuple):
 
 
 HELD_OUT = "held_out/"
-"""Begins the name of a figure on test data before and after training."""
+"""Prefix of figures on test data before and after training."""
 ENDS = ("_low", "_high")
-"""Ends of the names of a metric's interval."""
+"""Suffixes of a metric's interval."""
 CURVES = (
     Curve(
         *(("dev/accuracy", f"{HELD_OUT}accuracy"), "Right answers, held out"),
@@ -424,13 +424,13 @@ CURVES = (
         *("training data", "epoch"),
     ),
 )
-"""The metrics with charts, of all families; the other metrics stand in a table."""
+"""The metrics with charts, of all families; other metrics are in a table."""
 _NOT_COMPARED = ("seed", "package_version", "plugins")
 
 
 @dataclass
 class RunGroup:
-    """Runs whose parameters differ in the seed only."""
+    """Runs whose parameters differ only in the seed."""
 
     name: str  # a letter; empty for a single group
     label: str  # its difference from the other groups
@@ -439,7 +439,7 @@ class RunGroup:
 
 
 class MetricRow(NamedTuple):
-    """A metric of the table of all metrics; figures are those of the first run."""
+    """A metric in the table of all metrics; figures are those of the first run."""
 
     name: str
     paths: list[tuple[str, int]]
@@ -468,7 +468,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 
 def run_label(run: RunRecord, group: RunGroup) -> str:
-    """A short name of a run: its group and seed, and its id where these say too little."""
+    """Return a short name of a run: its group and seed, and its id if these are ambiguous."""
     seeds = [member.hyper_params.get("seed") for member in group.runs]
     seed = run.hyper_params.get("seed")
     own = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
@@ -476,7 +476,7 @@ def run_label(run: RunRecord, group: RunGroup) -> str:
 
 
 def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """The parameters in which runs differ, each with its value in every run."""
+    """Return the parameters in which runs differ, with their values in every run."""
     flat = [dict(flatten(run.hyper_params)) for run in runs]
     paths = dict.fromkeys(path for values in flat for path in values)
     rows = [
@@ -487,7 +487,7 @@ def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str
 
 
 def charts_of(groups: Sequence[RunGroup], *, means_only: bool = False) -> list[Chart]:
-    """The charts of the `CURVES` that runs have.
+    """Return the charts of the `CURVES` that runs have.
 
     A single run has a line for each agent in a chart, several runs a chart for each agent. With
     `means_only`, a group has its mean and an area for its runs.
@@ -529,7 +529,7 @@ def _chart(
 
 
 def _interval_of(groups: Sequence[RunGroup], name: str) -> list[tuple[float, float, float]]:
-    """The 95 % interval of a metric of a single run; empty if it has none."""
+    """Return the 95 % interval of a metric of a single run; empty if it has none."""
     runs = [run for group in groups for run in group.runs]
     if len(runs) > 1:
         return []
@@ -552,7 +552,7 @@ def _chart_of_agents(curve: Curve, run: RunRecord) -> Chart | None:
 
 
 def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
-    """Every metric and timing by name, also those of the charts."""
+    """Return every metric and timing by name, including those of the charts."""
     runs = [run for group in groups for run in group.runs]
     names = {name for run in runs for name in (*run.metrics, *run.timings)}
     rows = []
@@ -569,7 +569,7 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
 
 
 def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
-    """A metric or timing of a run by step; `HELD_OUT` ones have two, of `results.json`."""
+    """Return a metric or timing by step; `HELD_OUT` ones have two points, from `results.json`."""
     if not name.startswith(HELD_OUT):
         return (run.timings if name.startswith(TIMING_PREFIXES) else run.metrics).points(name)
     name = name.removeprefix(HELD_OUT)
@@ -585,7 +585,7 @@ def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
 
 
 def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
-    """A line for each run of a group, and their mean."""
+    """Yield a line for each run of a group, and their mean."""
     is_overlaid = len(group.runs) > 1
     for run in group.runs:
         label = run_label(run, group)
@@ -596,26 +596,26 @@ def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
 
 
 def band_of(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
-    """The lowest and the highest of a group by step; empty for a single run."""
+    """Return the minimum and maximum of a group by step; empty for a single run."""
     if len(group.runs) < 2:
         return []
     return [(x, min(values), max(values)) for x, values in _shared(group, name)]
 
 
 def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
-    """The steps at which every run of a group has a value, with the values."""
+    """Return the steps at which every run of a group has a value, with the values."""
     known = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
     steps = sorted(set(known[0]).intersection(*known[1:]))
     return [(step, [values[step] for values in known]) for step in steps]
 
 
 def letter(place: int) -> str:
-    """The name of a group or arm: A to Z, then a number."""
+    """Return the name of a group or arm: A to Z, then a number."""
     return chr(ord("A") + place) if place < 26 else str(place + 1)
 
 
 def _group_label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    """A run's trainer and its differences from others of that trainer, or if none, from all."""
+    """Return a run's trainer and its differences from others of it, or if none, from all."""
     trainer = run.hyper_params.get("trainer")
     alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
     differing: list[str] = []

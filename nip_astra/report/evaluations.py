@@ -1,4 +1,4 @@
-"""Stored evaluations beside each other, planted failures, turns to failure, and judges."""
+"""Stored evaluations side by side, planted failures, turns to failure, and judges."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ GROUPS = (
     ("detectors", "scorers on labelled responses"),
     ("budget", "budget"),
 )
-"""Parts of evaluation.json that have a heading of their own, in the order of the page."""
+"""Parts of evaluation.json with separate headings, in the order of the page."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
     *("cards", "scorer_agreement", "why_no_fluency"),
 )
 _QUOTED = ("most_common", "settings")
-"""Figures within a group that quote a probe, or say how the others were made."""
+"""Nested figures that quote a probe, or describe the others."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cluster:
 
 
 def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
-    """All figures of all evaluations in groups; a column is an evaluation."""
+    """Return all figures of all evaluations in groups; a column is an evaluation."""
     evaluations = list(run.evaluations.values())
     grouped = dict(GROUPS)
     general = [
@@ -86,7 +86,7 @@ def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
 
 
 def main_figures(run: RunRecord) -> list[Row]:
-    """The figures that matter most, those that some evaluation has."""
+    """Return the most important figures, if any evaluation has them."""
     columns = [
         {name: text(one.get(name)) for name in ("attacker", "target") if name in one}
         | dict(figure_rows(one))
@@ -98,13 +98,13 @@ def main_figures(run: RunRecord) -> list[Row]:
 
 
 def transfer_matrix(run: RunRecord) -> tuple[list[str], list[TableRow]] | None:
-    """Targets and rows of failure rates, None where there is one attacker and target at most."""
+    """Return targets and rows of failure rates; None with at most one attacker and target."""
     targets, rows = matrix_rows(run.transfer or run.evaluations.values())
     return (targets, rows) if len(rows) > 1 or len(targets) > 1 else None
 
 
 def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
-    """The failure clusters of an evaluation, the one with the most likely probe first."""
+    """Return the failure clusters of an evaluation, starting with that of the most likely probe."""
     found = [mapping(one) for one in items(evaluation.get("clusters"))]
     total = sum(number(one.get("size")) or 0.0 for one in found)
     clusters = []
@@ -140,14 +140,14 @@ def _unlikeliness(row: Mapping[str, Any]) -> float:
 
 
 def _rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each figure that some column has."""
+    """Return a row for each figure of any column."""
     flat = [dict(figure_labels(column)) for column in columns]
     labels = dict.fromkeys(label for figures in flat for label in figures)
     return [Row(label, [figures.get(label, NOTHING) for figures in flat]) for label in labels]
 
 
 def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of nested figures with their labels; a rate with its interval is one."""
+    """Return the leaves of nested figures with their labels; a rate with its interval is one."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if name in _QUOTED:
@@ -190,14 +190,14 @@ def _item_text(value: Any) -> str:
 def by_evaluation(
     run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[TableRow]]
 ) -> list[tuple[str, list[TableRow]]]:
-    """The rows of each evaluation that has any."""
+    """Return the rows of each evaluation that has any."""
     has_several = len(run.evaluations) > 1
     groups = [(name * has_several, rows_of(one)) for name, one in run.evaluations.items()]
     return [(name, rows) for name, rows in groups if rows]
 
 
 def analyses(run: RunRecord) -> dict[str, Any] | None:
-    """The table of all analyses of a run; None where nothing was judged."""
+    """Return the table of all analyses of a run; None without any."""
     found = [one for one in run.analyses if mapping(one.get("shares"))]
     if not found:
         return None
@@ -230,7 +230,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
 
 
 def share_text(share: Mapping[str, Any]) -> str:
-    """How often a judge answered yes, with the interval and counts."""
+    """Format how often a judge answered yes, with the interval and counts."""
     if not share:
         return NOTHING
     num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)
@@ -245,7 +245,7 @@ def share_text(share: Mapping[str, Any]) -> str:
 
 
 def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """The planted failures with the query at which training met each, and their curve."""
+    """Return the planted failures with the query at which training found each, and their curve."""
     training = mapping(run.results.get("training"))
     found = mapping(training.get("plants"))
     random_search = mapping(run.results.get("random_search"))
@@ -271,7 +271,7 @@ def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
 
 
 def kinds_found(run: RunRecord) -> Chart | None:
-    """Return how many clusters of failures each evaluation had met, by target queries."""
+    """Return the number of clusters of failures found by each evaluation, by target queries."""
     lines = []
     for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
         queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
@@ -284,7 +284,7 @@ def kinds_found(run: RunRecord) -> Chart | None:
 
 
 def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """The share failing, and not failed so far, at the turns of held-out chains."""
+    """Return the share failing, and the share failure-free so far, by turn of held-out chains."""
     rows: list[Row] = []
     lines: list[Line] = []
     for name, table in (("after", "evaluation"), ("before", "before")):
@@ -303,7 +303,7 @@ def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
 def _discovered(
     found: Mapping[str, Any], num_queries: float | None
 ) -> list[tuple[float, float | None]]:
-    """The number of plants found over queries, up to the last query."""
+    """Return the number of plants found over queries, up to the last query."""
     queries = sorted(query for value in found.values() if (query := number(value)) is not None)
     points: list[tuple[float, float | None]] = [(0.0, 0.0)] if found else []
     points += [(query, float(place)) for place, query in enumerate(queries, start=1)]
@@ -315,7 +315,7 @@ def _discovered(
 def _by_turn(
     nodes: Sequence[Node],
 ) -> list[tuple[int, int, float | None, float | None, float | None]]:
-    """Turn, responses with a verdict, mean score, share failing, share not failed so far.
+    """Return turn, responses with a verdict, mean score, share failing, share failure-free so far.
 
     A conversation is censored at its first turn without a verdict.
     """

@@ -17,15 +17,15 @@ from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.formatting import decimal
 
 MIN_SIMILARITY = 0.6
-"""Share of words, in order, that a probe has in common with the group's most likely one."""
+"""Minimum share of words, in order, shared with the group's most likely probe."""
 MAX_DISTINCT = 1_000
-"""Distinct failing probes that are grouped; the likeliest."""
+"""Maximum number of grouped distinct failing probes, the most likely ones."""
 MAX_MEMBERS = 12
-"""Distinct probes shown of a group."""
+"""Maximum number of distinct probes shown per group."""
 MAX_CLUSTERS = 40
-"""Clusters of a table that a reader can choose, those that the page shows."""
+"""Maximum number of selectable clusters per table, as on the page."""
 Links = Mapping[tuple[str, Key], str]
-"""Ids of the conversations that a page shows, by table and conversation."""
+"""Ids of the conversations on a page, by table and conversation."""
 
 
 @dataclass
@@ -38,13 +38,13 @@ class Member:
 
 @dataclass
 class FailureGroup:
-    """Failing probes that resemble one another, the most likely first."""
+    """Similar failing probes, the most likely first."""
 
     members: list[Member]
 
     @property
     def size(self) -> int:
-        """Failing responses of the group."""
+        """Number of failing responses in the group."""
         return sum(member.num_occurrences for member in self.members)
 
 
@@ -61,7 +61,7 @@ class GroupedFailures:
 
 
 def group_failures(run: RunRecord) -> GroupedFailures | None:
-    """Group the failures of the trained attacker, or of training where there is no evaluation.
+    """Group the failures of the trained attacker, or of training if there is no evaluation.
 
     A group is led by its most likely probe. A probe joins if at least `MIN_SIMILARITY` of its words
     match the leader's in order (twice the matching words over all words of both).
@@ -75,7 +75,7 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
 
 
 def probe_key(probe: str) -> str:
-    """The words of a probe, by which equal ones are known."""
+    """Return the normalised words of a probe, for comparison."""
     return " ".join(probe.casefold().split())
 
 
@@ -107,7 +107,7 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
 
 
 def _similar(words: list[str], leaders: Sequence[tuple[list[str], Counter[str]]]) -> int | None:
-    """The first leader that is similar enough."""
+    """Return the first sufficiently similar leader."""
     counts = Counter(words)
     for place, (leader, leader_counts) in enumerate(leaders):
         needed = MIN_SIMILARITY * (len(words) + len(leader)) / 2
@@ -132,7 +132,7 @@ def failures(
     tables: Sequence[Table],
     anchor: str,
 ) -> dict[str, Any] | None:
-    """The section's values; None if no response has a verdict.
+    """Return the section's values; None if no response has a verdict.
 
     Examples link to the conversations of `tables`, whose section has the id `anchor`.
     """
@@ -182,7 +182,7 @@ def _clustered(
     make: Callable[[Node, bool], Example],
     first: int,
 ) -> dict[str, Any]:
-    """The clusters of an evaluation; the first has the number `first`."""
+    """Return the clusters of an evaluation, numbered from `first`."""
     likeliest = mapping(evaluation.get("most_likely_failure"))
 
     def shown(node: Node | None) -> Example | None:
@@ -205,7 +205,7 @@ def _clustered(
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation up to the failing turn that stands for a cluster."""
+    """A conversation up to the failing turn that represents a cluster."""
 
     prompt: str
     turns: list[tuple[Node, bool]]  # each with whether it failed; the last alone if others are lost
@@ -215,7 +215,9 @@ class Example:
 
 
 def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool], Example]:
-    """Makes examples of a table's failures; a node that is not `is_stored` is looked up in it."""
+    """Return a builder of examples of a table's failures; nodes not `is_stored` are looked up
+    there.
+    """
     paths = Paths(run.tables.get(table, ()))
 
     def make(node: Node, is_stored: bool) -> Example:
@@ -236,7 +238,7 @@ def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool]
 
 
 class ClusterLabel(NamedTuple):
-    """A cluster of failures that a reader can choose."""
+    """A selectable cluster of failures."""
 
     table: str
     number: int
@@ -244,7 +246,7 @@ class ClusterLabel(NamedTuple):
 
 
 class Labels:
-    """Planted failures and clusters of a run, each by its place in a list.
+    """Planted failures and clusters of a run, by index.
 
     Clusters of an evaluation are its own, others are by wording.
     """
@@ -268,7 +270,7 @@ class Labels:
             self.clusters.append(ClusterLabel(grouped.table, number, group.size))
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
-        """The planted failures and the clusters of the failures among nodes."""
+        """Return the planted failures and the clusters of the failures among nodes."""
         failures = [node for node in nodes if node.is_failure]
         paths = Paths(nodes) if self._planted else None
         plants: set[int] = set()
@@ -286,7 +288,7 @@ class Labels:
 
 
 def _plants_of(run: RunRecord) -> Iterable[PlantedFailure]:
-    """The planted failures in a run's parameters; one that cannot be read is left out."""
+    """Return the planted failures in a run's parameters, omitting unreadable ones."""
     for group in run.hyper_params.values():
         for one in map(mapping, items(mapping(group).get("planted_failures"))):
             with suppress(ConfigurationError):

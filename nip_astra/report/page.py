@@ -1,4 +1,4 @@
-"""Write the report of one or several runs: one HTML file that needs nothing else."""
+"""Rendering of the report of one or several runs as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from nip_astra.utils import formatting
 from nip_astra.version import __version__
 
 COMPARISON_FILE = "comparison.html"
-"""Name of a report of several runs, beside the first run's directory."""
+"""File name of a report of several runs, beside the first run's directory."""
 VEILED = 'x" tabindex="0"'
 """Start of the attributes of a blurred element; see `veil` in parts.html.jinja."""
 TOOLS = '<div class="tools"'
-"""Start of the search among conversations."""
+"""Start of the search controls for conversations."""
 FILTERS = ("percent", "decimal", "count", "duration")
 
 logger = logging.getLogger(__name__)
 
 
 class Section(NamedTuple):
-    """A section that has been drawn."""
+    """A rendered section."""
 
     anchor: str
     title: str
@@ -79,7 +79,7 @@ def write_report(
     """
     if not run_paths:
         raise ConfigurationError(
-            "no run was given. Give one or more run directories, for instance runs/<run id>."
+            "no run given. Give one or more run directories, for instance runs/<run id>."
         )
     folder = Path(run_paths[0])
     if len(run_paths) == 1 and not is_run(folder) and runs_in(folder):
@@ -102,7 +102,7 @@ def write_report(
 
 
 def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
-    """The page about one run, or about several with a comparison first, as HTML."""
+    """Render the page about one run, or about several with a comparison first, as HTML."""
     max_nodes, max_characters = MAX_NODES // len(runs), MAX_CHARACTERS // len(runs)
 
     def sections_about(run: RunRecord, anchor: str, prefix: str, has_curves: bool) -> list[Section]:
@@ -142,7 +142,7 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
 def render_sections(
     title: str, facts: Sequence[tuple[str, str]], specs: Sequence[Spec], *, redact: bool = True
 ) -> str:
-    """A page of sections of one's own, as HTML."""
+    """Render a page of custom sections as HTML."""
     return _page(title, facts, _drawn(specs, redact), [])
 
 
@@ -176,7 +176,7 @@ def _page(
 
 
 def _drawn(specs: Sequence[Spec], redact: bool, prefix: str = "") -> list[Section]:
-    """The sections with anything to show; one that fails is replaced by its error."""
+    """Return the non-empty sections; one that fails is replaced by its error."""
     sections = []
     for spec in specs:
         try:
@@ -218,13 +218,13 @@ def _breakable(name: str) -> Markup:
 
 
 def _shown(value: object) -> object:
-    """Make a text safe, wherever a template writes it; what is HTML already was made of such."""
+    """Escape a text wherever a template writes it; HTML was already built from escaped texts."""
     return safe_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache
 def _source(name: str) -> str:
-    """A file beside the templates as it is."""
+    """Return the text of a file beside the templates."""
     loader = _environment().loader
     assert loader is not None
     source, _, _ = loader.get_source(_environment(), name)
@@ -232,5 +232,5 @@ def _source(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """What the page's policy calls a style or script by."""
+    """Return the digest of a style or script for the page's content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

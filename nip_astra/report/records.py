@@ -1,4 +1,4 @@
-"""Read a run directory for its report; what is missing or broken becomes a note, not an error."""
+"""Reading of a run directory for its report; missing or broken parts become notes, not errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ANALYSES = "analyses/*/*.json"
 CONVERSATION, TASK, PROTOCOL = "conversation", "task", "interaction_proof"
 """Kinds of run, as `results.json` names them."""
 MAX_ROWS = 200_000
-"""Rows read of one file; a report shows a sample of far fewer."""
+"""Maximum rows read from one file; a report shows a sample of far fewer."""
 REGRESSION = "message_regression"
 TEST_PREFIX = "test_"
 _BASELINE = "_baseline"
@@ -43,7 +43,7 @@ _REWARD_PREFIX = "reward/"
 
 @dataclass(frozen=True)
 class Node:
-    """One row of a table of conversations: a probe and the response to it."""
+    """One row of a table of conversations: a probe and its response."""
 
     step: int  # iteration
     node: int | None  # index in the tree, of the turn and below of its parent
@@ -104,7 +104,7 @@ class Node:
 
 
 class Columns:
-    """Numbers by name and step. Their memory is 16 bytes a number, however long a run is."""
+    """Numbers by name and step, with 16 bytes of memory per number."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.num_rows = 0
@@ -122,12 +122,12 @@ class Columns:
         return iter(self._columns)
 
     def points(self, name: str) -> list[tuple[float, float | None]]:
-        """Steps and values of a name, None for what is no number; empty for an unknown name."""
+        """Return steps and values of a name, None for non-numbers; empty for an unknown name."""
         steps, values = self._columns.get(name, ((), ()))
         return [(x, None if y != y else y) for x, y in zip(steps, values, strict=True)]
 
     def known(self, name: str) -> list[float]:
-        """The values of a name that are numbers."""
+        """Return the values of a name that are numbers."""
         return [value for value in self._columns.get(name, ((), ()))[1] if value == value]
 
 
@@ -164,7 +164,7 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """What was trained: a `CONVERSATION`, a `TASK` or an interaction `PROTOCOL`."""
+        """The kind of experiment: `CONVERSATION`, `TASK` or interaction `PROTOCOL`."""
         kind = text(self.results.get("kind"))
         # Conversations and tasks of older versions did not record it.
         has_protocol = bool(self.episodes or text(self.hyper_params.get("interaction_protocol")))
@@ -188,19 +188,19 @@ class RunRecord:
 
     @property
     def threshold(self) -> float | None:
-        """Score from which a response counts as a failure; None where no file says it."""
+        """Minimum score of a failure; None if no file has it."""
         groups = [*self.hyper_params.values(), *self.evaluations.values()]
         found = [number(mapping(group).get("failure_threshold")) for group in groups]
         return next((value for value in found if value is not None), None)
 
 
 def words(name: str) -> str:
-    """A name as words."""
+    """Return a name as words."""
     return name.replace("_", " ")
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return agent and figure of a metric's name; the agent of a figure of all agents is empty."""
+    """Return agent and figure of a metric's name; the agent is empty for a figure of all agents."""
     agent, _, figure = name.rpartition("/")
     if agent.partition("/")[0] in ("time", "memory"):
         return "", name
@@ -211,12 +211,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a file of a run."""
+    """Return whether a directory has a file of a run."""
     return any((path / name).is_file() for name in _KNOWN)
 
 
 def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
-    """Read everything of a run that its report shows; without `has_tables` no texts of models.
+    """Read everything of a run that its report shows; without `has_tables`, no texts of models.
 
     Raises
     ------
@@ -306,7 +306,7 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
 
 
 def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
-    """Results with the current keys, also if an older version wrote them."""
+    """Return results with the current keys, also if written by an older version."""
     training = mapping(results.get("training"))
     for name in ("iterations", "optimizer_steps"):
         old = training.get(name, results.get(f"num_{name}"))
@@ -316,13 +316,13 @@ def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads files of one run and notes what is wrong with them."""
+    """Reads the files of one run and notes their faults."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
 
     def document(self, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
-        """A JSON or YAML file that holds a mapping."""
+        """Read a JSON or YAML file with a mapping."""
         try:
             value = read(name)
         except (RunDirectoryError, RecursionError) as error:
@@ -335,7 +335,7 @@ class _Reader:
         return {str(key): item for key, item in value.items()}
 
     def lines(self, name: str, is_needed: bool = True) -> Iterator[dict[str, Any]]:
-        """The objects of a JSONL file; lines that are none are counted in a note."""
+        """Yield the objects of a JSONL file; invalid lines are counted in a note."""
         num_broken = num_rows = 0
         try:
             with (self.run.path / name).open(encoding="utf-8", errors="replace") as file:
@@ -364,7 +364,7 @@ class _Reader:
 
 
 def nodes_of(rows: Iterable[Mapping[str, Any]], threshold: float | None) -> list[Node]:
-    """Rows as nodes; one that is a whole conversation is an episode of its own."""
+    """Convert rows to nodes; one that is a whole conversation is a separate episode."""
     nodes: list[Node] = []
     for row in rows:
         node = node_of(row, threshold)
@@ -374,7 +374,7 @@ def nodes_of(rows: Iterable[Mapping[str, Any]], threshold: float | None) -> list
 
 
 def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
-    """A row as a node; columns that are missing or of another type are None or empty."""
+    """Convert a row to a node; missing columns or wrong types become None or empty."""
     place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
     parts = {
         name.removeprefix(_REWARD_PREFIX): number(value)
@@ -420,7 +420,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _log_lines(path: Path) -> list[str]:
-    """Distinct warnings and errors of the log, without their times, in order."""
+    """Return distinct warnings and errors of the log, without their times, in order."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

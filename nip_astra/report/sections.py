@@ -1,4 +1,4 @@
-"""The sections of a page: for each a title, a template, and the values that fill it."""
+"""The sections of a page, each with a title, a template and its values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NOT_STATED = "not stated"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A hyper-parameter with its source, which is empty if it is not known."""
+    """A hyper-parameter with its source, which is empty if unknown."""
 
     path: str
     value: str
@@ -61,12 +61,12 @@ class Parameter:
 
     @property
     def is_given(self) -> bool:
-        """Whether somebody chose it for this run."""
+        """Whether the user set it for this run."""
         return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
 
 
 def parameters(run: RunRecord) -> list[Parameter]:
-    """Every hyper-parameter that the run reads, with its source; all where sources are unknown."""
+    """Return every hyper-parameter read by the run, with its source; all if sources are unknown."""
     return [
         Parameter(path, value_text(value), run.sources.get(path, ""))
         for path, value in flatten(run.hyper_params)
@@ -75,7 +75,7 @@ def parameters(run: RunRecord) -> list[Parameter]:
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
-    """The commands that run it again, each with what it needs."""
+    """Return the commands that repeat the run, each with its requirements."""
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
@@ -95,7 +95,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def all_warnings(run: RunRecord) -> list[str]:
-    """The warnings of results, evaluations and log, each once."""
+    """Return the distinct warnings of results, evaluations and log."""
     found = [text(one) for one in items(run.results.get("warnings"))]
     of_evaluations: dict[str, list[str]] = {}
     for name, evaluation in run.evaluations.items():
@@ -111,7 +111,7 @@ def all_warnings(run: RunRecord) -> list[str]:
 
 
 def cards(run: RunRecord) -> dict[str, Any] | None:
-    """The cards, and the sentences about how the numbers can be had again."""
+    """Return the model cards, and sentences about reproducing the numbers."""
     if run.kind == PROTOCOL:
         return None
     measured = _of_evaluations(run)
@@ -127,7 +127,7 @@ def cards(run: RunRecord) -> dict[str, Any] | None:
 
 
 def determinism(run: RunRecord) -> list[str]:
-    """Conditions under which the same command gives the same numbers."""
+    """Return the conditions under which the same command gives the same numbers."""
     seed = text(run.hyper_params.get("seed"))
     found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
     threads = number(run.environment.get("num_threads"))
@@ -160,7 +160,7 @@ def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
-    """What the parameters say where no evaluation looked at the weights."""
+    """Return model facts from the parameters, if no evaluation inspected the weights."""
     sections = [mapping(value) for value in run.hyper_params.values()]
     section = next((one for one in sections if "target" in one and "scorer" in one), {})
     found: list[Mapping[str, Any]] = []
@@ -201,18 +201,18 @@ def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 Context = dict[str, Any]
 MAX_REPEATED = 8
-"""Probes in the list of the most frequent ones."""
+"""Maximum number of most frequent probes listed."""
 MAX_COMPARED = 12
-"""Groups of runs whose parameters stand side by side."""
+"""Maximum groups of runs with parameters side by side."""
 MAX_WITH_BEFORE = 3
-"""Agents up to which figures before training stand beside those after."""
+"""Maximum agents with figures before training beside those after."""
 _CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
 """Units over which intervals are computed."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A section: `build` gives what its template needs, or None where there is nothing to show."""
+    """A section; `build` returns the values of its template, or None if it has nothing to show."""
 
     name: str
     title: str
@@ -222,7 +222,7 @@ class Spec:
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
-    """The sections about one run; those that have nothing to show give None."""
+    """Return the sections about one run; those without content build None."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -274,7 +274,7 @@ def sections_of_run(
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
-    """The sections about several runs together; `anchors` is by the id() of a run."""
+    """Return the sections about several runs together; `anchors` is by the id() of a run."""
     return [
         Spec("overview", "Overview", lambda: _overview(groups, anchors)),
         Spec("differences", "What differs", lambda: differences(groups)),
@@ -295,7 +295,7 @@ def _summary(run: RunRecord) -> Context:
 
 
 def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
-    """Warnings; those that quote a failing probe are blurred with the failures."""
+    """Return warnings; those that quote a failing probe are blurred with the failures."""
     failing = {
         node.probe
         for nodes in run.tables.values()
@@ -308,7 +308,7 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
 
 
 def curves(groups: Sequence[RunGroup], *, means_only: bool = False) -> Context:
-    """The learning curves of runs; with `means_only` of the means of groups, without a table."""
+    """Return learning curves of runs; with `means_only` of the means of groups, without a table."""
     runs = [run for group in groups for run in group.runs]
     entries = [_legend_entry(one, means_only) for one in groups]
     return {
@@ -478,7 +478,7 @@ def _environment(run: RunRecord) -> Context | None:
 
 
 def _services(run: RunRecord) -> Context | None:
-    """The use of chat models by a run and its evaluations; None without any."""
+    """Return the usage of chat models by a run and its evaluations; None without any."""
     used = {"the run": run.results}
     used |= {f"evaluation {name}": one for name, one in run.evaluations.items()}
     services = {where: mapping(one.get("services")) for where, one in used.items()}
@@ -503,7 +503,7 @@ _OVERVIEWS = {
     TASK: ("Tasks", "Right answers before and after training."),
     PROTOCOL: ("Interaction protocols", "Test episodes with the right decision."),
 }
-"""Title and lead of the comparison by kind of run."""
+"""Title and introduction of the comparison by kind of run."""
 
 
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
@@ -533,7 +533,7 @@ def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
 def _block(
     group: RunGroup, anchors: Mapping[int, str], columns: Sequence[summary.Column]
 ) -> Context:
-    """The rows of a group of runs, and their mean."""
+    """Return the rows of a group of runs, and their mean."""
     rows = [
         {
             "label": run_label(run, group),
@@ -580,7 +580,7 @@ def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
 
 
 def differences(groups: Sequence[RunGroup]) -> Context:
-    """The parameters in which groups of runs differ."""
+    """Return the parameters in which groups of runs differ."""
     first = [group.runs[0] for group in groups][:MAX_COMPARED]
     names = [group.name or "value" for group in groups][:MAX_COMPARED]
     rows = [row for row in parameter_differences(first) if row[0] != "seed"]

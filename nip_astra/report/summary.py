@@ -41,9 +41,9 @@ from nip_astra.utils.formatting import (
 Report = Mapping[str, Any]
 """Figures of one measurement, as in `results.json`."""
 MEASUREMENTS = (("before", "before"), ("after", "after"), ("random_search", "random search"))
-"""Parts of `results.json` that are compared, with their headings."""
+"""Compared parts of `results.json`, with their headings."""
 ACCURACY = ("mean_accuracy", "accuracy")
-"""Names of the share of right decisions; the first that a run has counts."""
+"""Names of the share of correct decisions; the first that a run has is used."""
 _SAME_NLL = 0.005
 
 
@@ -58,7 +58,7 @@ class Tile:
 
 
 class Row(NamedTuple):
-    """A row of a table: a label and a cell for each column."""
+    """A table row: a label and a cell for each column."""
 
     label: str
     cells: list[str]
@@ -74,27 +74,27 @@ class AgentFigures:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of episodes with the right decision."""
+        """Share of episodes with a correct decision."""
         return number(self.overall.get(accuracy_name(self.overall)))
 
     @property
     def accuracy_text(self) -> str:
-        """That share with its interval and counts."""
+        """The share with its interval and counts."""
         return format_figure(self.overall, accuracy_name(self.overall))
 
     @property
     def num_episodes(self) -> float | None:
-        """Episodes on which the figures rest."""
+        """Number of episodes measured."""
         return number(self.overall.get("num_episodes"))
 
 
 def accuracy_name(report: Report) -> str:
-    """The name under which a report has its share of right decisions."""
+    """Return the name of a report's share of correct decisions."""
     return next((name for name in ACCURACY if number(report.get(name)) is not None), ACCURACY[0])
 
 
 def protocol_of(run: RunRecord) -> str:
-    """The name of a run's interaction protocol."""
+    """Return the name of a run's interaction protocol."""
     named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
     name = text(named) or "a protocol"
     is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
@@ -102,7 +102,7 @@ def protocol_of(run: RunRecord) -> str:
 
 
 def agent_figures(report: Report) -> AgentFigures:
-    """Sort the figures of a report by agent."""
+    """Group the figures of a report by agent."""
     found = AgentFigures()
     for name, value in report.items():
         agent, figure = split_name(name)
@@ -114,7 +114,7 @@ def agent_figures(report: Report) -> AgentFigures:
 
 
 def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures before and after training; empty where they were not measured."""
+    """Return the figures before and after training; empty if not measured."""
     return mapping(run.results.get("before")), mapping(run.results.get("after"))
 
 
@@ -122,7 +122,7 @@ def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class MetInTraining(NamedTuple):
-    """Planted failures that training met, and random search with as many target queries."""
+    """Planted failures found in training, and by random search with as many target queries."""
 
     found: int
     total: float
@@ -135,7 +135,7 @@ class MetInTraining(NamedTuple):
 
 
 def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
-    """The planted failures that training met; None if that is not stored."""
+    """Return the planted failures found in training; None if that is not stored."""
     training, search = mapping(results.get("training")), mapping(results.get("random_search"))
     plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
     total = number(mapping(results.get("after")).get("num_plants"))
@@ -148,7 +148,7 @@ def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
 
 
 def plants_found(report: Report) -> float | None:
-    """The planted failures found in held-out conversations."""
+    """Return the number of planted failures found in held-out conversations."""
     # Older results count those met in training under the other name.
     return number(report.get("plants_found_held_out", report.get("plants_found")))
 
@@ -179,7 +179,7 @@ def _num_distinct(report: Report) -> str:
 
 
 def verdict(run: RunRecord) -> list[str]:
-    """The findings of a run in words."""
+    """Return the findings of a run as sentences."""
     before, after = measured(run)
     if run.kind == PROTOCOL:
         return _protocol_verdict(run, agent_figures(before), agent_figures(after))
@@ -198,7 +198,7 @@ def verdict(run: RunRecord) -> list[str]:
 
 
 def _task_sentence(before: Report, after: Report) -> str:
-    """Return how many held-out problems, or answers to them, are correct."""
+    """Return how many held-out problems, or answers if several per problem, are correct."""
     num_answers, num_problems = number(after.get("num_answers")), number(after.get("num_problems"))
     rates = [
         f"{percent(one.get('accuracy'))} {interval(*interval_of(one, 'accuracy'))}".strip()
@@ -291,7 +291,7 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
 
 
 def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
-    """The accuracy of each agent that was tested without a conversation."""
+    """Return the accuracy of each agent that was tested without a conversation."""
     shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
     return [(words(name), percent(share)) for name, share in shares.items() if share is not None]
 
@@ -300,7 +300,7 @@ def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """The main figures that a run has."""
+    """Return the main figures of a run."""
     before, after = measured(run)
     made = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
     if number(after.get("failure_rate")) is not None:
@@ -372,7 +372,7 @@ def _cost_tiles(run: RunRecord, after: Report) -> Iterator[Tile]:
 
 
 def times(run: RunRecord) -> list[tuple[str, float]]:
-    """The seconds that each part of training took, the longest first."""
+    """Return the seconds of each part of training, the longest first."""
     sums: dict[str, float] = {}
     for name in run.timings:
         if name.startswith("time/") and name.endswith("_seconds"):
@@ -384,14 +384,14 @@ def times(run: RunRecord) -> list[tuple[str, float]]:
 
 
 class FigureRow(NamedTuple):
-    """A row of the table of measurements: its label and its cell for a measurement."""
+    """A row of the table of measurements: its label and a function of its cells."""
 
     label: str
     cell: Callable[[Report], str]
 
 
 def figure(name: str) -> Callable[[Report], str]:
-    """A writer of the figure of this name."""
+    """Return a formatter of the figure of this name."""
     return lambda report: format_figure(report, name)
 
 
@@ -416,7 +416,7 @@ MAIN_ROWS = (
 
 
 def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
-    """Return headings and rows of the measurements beside each other."""
+    """Return headings and rows of the measurements side by side."""
     shown = [(heading, mapping(run.results.get(name))) for name, heading in MEASUREMENTS]
     if run.kind == PROTOCOL:
         shown += [
@@ -491,7 +491,7 @@ class Column(NamedTuple):
     write: Callable[[Report], str] | None = None
 
     def cell(self, report: Report) -> str:
-        """The cell of a run."""
+        """Return the cell of a run."""
         if self.write is not None:
             return self.write(report)
         known = [name for name in self.names if name in report] or self.names
@@ -525,14 +525,14 @@ OVERVIEW: dict[str, tuple[Column, ...]] = {
 
 
 def reward_texts(run: RunRecord) -> list[str]:
-    """Each agent's mean reward of an episode after training."""
+    """Return each agent's mean reward per episode after training."""
     after = agent_figures(measured(run)[1]).by_agent
     rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
     return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
 
 
 def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
-    """Lay out a rate with its interval on a line from 0 to 100 %; the main one of the report."""
+    """Lay out a rate with its interval from 0 to 100 %; by default the report's main rate."""
     if not name:
         named = ("failure_rate", *ACCURACY)
         name = next((one for one in named if number(report.get(one)) is not None), named[0])
@@ -540,7 +540,7 @@ def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
 
 
 def _place(name: str) -> tuple[bool, bool, bool, str]:
-    """The order of figures: deviations last, accuracy and means first."""
+    """Return the sort key of a figure: deviations last, accuracy and means first."""
     return name.startswith("std_"), "accuracy" not in name, not name.startswith("mean_"), name
 
 

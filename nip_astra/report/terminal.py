@@ -1,4 +1,4 @@
-"""Tables of a run's results and of a dry run for the terminal."""
+"""Terminal tables of a run's results and of a dry run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def print_dry_run(
 
 
 def _print_placement(plans: Sequence[Plan], console: Console, price: float | None) -> None:
-    """Print a column for each number of devices, and say what was measured."""
+    """Print a column for each number of devices, and what was measured."""
     rows = {
         "with work to do": [f"{plan.num_used:,}" for plan in plans],
         **{
@@ -121,7 +121,7 @@ def _heading(run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
 
 
 def _print_plants(rows: Sequence[Row], console: Console) -> None:
-    """Print the planted failures, with their rarity where it is known."""
+    """Print the planted failures, with their rarity if known."""
     first = 1 if any(row.cells[1] != NOTHING for row in rows) else 2
     headings = ["description", "met by ordinary turns", "training", "random search"]
     cells = [Row(row.label, row.cells[first:]) for row in rows]
@@ -131,7 +131,7 @@ def _print_plants(rows: Sequence[Row], console: Console) -> None:
 def _print_table(
     corner: str, headings: Sequence[str], rows: Sequence[Row], console: Console
 ) -> None:
-    """Print the rows, without standard deviations; nothing where there are none."""
+    """Print the rows, without standard deviations; nothing if there are none."""
     shown = [row for row in rows if not row.label.startswith("std ")]
     if not shown:
         return

@@ -1,4 +1,4 @@
-"""Transcripts of a page: conversations, answers to tasks, and episodes of a protocol."""
+"""Transcripts of a page: conversations, answers to tasks, and protocol episodes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Key = tuple[int, int, str]
 """Identity of a conversation within its table: step, episode, opening."""
 AnyRow = TypeVar("AnyRow")
 MAX_NODES = 5_000
-"""Nodes that a page shows at most."""
+"""Maximum number of nodes on a page."""
 MAX_CHARACTERS = 1_400_000
-"""Size of the conversations of a page at most, markup included."""
+"""Maximum characters of the conversations of a page, including markup."""
 FIRST_EPISODES = 20
-"""Episodes of a list that are in view; the others are folded away."""
+"""Number of visible episodes of a list; the others are folded."""
 NUM_SHADES = 10
-"""Steps of the colour scale."""
+"""Number of steps of the colour scale."""
 _MARKUP_OF_NODE = 260
 _MARKUP_OF_EPISODE = 480
 _CHAINS = re.compile(r"before|evaluation|evaluations/.*")
-"""Tables of conversations that do not branch, so turns follow one another by depth."""
+"""Tables of unbranched conversations, whose turns are ordered by depth."""
 MAX_EPISODES = 12
-"""Episodes of a protocol of a table and iteration that a page shows."""
+"""Maximum protocol episodes per table and iteration on a page."""
 MAX_ROUNDS = 40
-"""Rounds of an episode that a page shows."""
+"""Maximum rounds of an episode on a page."""
 SHOWN_ROUNDS = 3
-"""Rounds listed beside a place of a picture that was named more often."""
+"""Maximum rounds listed beside a location of a picture."""
 DECISIONS = {0: "rejects", 1: "accepts", 2: "goes on"}
 UNDECIDED = 2
 _TITLES = {"evaluation": "After training, {}", "before": "Before training, {}"}
 _TITLES |= {"train": "During training"}
 _ORDER = ["evaluation", "train", "before"]
 _SPLIT_OF = {"train": "train", "before": "test", "evaluation": "test"}
-"""Split of the rollouts of which a table of episodes is a sample."""
+"""Split of the rollouts that a table of episodes samples."""
 
 
 # ---- conversations
@@ -52,7 +52,7 @@ _SPLIT_OF = {"train": "train", "before": "test", "evaluation": "test"}
 
 @dataclass
 class Turn:
-    """A node as the page shows it."""
+    """A node as shown on the page."""
 
     node: Node
     shade: int | None  # by reward, from the run's lowest to its highest
@@ -85,25 +85,25 @@ class Episode:
 
     @property
     def first_failure(self) -> int | None:
-        """The earliest turn at which the target failed, from 1."""
+        """The first turn at which the target failed, from 1."""
         failed = [turn.node.depth + 1 for turn in self.turns if turn.outcome == "failure"]
         return min(failed, default=None)
 
     @property
     def is_failed(self) -> bool:
-        """Whether some response failed."""
+        """Whether any response failed."""
         return any(turn.outcome == "failure" for turn in self.turns)
 
     @property
     def is_chain(self) -> bool:
-        """Whether every turn has at most one that follows it, so it reads as a transcript."""
+        """Whether every turn has at most one successor, so it reads as a transcript."""
         if self.is_flat or len(self.roots) != 1:
             return False
         return all(len(turn.children) <= 1 for turn in self.turns)
 
     @property
     def levels(self) -> list[Turn]:
-        """The worst turn of each depth."""
+        """Return the worst turn of each depth."""
         worst: dict[int, Turn] = {}
         for turn in self.turns:
             known = worst.get(turn.node.depth)
@@ -118,7 +118,7 @@ class Episode:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Order of episodes: highest score, then highest reward."""
+        """Sort key of episodes: highest score, then highest reward."""
         return _score(self.worst), max(_reward(turn) for turn in self.turns)
 
     @property
@@ -130,7 +130,7 @@ class Episode:
 
 @dataclass
 class Table:
-    """Conversations of one table at one iteration that the page shows."""
+    """Conversations of one table at one iteration on the page."""
 
     name: str
     title: str
@@ -142,19 +142,19 @@ class Table:
 
     @property
     def num_failed(self) -> int:
-        """Episodes shown that hold a failure."""
+        """Number of shown episodes with a failure."""
         return sum(episode.is_failed for episode in self.episodes)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Turns numbers into steps of the colour scale; `low` and below is 0, `high` the last."""
+    """Maps numbers to steps of the colour scale; `low` and below is 0, `high` the last."""
 
     low: float
     high: float
 
     def shade(self, value: float | None) -> int | None:
-        """The step of a value, None where there is none."""
+        """Return the step of a value, None for None."""
         if value is None:
             return None
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
@@ -162,7 +162,7 @@ class Scale:
 
 
 def reward_scale(run: RunRecord) -> Scale:
-    """The scale from the lowest to the highest reward of a run's conversations."""
+    """Return the scale from the lowest to the highest reward of a run's conversations."""
     rewards = [node.reward for nodes in run.tables.values() for node in nodes]
     known = [reward for reward in rewards if reward is not None]
     return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
@@ -171,7 +171,7 @@ def reward_scale(run: RunRecord) -> Scale:
 def tables_of(
     run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
 ) -> list[Table]:
-    """A run's conversations by table and iteration, a sample where they are too many.
+    """Return a run's conversations by table and iteration, a sample if there are too many.
 
     `prefix` begins the ids of conversations on the page.
     """
@@ -194,7 +194,7 @@ def tables_of(
 
 
 def _name_turns(table: str, episodes: Sequence[Episode], prefix: str, taken: set[str]) -> None:
-    """Give conversations and turns their ids, the same whenever the page is made again."""
+    """Assign ids to conversations and turns, equal whenever the page is rendered again."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", table.removeprefix("evaluations/")).strip("-")
     for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
         first = episode.turns[0].node
@@ -212,12 +212,12 @@ def _name_turns(table: str, episodes: Sequence[Episode], prefix: str, taken: set
 
 
 def order_of(table: str) -> int:
-    """The place of a table among those of a run; the trained attacker's comes first."""
+    """Return the position of a table among those of a run; the trained attacker's comes first."""
     return _ORDER.index(table) if table in _ORDER else 0
 
 
 def title_of(table: str, data: str) -> str:
-    """The heading of a table, with what its data were."""
+    """Return the heading of a table, with its data."""
     named = table.replace("evaluations/", "Evaluation ")
     return _TITLES[table].format(data) if table in _TITLES else named
 
@@ -225,7 +225,7 @@ def title_of(table: str, data: str) -> str:
 def by_step(
     tables: Mapping[str, Sequence[AnyRow]],
 ) -> Iterator[tuple[str, int, list[AnyRow]]]:
-    """Give name, iteration and rows of each table, the newest iteration first."""
+    """Yield name, iteration and rows of each table, the newest iteration first."""
     for name in sorted(tables, key=lambda name: (order_of(name), name)):
         found: dict[int, list[AnyRow]] = {}
         for row in tables[name]:
@@ -292,7 +292,7 @@ def _turn(node: Node, scale: Scale) -> Turn:
 
 
 def _shares(sizes: Sequence[int], total: int) -> list[int]:
-    """Divide a total among tables: small ones get all they need, large ones equal parts."""
+    """Split a total among tables: small ones get all they need, large ones equal parts."""
     shares = [0] * len(sizes)
     left = total
     for place, index in enumerate(sorted(range(len(sizes)), key=lambda index: sizes[index])):
@@ -343,7 +343,7 @@ def _reward(turn: Turn) -> float:
 
 
 def key_of(node: Node) -> Key:
-    """The conversation of a node."""
+    """Return the conversation of a node."""
     return node.step, *node.conversation
 
 
@@ -356,9 +356,9 @@ class Paths:
             self._conversations.setdefault(key_of(node), []).append(node)
 
     def to(self, node: Node) -> list[Node]:
-        """The turns from the opening to a node, itself the last.
+        """Return the turns from the opening to a node, inclusive.
 
-        The node alone where the rows do not hold the turns before it.
+        Only the node if the rows lack the turns before it.
         """
         others = self._conversations.get(key_of(node), [node])
         if node.node is not None and node.parent is not None:
@@ -369,7 +369,7 @@ class Paths:
         return [*earlier, node] if is_chain else [node]
 
     def find(self, like: Node) -> Node | None:
-        """The turn that says the same at the same place; None where there is none."""
+        """Return the turn with the same text at the same position; None without one."""
         for (_, *conversation), nodes in self._conversations.items():
             if tuple(conversation) == like.conversation:
                 for node in nodes:
@@ -390,7 +390,7 @@ def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
 
 
 def label_of(table: str, node: Node) -> str:
-    """The name of a node's conversation."""
+    """Return the name of a node's conversation."""
     when = f", iteration {node.step:,}" if node.step else ""
     name = table.removeprefix("evaluations/")
     quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
@@ -402,7 +402,7 @@ def label_of(table: str, node: Node) -> str:
 
 @dataclass(frozen=True)
 class Move:
-    """A message of an agent in one channel in a round of a protocol."""
+    """An agent's message in one channel in a round of a protocol."""
 
     round: str  # empty in further lines of it
     agent: str
@@ -416,7 +416,7 @@ class Move:
 
 @dataclass(frozen=True)
 class ProtocolEpisode:
-    """An episode of a protocol as the page shows it."""
+    """A protocol episode as shown on the page."""
 
     outcome: str  # right, wrong or undecided
     label: str
@@ -461,7 +461,7 @@ def episode_tables(run: RunRecord) -> list[EpisodeTable]:
 
 
 def _verdicts(run: RunRecord, table: str, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Agent, analyser and a judge's answer about an episode."""
+    """Yield agent, analyser and a judge's answer about an episode."""
     step, episode = number(row.get("step")), number(row.get("episode"))
     place = (_SPLIT_OF.get(table, table), int(step or 0) - 1)
     for analysis in run.analyses:
@@ -473,12 +473,12 @@ def _verdicts(run: RunRecord, table: str, row: Mapping[str, Any]) -> Iterator[tu
 
 
 def split_and_iteration(analysis: Mapping[str, Any]) -> tuple[str, int]:
-    """Return which rollouts an analysis is about."""
+    """Return the rollouts that an analysis is about."""
     return text(analysis.get("split")), int(number(analysis.get("iteration")) or 0)
 
 
 def outcome_of(row: Mapping[str, Any]) -> str:
-    """Say how an episode ended."""
+    """Describe how an episode ended."""
     decision = number(row.get("decision"))
     if decision is None or decision == UNDECIDED:
         return "undecided"
@@ -486,7 +486,7 @@ def outcome_of(row: Mapping[str, Any]) -> str:
 
 
 def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Take right, wrong and undecided episodes in turn, the longest of each first."""
+    """Interleave correct, wrong and undecided episodes, the longest of each first."""
     longest = sorted(rows, key=lambda row: -len(items(row.get("rounds"))))
     kinds = {kind: [] for kind in ("right", "wrong", "undecided")}  # type: dict[str, list[Any]]
     for row in longest:
@@ -540,7 +540,7 @@ def _label(value: Any, view: DatapointView) -> str:
 
 
 def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Move]:
-    """The lines of a round: one for each agent and channel, and rewards of who did nothing."""
+    """Return the lines of a round: one per agent and channel, and rewards of inactive agents."""
     rewards = {name: number(value) or 0.0 for name, value in mapping(one.get("rewards")).items()}
     found: list[Move] = []
     for move in (mapping(move) for move in items(one.get("moves"))):
@@ -578,7 +578,7 @@ def _signed(value: float) -> str:
 
 
 def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
-    """What was sent, in the scenario's own words; a text as it is."""
+    """Format a message in the scenario's own terms; texts are unchanged."""
     if isinstance(symbols, str):
         return symbols
     named = [
@@ -592,7 +592,7 @@ def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
 def _choices(
     rounds: Sequence[Mapping[str, Any]], view: DatapointView, colors: Mapping[str, int]
 ) -> list[Choice]:
-    """The places that were named, each once for each agent, with the rounds."""
+    """Return the named locations, each once per agent, with the rounds."""
     found: dict[tuple[int, int, str], list[str]] = {}
     for one in rounds:
         for move in (mapping(move) for move in items(one.get("moves"))):
@@ -613,7 +613,7 @@ def _choices(
 
 
 def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
-    """The view of a datapoint; a plain one if no scenario knows its kind."""
+    """Return the view of a datapoint; a plain one if no scenario knows its kind."""
     kind = datapoint.get("kind")
     if not isinstance(kind, str):
         return DatapointView(datapoint)

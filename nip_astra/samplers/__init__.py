@@ -1,1 +1,1 @@
-"""Samplers play episodes between agents."""
+"""Samplers, which run episodes of agents."""

@@ -1,4 +1,4 @@
-"""Responses of chat models, stored as they arrive, so that a killed run requests none twice."""
+"""Journal of chat models' responses, so that a killed run repeats no request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AnswerJournal:
         return len(self._by_id)
 
     def get(self, request_id: str) -> StoredResponses | None:
-        """The responses to a request; None if it is new."""
+        """Return the responses to a request; None if it is new."""
         found = self._by_id.get(request_id)
         if found is None and self.is_replayed:
             raise CheckpointError(
@@ -76,7 +76,7 @@ class AnswerJournal:
                 ) from error
 
     def tokens(self) -> tuple[int, int]:
-        """Tokens of prompts and of answers that were paid for."""
+        """Return the paid tokens of prompts and of answers."""
         paid = [one for one in self._by_id.values() if not one.is_cached]
         return sum(one.prompt_tokens for one in paid), sum(one.completion_tokens for one in paid)
 
@@ -103,7 +103,7 @@ class AnswerJournal:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Add a whole line or nothing: the next answer, of another request, must begin a new one."""
+    """Append a whole line or nothing, so that the next answer starts a new line."""
     with path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         try:

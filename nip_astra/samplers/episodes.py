@@ -1,4 +1,4 @@
-"""Play episodes of a protocol in many environments at once.
+"""Sampling of protocol episodes in many environments in parallel.
 
 Shapes: E environments, T rounds played, A agents, C channels, P positions, S symbols.
 """
@@ -34,7 +34,7 @@ class EpisodeSampler:
 
     @torch.no_grad()
     def collect(self, num_steps: int) -> TensorDict:
-        """Play `num_steps` rounds in every environment.
+        """Run `num_steps` rounds in every environment.
 
         Returns
         -------
@@ -60,18 +60,18 @@ class EpisodeSampler:
         return _assemble(frames, moves, transitions)
 
     def look_ahead(self, num_steps: int) -> TensorDict:
-        """The next episodes of `collect`, without running them."""
+        """Return the next episodes of `collect` without advancing the sampler."""
         state = self.state()
         batch = self.collect(num_steps)
         self.load_state(state)
         return batch
 
     def begin_anew(self) -> None:
-        """Leave the episodes in progress; the next batch starts with new ones."""
+        """Abandon the episodes in progress; the next batch starts new ones."""
         self._frame = None
 
     def state(self) -> dict[str, Any]:
-        """Everything that determines the next episodes."""
+        """Return everything that determines the next episodes."""
         return {
             "environment": self.environment.state(),
             "generator": self.generator.get_state(),
@@ -90,7 +90,7 @@ class EpisodeSampler:
 def _assemble(
     frames: list[dict[str, Tensor]], moves: list[JointMoves], transitions: list[Transition]
 ) -> TensorDict:
-    """Put frames side by side; what follows a frame shares memory with the frame after it."""
+    """Stack frames; the next observation of a frame shares memory with the following frame."""
     seen = {name: torch.stack([f[name] for f in frames], dim=1) for name in frames[0]}
     steps = [transition.step for transition in transitions]
     done_ET1 = torch.stack([t.is_done_E for t in transitions], dim=1).unsqueeze(-1)

@@ -31,7 +31,7 @@ from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS, split_evenly
 logger = logging.getLogger(__name__)
 
 SMALLEST_PART = 64
-"""Nodes of a tree rollout that are worth a forked process."""
+"""Minimum nodes of a tree rollout for a forked process."""
 RUN_PARTS = "run_parts"
 """Name of the team's handler, `run_requested` of the trainer's sampler."""
 
@@ -43,7 +43,7 @@ Agents = Sequence[Speaker | TextAttacker]
 
 @dataclass(frozen=True)
 class PartCall(Generic[Part]):
-    """Runs one part of a rollout, also in a process that has a copy of the agents.
+    """Runs one part of a rollout, also in another process that has a copy of the agents.
 
     `agents` are equal in all calls of a rollout. Another process of a team makes an equal call from
     `request`, which holds plain values; `to_plain` and `from_plain` convert the result.
@@ -57,7 +57,7 @@ class PartCall(Generic[Part]):
 
 
 class WorkerResult(NamedTuple, Generic[Part]):
-    """The parts that one process ran, and what its agents counted."""
+    """The parts run by one process, and the counts of its agents."""
 
     parts: list[Part]
     counts: list[TokenCount]
@@ -101,17 +101,17 @@ def cut_problems(agent: ConversationAgent, num_problems: int, num_parts: int) ->
 
 
 class Executor:
-    """Runs parts one after another in this process."""
+    """Runs parts sequentially in this process."""
 
     def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
-        """The results of each process, in the order of the calls.
+        """Return the results of each process, in the order of the calls.
 
         Tokens are counted as if this process had run all parts.
         """
         return [WorkerResult([call.run() for call in calls], [], [])]
 
     def begin(self, calls: Sequence[PartCall[Part]]) -> Callable[[], list[WorkerResult[Part]]]:
-        """Start `map` with the current weights; the returned function waits for the results.
+        """Start `map` with the current weights; return a function that waits for the results.
 
         Without actors the parts are run before this returns.
         """
@@ -139,7 +139,7 @@ class ForkedProcesses(Executor):
 
 
 class RayActors(Executor):
-    """Runs each part as a call of its own, so that faster actors run more of them."""
+    """Runs each part as a separate call, so that faster actors run more of them."""
 
     def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
         return self.begin(calls)()
@@ -160,7 +160,7 @@ class RayActors(Executor):
 
 
 class TeamExecutor(Executor):
-    """Runs parts in all processes of a team, each with models of equal weights."""
+    """Runs parts in all processes of a team, whose models have equal weights."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
@@ -192,7 +192,7 @@ class TeamExecutor(Executor):
 def choose_executor(
     calls: Sequence[PartCall[Part]], *, team: Team | None = None, max_processes: int | None = None
 ) -> Executor:
-    """The executor for some parts on this machine.
+    """Choose the executor for some parts on this machine.
 
     A `team` has equal agents, and `run_requested` as the handler `RUN_PARTS`.
     """
@@ -210,7 +210,7 @@ def choose_executor(
 
 
 def run_local(runs: Sequence[Callable[[], Part]], agents: Agents) -> WorkerResult[Part]:
-    """Run parts in this process and count what its agents do meanwhile."""
+    """Run parts in this process and count the work of its agents."""
     agents = _distinct(agents)
     before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
@@ -285,7 +285,7 @@ def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
 
 
 def _add_counts(agents: Agents, results: Sequence[WorkerResult[Part]]) -> None:
-    """Count what other processes did as if this one had."""
+    """Add the counts of other processes to those of this process."""
     agents = _distinct(agents)
     for result in (one for one in results if one.parts):
         for model, spent in zip(_counted_models(agents), result.counts, strict=True):
@@ -299,12 +299,12 @@ def _distinct(agents: Agents) -> list[Speaker | TextAttacker]:
 
 
 def _counted_models(agents: Agents) -> list[TokenModel | ChatWork]:
-    """The agents' models, one of those that share a count."""
+    """Return the agents' models, one per shared count."""
     return list({id(model.token_count): model for model in _models_of(agents)}.values())
 
 
 def _models_of(agents: Agents) -> Iterator[TokenModel | ChatWork]:
-    """The agents' models, those inside a combined model first."""
+    """Yield the agents' models, starting with those inside a combined model."""
     for agent in agents:
         yield from getattr(agent.language_model, "voices", ())
         yield agent.language_model
@@ -314,7 +314,7 @@ def _models_of(agents: Agents) -> Iterator[TokenModel | ChatWork]:
 
 
 class AsyncRolloutParameters(SubParameters):
-    """How far sampling may be ahead of learning."""
+    """Maximum lag of sampling weights behind learning weights."""
 
     max_staleness: int = Field(default=0, ge=0, le=16)
     """Iterations by which the sampling weights lag behind the learning weights. 0 samples and
@@ -352,7 +352,7 @@ class AsyncRollouts(Generic[Rollout]):
         self._pending: dict[int, _PendingRollout[Rollout]] = {}
 
     def take(self, iteration: int) -> tuple[Rollout, int]:
-        """The rollout of an iteration, and by how many iterations its weights lag behind."""
+        """Return the rollout of an iteration, and its weights' lag in iterations."""
         self._begin([iteration], version=iteration)
         pending = self._pending.pop(iteration)
         return pending.wait(), iteration - pending.version
@@ -370,7 +370,7 @@ class AsyncRollouts(Generic[Rollout]):
                 self._pending[number] = _PendingRollout(version, wait)
 
     def wait(self) -> None:
-        """Wait for all rollouts in progress; raises their errors."""
+        """Wait for all rollouts in progress and raise their errors."""
         for number, pending in self._pending.items():
             self._keep(number, pending.version, pending.wait())
 
@@ -378,7 +378,7 @@ class AsyncRollouts(Generic[Rollout]):
         self._pending[iteration] = _PendingRollout(version, lambda: rollout)
 
     def state(self) -> dict[int, Any]:
-        """The unused rollouts, after waiting for those in progress."""
+        """Return the unused rollouts, after waiting for those in progress."""
         self.wait()
         return {
             number: self._to_plain(pending.wait()) | {"version": pending.version}

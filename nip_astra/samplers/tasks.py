@@ -1,4 +1,5 @@
-"""Run a policy in the environments of a task, all episodes of a part together, turn by turn.
+"""Sampling of a policy in a task's environments, turn by turn, with all episodes of a part
+together.
 
 Environments step where their episode runs; all are rated in this process.
 """
@@ -62,21 +63,21 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 WORTH_A_FORK = 0.06
-"""Processor seconds of a part above which a forked process saves time."""
+"""CPU seconds of a part above which a forked process saves time."""
 
 _seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
-"""Processor seconds of an episode when a model last sampled in this process alone; 0 after the
-first time, which allocates memory."""
+"""CPU seconds per episode when a model last sampled in this process alone; 0 after the first time,
+which allocates memory."""
 _is_picklable: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 Draw = Callable[[Sequence[Sequence[int]], int, Tensor, SamplingOptions], Generation]
-"""Draws continuations, as `TrainingService.sample` and `LanguageModel.generate` do."""
+"""Samples continuations, like `TrainingService.sample` and `LanguageModel.generate`."""
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """How problems are played: `num_runs` each, with at most `max_turns` turns of the policy.
+    """Sampling plan of problems: `num_runs` each, with at most `max_turns` turns of the policy.
 
     An episode that takes longer ends with reward 0. `key`, which includes the seed, names the
     randomness.
@@ -90,7 +91,7 @@ class TaskPlan:
 
 @dataclass
 class PlayedEpisode:
-    """An episode before, during or after play, and not rated yet.
+    """An episode before, during or after sampling, not rated yet.
 
     `spans` has a list per trajectory: one, unless the context lost its oldest turns. `is_over`: the
     environment ended it. `is_cut`: the policy had no room to end a turn.
@@ -109,11 +110,11 @@ class PlayedEpisode:
 
     @property
     def concurrency(self) -> int:
-        """How many environments such as this one may run at once."""
+        """Maximum number of concurrent environments of this kind."""
         return getattr(self.episode.environment, "concurrency", 1)
 
     def observe(self, messages: Sequence[Message], *, has_template: bool) -> list[tuple[str, str]]:
-        """Add messages to the episode; gives roles and texts for the next context."""
+        """Add messages to the episode; return roles and texts for the next context."""
         introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
         self.episode.messages += messages
         found = []
@@ -127,7 +128,7 @@ class PlayedEpisode:
         return found
 
     def read(self, context: Sequence[int]) -> None:
-        """Continue with a context; a new trajectory begins if it does not extend the last."""
+        """Continue with a context; start a new trajectory if it does not extend the last."""
         known = [token for span in self.spans[-1] for token in span.ids] if self.spans else []
         if not self.spans or list(context[: len(known)]) != known:
             self.spans.append([])
@@ -152,7 +153,7 @@ def observe_together(
 
 
 def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
-    """The trajectories with the present rewards of the episodes."""
+    """Return the trajectories with the episodes' current rewards."""
     return Trajectory.all_from_spans(
         [spans for one in played for spans in one.spans],
         [
@@ -171,7 +172,7 @@ def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
 
 
 def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[PlayedEpisode]:
-    """All runs of problems, those of a problem adjacent; see `Environment.is_stateless`."""
+    """Create all runs of problems, those of a problem adjacent; see `Environment.is_stateless`."""
     episodes = []
     for problem in problems:
         group_id = f"{plan.split}-{problem}"
@@ -204,7 +205,7 @@ def play_episodes(
     plan: TaskPlan,
     sample: Draw | None = None,
 ) -> list[PlayedEpisode]:
-    """Play episodes of `new_episodes` together; turns depend on key, problem and run alone.
+    """Sample the episodes of `new_episodes` together; turns depend only on key, problem and run.
 
     `sample` replaces the agent's own model.
     """
@@ -266,7 +267,7 @@ def _take_turns(
             generation = sample(contexts, shared, rows, agent.sampling)
         else:
             assert session is not None
-            generation = agent.speak(session, contexts, shared, rows).generation
+            generation = session.generate(contexts, shared, rows, agent.sampling).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
@@ -284,7 +285,7 @@ def _take_turns(
 def _settle(
     session: GenerationSession, sampled: Sequence[tuple[Generation, Sequence[TokenSpan]]]
 ) -> None:
-    """Give spans the final log-probabilities of their tokens."""
+    """Set the final log-probabilities of the tokens of spans."""
     settled = session.settle([generation for generation, _ in sampled])
     for one, (generation, spans) in zip(settled, sampled, strict=True):
         if one is not generation:
@@ -305,7 +306,7 @@ def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:
 
 
 def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> list[Value]:
-    """Results of a call by place; places with a concurrency above 1 run in threads."""
+    """Return results of a call by index; those with a concurrency above 1 run in threads."""
     parallel = [place for place, most in enumerate(concurrencies) if most > 1]
     found: dict[int, Value] = {}
     if len(parallel) > 1:
@@ -317,7 +318,7 @@ def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> l
 def _act(
     episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
 ) -> None:
-    """Let each environment, or the tools that are called, react to the policy's turn."""
+    """Let each environment, or the called tools, react to the policy's turn."""
     contents = agent.content_ids(generation)
     lengths = generation.mask_BT.sum(dim=1).tolist()
     ids, logprobs = generation.ids_BT.tolist(), generation.logprobs_BT.tolist()
@@ -336,18 +337,18 @@ def _act(
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
-    told = [
+    observed = [
         (one, reaction.messages)
         for one, (reaction, _) in zip(episodes, reactions, strict=True)
         if reaction.messages
     ]
-    observe_together(agent, [one for one, _ in told], [messages for _, messages in told])
+    observe_together(agent, [one for one, _ in observed], [messages for _, messages in observed])
 
 
 def _reactions(
     episodes: Sequence[PlayedEpisode], texts: Sequence[str], agent: ConversationAgent
 ) -> list[tuple[Reaction, Counter[str]]]:
-    """Reactions to messages of the policy, and counts of its calls of tools."""
+    """Return reactions to the policy's messages, and counts of its tool calls."""
     has_template = agent.conversation_format.supports_tools
     calls = [
         one.toolbox.calls_in(text, has_template=has_template)
@@ -383,7 +384,7 @@ def _reactions(
 
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
-    """Played episodes with the rewards of the environments, or else of the task."""
+    """Rate episodes with the rewards of the environments, or else of the task."""
     for one in played:
         if not one.is_over:
             one.episode.reward = 0.0
@@ -396,7 +397,7 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
 
 
 def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
-    """Tokens of the policy's last message."""
+    """Return the tokens of the policy's last message."""
     sampled = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
     return sampled[-1] if sampled else ()
 
@@ -453,7 +454,7 @@ def _part_call(
 def requested_part(
     agent: ConversationAgent, task: Task, request: Mapping[str, Any]
 ) -> PartCall[list[PlayedEpisode]]:
-    """The call that the leader of a team requests."""
+    """Return the call that the leader of a team requests."""
     split, num_runs, max_turns, key = request["plan"]
     plan = TaskPlan(split, num_runs, max_turns, tuple(key))
     return _part_call(agent, task, new_episodes(task, request["problems"], plan), plan)
@@ -466,7 +467,7 @@ def _fork_if_worth_it(
     smallest: int,
     model: TokenModel,
 ) -> list[WorkerResult[list[PlayedEpisode]]]:
-    """Fork if the smallest part, of so many episodes, takes long enough and can be sent back."""
+    """Fork if the smallest part takes long enough and its environments can be pickled."""
     if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
         kinds = _unpicklable_kinds(environments)
         if not kinds:
@@ -482,7 +483,7 @@ def _fork_if_worth_it(
 
 
 def _unpicklable_kinds(environments: Sequence[Environment]) -> list[str]:
-    """The classes of environments that cannot be pickled; one of each is tried, once."""
+    """Return the classes of environments that cannot be pickled; one of each is tried, once."""
     found = []
     for kind, one in {type(one): one for one in reversed(environments)}.items():
         if kind not in _is_picklable:
@@ -509,7 +510,7 @@ def _warn_of_unpicklable(kinds: str) -> None:
 
 
 def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
-    """All but the environments: data of other machines is never unpickled."""
+    """Return everything but the environments: data of other machines is never unpickled."""
     spans = [span for one in episodes for some in one.spans for span in some]
     known = [span.logprobs for span in spans if span.logprobs is not None]
     return {
@@ -539,7 +540,7 @@ def _from_plain(
     episodes: Sequence[PlayedEpisode],
     plain: Mapping[str, Any],
 ) -> list[PlayedEpisode]:
-    """The episodes of `_to_plain`."""
+    """Return the episodes of `_to_plain`."""
     ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
 
     def span(length: int, has_logprobs: bool) -> TokenSpan:
@@ -563,7 +564,7 @@ def _from_plain(
 
 
 def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None:
-    """Bring a new environment to the state of the one in another process."""
+    """Bring a new environment to the state of that in another process."""
     expected = played.episode.messages
     messages = opening_of(played.episode.environment)
     while len(messages) < len(expected):

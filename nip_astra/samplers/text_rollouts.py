@@ -93,7 +93,7 @@ class TextNode:
     outcome: RoundOutcome | None = None
 
     def path(self) -> list[TextNode]:
-        """The rounds that lead here, the first first; without the start."""
+        """Return the rounds that lead here, in order, without the start."""
         nodes: list[TextNode] = []
         node: TextNode | None = self
         while node is not None and node.parent is not None:
@@ -103,7 +103,7 @@ class TextNode:
 
 
 class TextRolloutSampler:
-    """Plays episodes of one game.
+    """Samples episodes of one game.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class TextRolloutSampler:
         journal: AnswerJournal | None = None,
         after_round: Callable[[int], None] = lambda number: None,
     ) -> list[TextNode]:
-        """Play episodes to their ends; answers depend on `key`, the episode's place and the models.
+        """Sample whole episodes; answers depend on `key`, the episode's index and the models.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class TextRolloutSampler:
     async def _continue(
         self, node: TextNode, num_branches: int, key: tuple[str | int, ...], journal: AnswerJournal
     ) -> list[TextNode]:
-        """The continuations of an episode; the episode itself if it has ended."""
+        """Return the continuations of an episode; the episode itself if it has ended."""
         if node.episode.is_done:
             return [node]
         by_agent = await self.moves(node, num_branches, key, journal)
@@ -181,7 +181,7 @@ class TextRolloutSampler:
     async def moves(
         self, node: TextNode, num_branches: int, key: tuple[str | int, ...], journal: AnswerJournal
     ) -> dict[str, list[TextMove]]:
-        """What agents do in the next round, in each branch, by agent; see `sample`."""
+        """Return the agents' moves in the next round, by agent and branch; see `sample`."""
         turns = self.game.turns(node.episode)
         found = await _all([self._moves(node, turn, num_branches, key, journal) for turn in turns])
         return {turn.agent: moves for turn, moves in zip(turns, found, strict=True)}
@@ -194,7 +194,7 @@ class TextRolloutSampler:
         key: tuple[str | int, ...],
         journal: AnswerJournal,
     ) -> list[TextMove]:
-        """An agent's moves in each branch; invalid answers are requested again, unless final."""
+        """Return an agent's moves per branch; invalid answers are retried, unless final."""
         speaker = self.speakers[turn.agent]
         prompt = self.game.messages(node.episode, turn)
         found: dict[int, TextMove] = {}
@@ -273,7 +273,7 @@ class TextRolloutSampler:
 
 
 async def _all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:
-    """The results; an error is raised after all have ended, so that the journal is complete."""
+    """Return the results; raise errors after all have ended, so that the journal is complete."""
     results = await asyncio.gather(*requests, return_exceptions=True)
     for one in results:
         if isinstance(one, BaseException):
@@ -311,7 +311,7 @@ def _kept(
 
 
 def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:
-    """The keys, types and shapes of so many rollouts, the data's own columns left out."""
+    """Return keys, types and shapes of rollouts, without the data's own columns."""
     n, r = num_rollouts, game.protocol.max_message_rounds
     a, c = game.protocol.num_agents, game.protocol.num_channels
     move = {
@@ -339,7 +339,7 @@ def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:
 
 
 def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
-    """The rollouts that end in these nodes."""
+    """Return the rollouts that end in these nodes."""
     rollouts = rollout_spec(game, len(ends)).zero()
     rollouts["agents", "decision"][:] = CONTINUE
     rollouts["decision"][:] = CONTINUE
@@ -397,12 +397,12 @@ def _fill_move(
 
 
 def read_prompt(text: str) -> tuple[ChatMessage, ...]:
-    """The messages that an entry of `(agents, prompt)` holds."""
+    """Parse the messages in an entry of `(agents, prompt)`."""
     return tuple(ChatMessage(role=one["role"], content=one["content"]) for one in json.loads(text))
 
 
 class ActiveTurn(NamedTuple):
-    """A turn that an agent had in a stored rollout."""
+    """An agent's turn in a stored rollout."""
 
     rollout: int
     round: int
@@ -410,7 +410,7 @@ class ActiveTurn(NamedTuple):
 
 
 def active_turns(rollouts: NestedArrayDict, agent: int | None = None) -> Iterator[ActiveTurn]:
-    """The turns of all agents or of one, by rollout, round and agent."""
+    """Yield the turns of all agents or of one, by rollout, round and agent."""
     for n, r, a in np.argwhere(rollouts["agents", "is_active"]).tolist():
         if agent is None or a == agent:
             yield ActiveTurn(n, r, a)
@@ -419,7 +419,7 @@ def active_turns(rollouts: NestedArrayDict, agent: int | None = None) -> Iterato
 def transcripts(
     rollouts: NestedArrayDict, agent_names: Sequence[str], channel_names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The turns of each rollout as plain values: agent, messages by channel, decision, answer."""
+    """Return each rollout's turns as plain values: agent, messages by channel, decision, answer."""
     agents = rollouts["agents"]
     names = ("message", "decision", "raw_message", "reward")
     messages, decisions, answers, rewards = (agents[name].tolist() for name in names)

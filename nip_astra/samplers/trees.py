@@ -1,4 +1,4 @@
-"""Sample trees of conversations between an attacker and a target, one level at a time.
+"""Sampling of conversation trees between an attacker and a target, one level at a time.
 
 Shape suffixes: `B` row, `N` node, `T` token, `C` context.
 """
@@ -49,10 +49,10 @@ from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 GLUE_TOKENS = 32
-"""Allowance for what a chat template puts around a turn."""
+"""Allowance for a chat template's tokens around a turn."""
 _READ_PROBES = "score probes"
 MAX_PROBES = 1_000_000
-"""Limit per iteration: records, scores and samples of as many take some GiB."""
+"""Limit per iteration, beyond which records, scores and samples take some GiB."""
 RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
 
 
@@ -67,11 +67,11 @@ class RewardParameters(SubParameters):
     """Reward lost per nat of the probe's mean negative log-likelihood per token. Larger keeps
     probes closer to ordinary conversation."""
     likelihood_model: Literal["target", "reference"] = "reference"
-    """Under which model a probe's likelihood is taken: the target, as in the paper, or the
-    reference, which is the attacker before training, that is, ordinary conversation."""
+    """Model of a probe's likelihood: the target, as in the paper, or the reference, which is the
+    attacker before training and represents ordinary conversation."""
     terms: list[RewardTermParameters] = []  # type: ignore[valid-type]
-    """What training adds to the reward, for instance for novelty; evaluations leave it out, since
-    it depends on what was found before."""
+    """Additional reward terms in training, for instance for novelty; evaluations exclude them,
+    since they depend on earlier findings."""
 
 
 class TreeShape(NamedTuple):
@@ -130,7 +130,7 @@ class TreeSampler:
             self._share_tokens = self.reader.shares_tokens_with(target)
 
     def _check_abilities(self) -> None:
-        """Refuse models that lack an ability of their role."""
+        """Raise for models that lack an ability of their role."""
         for agent in (self.attacker, self.target):
             if isinstance(agent, ConversationAgent):
                 as_sampler(agent.language_model, role=agent.role)
@@ -142,7 +142,7 @@ class TreeSampler:
     def with_attacker(
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
     ) -> TreeSampler:
-        """A copy with another attacker, for instance the reference."""
+        """Return a copy with another attacker, for instance the reference."""
         sampler = TreeSampler(
             attacker,
             self.target,
@@ -159,7 +159,7 @@ class TreeSampler:
         return sampler
 
     def cache_bytes(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """Largest memory of the keys and values of one tree per prompt, bytes.
+        """Return the maximum memory of the keys and values of one tree per prompt, bytes.
 
         Assumes the longest prompt and turns of full length.
         """
@@ -183,7 +183,7 @@ class TreeSampler:
         return total
 
     def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
-        """Number of trees that fit `max_cache_bytes`; all without a limit."""
+        """Return the number of trees that fit `max_cache_bytes`; all without a limit."""
         if not prompts:
             raise ConfigurationError("a rollout has no opening prompt. Give at least one.")
         limit = self.max_cache_bytes
@@ -208,7 +208,7 @@ class TreeSampler:
         key: tuple[SeedPart, ...],
         first_episode: int = 0,
     ) -> RolloutTree:
-        """Grow one tree from each opening prompt, and rate it.
+        """Sample one tree from each opening prompt, and rate it.
 
         Parameters
         ----------
@@ -227,9 +227,9 @@ class TreeSampler:
     def begin(
         self, prompts: Sequence[str], *, tree_width: int, tree_depth: int, key: tuple[SeedPart, ...]
     ) -> Callable[[], RolloutTree]:
-        """Start trees with the current weights; the returned function waits for them.
+        """Start trees with the current weights; return a function that waits for them.
 
-        Actors run them; without actors they run here before this returns. They are not rated.
+        Actors run them; without actors they are run before this returns. They are not rated.
         """
         return self._begin(prompts, TreeShape(tree_width, tree_depth, key), 0)
 
@@ -280,7 +280,7 @@ class TreeSampler:
     def _part_call(
         self, prompts: Sequence[str], shape: TreeShape, first_episode: int
     ) -> PartCall[RolloutTree]:
-        """A call that samples some episodes of a rollout; its tree is not rated yet."""
+        """Return a call that samples some episodes of a rollout; its tree is not rated yet."""
         sampler = copy.copy(self)
         # Neither can be sent to another process.
         del sampler.scorer, sampler.team
@@ -299,7 +299,7 @@ class TreeSampler:
         )
 
     def requested_part(self, request: Mapping[str, Any]) -> PartCall[RolloutTree]:
-        """The call that another process of the team requests."""
+        """Return the call that another process of the team requests."""
         attacker = self.reference if request["attacker"] == "reference" else self.attacker
         sampler = self.with_attacker(attacker, asks_reference=request["asks_reference"])
         width, depth, key = request["shape"]
@@ -307,7 +307,7 @@ class TreeSampler:
         return sampler._part_call(request["prompts"], shape, request["first_episode"])
 
     def _play(self, prompts: Sequence[str], shape: TreeShape, first: int) -> RolloutTree:
-        """Grow the trees of episodes from number `first` on; they are not rated."""
+        """Sample the trees of episodes from number `first` on, without rating them."""
         growth = _TreeGrowth(self, shape)
         growth.play(prompts, first)
         probe_NT = torch.cat([one.ids_BT for one in growth.generations])
@@ -386,7 +386,7 @@ class TreeSampler:
 
 @dataclass
 class _OpenConversation:
-    """A path of the tree, as each model reads it; `target_turns` is empty if it reads texts.
+    """A path of the tree, as read by each model; `target_turns` is empty if it reads texts.
 
     `failure` is the reason why the conversation ended early.
     """
@@ -466,7 +466,7 @@ class _TreeGrowth:
         self.seconds[part] = self.seconds.get(part, 0.0) + spent
 
     def _grow(self, parents: list[_OpenConversation], depth: int) -> list[_OpenConversation]:
-        """Add probes and responses below every open conversation, in one batch each."""
+        """Add probes and responses to every open conversation, in one batch each."""
         contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
         width, start = self.shape.tree_width, len(self.probes)
         children = [
@@ -505,7 +505,7 @@ class _TreeGrowth:
     def _probe(
         self, contexts: list[list[int]], children: list[_OpenConversation], depth: int
     ) -> tuple[Generation, list[str]]:
-        """The probes of a level, as tokens and as texts."""
+        """Return the probes of a level, as tokens and as texts."""
         if isinstance(self.attacker, TextAttacker):
             with self.timed("attacker"):
                 texts = self._text_probes(self.attacker, children)
@@ -514,8 +514,9 @@ class _TreeGrowth:
         assert session is not None
         uniforms = self._uniforms(self.attacker, children)
         with self.timed("attacker"):
-            probes = self.attacker.speak(
-                session, contexts, self.shape.tree_width, uniforms
+            sampling = self.attacker.sampling
+            probes = session.generate(
+                contexts, self.shape.tree_width, uniforms, sampling
             ).generation
         _check_logprobs(self.attacker, probes.logprobs_BT, probes.mask_BT, self.shape)
         self._note("attacker", contexts, probes)
@@ -527,7 +528,7 @@ class _TreeGrowth:
     def _text_probes(
         self, attacker: TextAttacker, children: Sequence[_OpenConversation]
     ) -> list[str]:
-        """Probes of a text attacker; a failure ends its conversation."""
+        """Return probes of a text attacker; a failure ends its conversation."""
         is_open = [child for child in children if child.failure is None]
         seeds = [derive_seed(*self.shape.key, attacker.role, child.path) for child in is_open]
         read = [
@@ -540,7 +541,7 @@ class _TreeGrowth:
         return [replies[id(child)].text if id(child) in replies else "" for child in children]
 
     def _tokenized(self, texts: Sequence[str]) -> Generation:
-        """Turns in the reader's tokens, of at most half its context window, with NaN logprobs."""
+        """Return turns in the reader's tokens, at most half its window, with NaN logprobs."""
         longest = self.reader.language_model.context_window // 2
         rows = [self.reader.say(text)[:longest] for text in texts]
         ids_BT, mask_BT = pad_right(rows, torch.device("cpu"))
@@ -580,7 +581,7 @@ class _TreeGrowth:
         target: ConversationAgent,
         children: Sequence[_OpenConversation],
     ) -> Generation:
-        """Responses, and from the same forward pass the likelihood of the probes."""
+        """Return responses, and from the same forward pass the likelihood of the probes."""
         assert self._target_session is not None
         conversations = [child.target_turns for child in children]
         contexts = target.contexts(conversations)
@@ -592,11 +593,11 @@ class _TreeGrowth:
             ]
         uniforms = self._uniforms(target, children)
         with self.timed("target"):
-            answered = target.speak(
-                self._target_session,
+            answered = self._target_session.generate(
                 contexts,
                 1,
                 uniforms,
+                target.sampling,
                 branching=self.shape.tree_width,
                 spans=spans,
             )
@@ -611,12 +612,12 @@ class _TreeGrowth:
         return replies
 
     def _uniforms(self, agent: ConversationAgent, children: Sequence[_OpenConversation]) -> Tensor:
-        """Random numbers of each child, which depend on its place in the tree only."""
+        """Return random numbers for each child, which depend only on its position in the tree."""
         keys = [(*self.shape.key, agent.role, child.path) for child in children]
         return uniform_rows(keys, agent.sampling.max_new_tokens)
 
     def _note(self, role: str, contexts: Sequence[Sequence[int]], generation: Generation) -> None:
-        """Record the tokens that a model read: contexts, and turns but for their last token."""
+        """Record the tokens that a model read: contexts, and turns except their last token."""
         rows_per_context = len(generation.ids_BT) // len(contexts)
         lengths = generation.mask_BT.sum(dim=1).tolist()
         ids = generation.ids_BT.tolist()
@@ -629,7 +630,7 @@ class _TreeGrowth:
 def _check_logprobs(
     agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, shape: TreeShape
 ) -> None:
-    """Refuse log-probabilities of an agent whose logits overflowed."""
+    """Raise for log-probabilities of an agent whose logits overflowed."""
     during = f"the rollout {' '.join(map(str, shape.key))}"
     require_finite(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
 
@@ -638,7 +639,7 @@ def _check_logprobs(
 
 
 def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
-    """One tree of the parts that processes ran, in order.
+    """Merge the parts run by several processes into one tree, in order.
 
     Its seconds are those of the slowest process.
     """
@@ -654,7 +655,7 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
 
 
 def _check_likelihood(target: Speaker) -> None:
-    """Refuse a target that cannot score probes."""
+    """Raise for a target that cannot score probes."""
     if isinstance(target, ChatAgent):
         raise ConfigurationError(
             f"the chat model {target.chat_model.name!r} gives no likelihood of probes. Set the "
@@ -690,7 +691,7 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
 
 
 def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
-    """The exchanges of some nodes: responses, then both together unless they are the same."""
+    """Return the exchanges of some nodes: responses, then both together unless they are equal."""
     if not scorer.reads_history:
         responses = [Exchange(tree.responses[node]) for node in there]
         both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
@@ -716,7 +717,7 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
 
 
 def num_probes_of(tree_width: int, tree_depth: int) -> int:
-    """Probes of a tree, or a number above `MAX_PROBES` if there are more."""
+    """Return the number of probes of a tree, or a number above `MAX_PROBES` if there are more."""
     total, level = 0, 1
     for _ in range(min(tree_depth, MAX_PROBES + 1)):
         level *= tree_width

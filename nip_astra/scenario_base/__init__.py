@@ -1,1 +1,1 @@
-"""What scenarios are made of: agents, conversations, prompts."""
+"""Building blocks of scenarios: agents, conversations, prompts."""

@@ -1,4 +1,4 @@
-"""Agents in conversations: a language model with a role, a prompt format and sampling."""
+"""Agents in conversations: a language model with a role, a prompt format and sampling options."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     LANGUAGE_MODELS,
     Generation,
-    GenerationSession,
     Learner,
     SamplingOptions,
     TokenModel,
     TokenSampler,
     TokenScorer,
-    Turns,
     as_sampler,
     as_scorer,
 )
@@ -118,16 +115,16 @@ class ConversationAgent:
 
     @property
     def token_sampler(self) -> TokenSampler:
-        """The model, which must be able to sample."""
+        """Return the model, which must be able to sample."""
         return as_sampler(self.language_model, role=self.role)
 
     def token_scorer(self, *, to: str) -> TokenScorer:
-        """The model, which must be able to score tokens; `to` is the purpose, for the error."""
+        """Return the model, which must be able to score tokens; errors name the purpose `to`."""
         return as_scorer(self.language_model, role=self.role, to=to)
 
     @property
     def room(self) -> int:
-        """Tokens of the window that its next turn leaves."""
+        """Return the number of tokens of the window that its next turn leaves for the context."""
         return self.language_model.context_window - self.sampling.max_new_tokens
 
     def contexts(
@@ -135,7 +132,7 @@ class ConversationAgent:
         conversations: Sequence[Sequence[Turn]],
         tools: Sequence[tuple[str, ...]] | None = None,
     ) -> list[list[int]]:
-        """The tokens before this agent's next turn, with room for it.
+        """Return the tokens before this agent's next turn, leaving room for it.
 
         `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON.
         """
@@ -148,40 +145,25 @@ class ConversationAgent:
         self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
         return [context.ids for context in fitted]
 
-    def speak(
-        self,
-        session: GenerationSession,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        """Sample turns; see `GenerationSession.generate`."""
-        return session.generate(
-            contexts, rows_per_context, uniforms_RT, self.sampling, branching=branching, spans=spans
-        )
-
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
-        """Each turn's tokens without its end token."""
+        """Return each turn's tokens without its end token."""
         ends = {*self.language_model.end_ids, *self.sampling.end_ids}
         rows = zip(generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist(), strict=True)
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
     def say(self, text: str) -> list[int]:
-        """The tokens of a given turn of this agent, with its end token."""
+        """Return the tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]
 
     def turn(self, role: str, text: str) -> Turn:
-        """A message as a turn in this agent's tokens; the role is that of its chat template."""
+        """Tokenise a message as a turn for this agent; the role is that of its chat template."""
         (turn,) = self.turns([(role, text)])
         return turn
 
     def turns(self, messages: Sequence[tuple[str, str]]) -> list[Turn]:
-        """Messages, as role and text, as turns; see `turn`."""
+        """Tokenise messages, as role and text, as turns; see `turn`."""
         texts = list(dict.fromkeys(text for _, text in messages))
         ids = dict(zip(texts, self.conversation_format.encode_all(texts), strict=True))
         return [
@@ -192,18 +174,18 @@ class ConversationAgent:
         ]
 
     def num_tokens(self, text: str) -> int:
-        """Number of tokens of a text."""
+        """Return the number of tokens of a text."""
         return len(self.conversation_format.encode(text))
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        """The text of turns."""
+        """Return the texts of turns."""
         distinct = list(dict.fromkeys(map(tuple, turns)))
         decoded = decode_all(self.language_model.tokenizer, [list(ids) for ids in distinct])
         texts = dict(zip(distinct, decoded, strict=True))
         return [texts[tuple(ids)].strip() for ids in turns]
 
     def shares_tokens_with(self, other: ConversationAgent) -> bool:
-        """Whether both agents have the same vocabulary."""
+        """Return whether both agents have the same vocabulary."""
         mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
         return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
 
@@ -225,13 +207,13 @@ class ConversationAgent:
 
 
 Speaker: TypeAlias = ConversationAgent | ChatAgent
-"""Possible targets."""
+"""A possible target."""
 
 
 def build_agent(
     role: str, parameters: ConversationAgentParameters, language_model: TokenModel
 ) -> ConversationAgent:
-    """An agent with a loaded model."""
+    """Create an agent with a loaded model."""
     tokenizer = language_model.tokenizer
     conversation_format: ConversationFormat
     if parameters.format == "plain":
@@ -258,7 +240,7 @@ def build_agent(
 def build_reference(
     parameters: ConversationAgentParameters, language_model: TokenModel
 ) -> ConversationAgent:
-    """A frozen copy of the agent as it is now."""
+    """Return a frozen copy of the agent's current state."""
     if isinstance(language_model, Learner):
         language_model = language_model.frozen_reference()
     return build_agent("reference", parameters, language_model)
@@ -279,7 +261,7 @@ def build_target(
     *,
     scenario_dir: Path | None,
 ) -> Speaker:
-    """The target: a chat model, the attacker's base weights if both are the same, or a model."""
+    """Build the target: a chat model, a model, or the attacker's base weights if it is the same."""
     if parameters.chat_model is not None:
         model = open_chat_model(
             parameters.chat_model, settings, scenario_dir=scenario_dir, label="target"

@@ -23,7 +23,7 @@ from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
 NOT_ASKED = "ended"
-"""Failure of responses after the first one that failed."""
+"""Failure reason of responses after the first failed one."""
 
 
 class ChatReply(NamedTuple):
@@ -37,7 +37,7 @@ class ChatReply(NamedTuple):
 
 
 class ChatWork(Counted):
-    """Stands in for a language model: counts tokens, has no weights."""
+    """Stand-in for a language model that counts tokens and has no weights."""
 
     cache_bytes_per_token = 0
     can_be_forked = False
@@ -47,7 +47,7 @@ class ChatWork(Counted):
         self.token_count = TokenCount()
 
     def num_parameters(self) -> int:
-        """0: the weights are remote."""
+        """Return 0, since the weights are remote."""
         return 0
 
 
@@ -81,7 +81,7 @@ class ChatAgent:
             self._head.append({"role": "user", "content": preamble})
 
     def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
-        """Request for the next turn of a conversation, in which target and attacker alternate."""
+        """Return the request for a conversation's next turn; target and attacker alternate."""
         is_target = self.role == "target"
         messages: list[ChatMessage] = [
             {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
@@ -98,7 +98,7 @@ class ChatAgent:
     def reply(
         self, conversations: Sequence[Sequence[str]], seeds: Sequence[int]
     ) -> list[ChatReply]:
-        """The next turn of all conversations, requested concurrently."""
+        """Request the next turn of all conversations concurrently."""
         pairs = zip(conversations, seeds, strict=True)
         outcomes = complete_all(
             self.chat_model, [self.request(turns, seed) for turns, seed in pairs]
@@ -116,7 +116,7 @@ class ChatAgent:
         return replies
 
     def num_tokens(self, text: str) -> int:
-        """Estimated number of tokens, because the model's tokenizer is unknown."""
+        """Return the estimated number of tokens, since the model's tokenizer is unknown."""
         return estimate_tokens(text)
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
@@ -146,11 +146,11 @@ class TextAttacker(ABC):
     def probe(
         self, conversations: Sequence[TextConversation], seeds: Sequence[int]
     ) -> list[ChatReply]:
-        """Next probe of each conversation, or the reason why there is none."""
+        """Return the next probe of each conversation, or the reason why there is none."""
 
 
 class FixedProbes(TextAttacker):
-    """Predefined probes: one per episode, in order, repeating."""
+    """Predefined probes, one per episode, in order, repeating."""
 
     def __init__(self, probes: Sequence[str]) -> None:
         self.probes = probes

@@ -1,4 +1,4 @@
-"""The local text service: OpenAI's routes over models of this machine, and jobs that train them."""
+"""The local text service: OpenAI's routes for local models, and fine-tuning jobs."""
 
 from nip_astra.lazy import lazy_exports
 

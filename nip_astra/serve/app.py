@@ -55,17 +55,17 @@ TRAINING_ROUTES = {
     "tinker": "those of Tinker under /api/v1",
 }
 SECONDS_TO_FINISH = 5
-"""How long open requests may take after the signal that ends the service."""
+"""Maximum seconds for open requests after the signal that ends the service."""
 SECONDS_IDLE = 75
-"""After which an idle connection is closed. Clients keep theirs for a few seconds; a connection
-that is closed as it is used again costs an attempt."""
+"""Seconds after which an idle connection is closed. Clients keep theirs for a few seconds; a
+connection closed while being reused costs an attempt."""
 
 
 @contextmanager
 def open_app(
     models: Mapping[str, str], settings: ServiceSettings, protocols: Collection[TrainingProtocol]
 ) -> Iterator[Starlette]:
-    """The application of some models, with its threads running within the block."""
+    """Open the application of some models, with its threads running within the block."""
     if protocols:
         with open_training(models, settings, protocols) as app:
             yield app
@@ -153,7 +153,7 @@ def guarded_app(
     about: str,
     direct: Sequence[Route] = (),
 ) -> Starlette:
-    """Routes behind the guard, with all errors in JSON; `about` names them for unknown paths.
+    """Return routes behind the guard, errors in JSON; `about` lists them for unknown paths.
 
     `direct` routes are requested most: they are reached without FastAPI's layers.
     """
@@ -212,7 +212,7 @@ def guarded_app(
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:
-    """The server's configuration."""
+    """Return the server's configuration."""
     return uvicorn.Config(
         app,
         http=_protocol(),
@@ -226,7 +226,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """The fastest installed HTTP parser of uvicorn, refusing in JSON."""
+    """Return uvicorn's fastest installed HTTP parser, refusing in JSON."""
     name, kind = "h11_impl", "H11Protocol"
     if find_spec("httptools") is not None:
         name, kind = "httptools_impl", "HttpToolsProtocol"
@@ -247,7 +247,7 @@ def _protocol() -> type[asyncio.Protocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """Ends by SIGINT or SIGTERM, without raising the signal again afterwards as uvicorn does."""
+    """Ends by SIGINT or SIGTERM, without raising the signal again as uvicorn does."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End after the open requests, or at once at a second Ctrl-C."""

@@ -1,4 +1,4 @@
-"""A log of answered requests; one repeated under its `Idempotency-Key` gets its stored answer."""
+"""A log of answered requests; one repeated with its `Idempotency-Key` gets the stored answer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COMPLETIONS = "completions.db"
 KEY_HEADER = "idempotency-key"
 REPLAYED = {"Idempotent-Replayed": "true"}
 NUM_KEPT = 200_000
-"""Requests that are stored; older ones are deleted."""
+"""Maximum number of stored requests; older ones are deleted."""
 SECONDS_UNWRITTEN = 0.1
-"""How long the log entry of a request without a key may wait to be written with others."""
+"""Maximum seconds for which log entries of requests without a key are held back to be batched."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, key TEXT, digest TEXT NOT NULL,
@@ -33,7 +33,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_answer_a_key ON completions (key) WHERE an
 
 
 class CompletionRecord(NamedTuple):
-    """A line of the log; `outcome`: `answered`, `again` (stored answer) or `left` (client gone)."""
+    """A log entry; `outcome`: `answered`, `again` (stored answer), `left` (client disconnected)."""
 
     at: float
     key: str | None
@@ -57,7 +57,7 @@ class CompletionStore:
     async def once(
         self, request: Request, model: str, answer: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """The result of `answer`, or the stored one of an equal request of the same name."""
+        """Return the result of `answer`, or that stored for an equal request with the same key."""
         key, digest = request.headers.get(KEY_HEADER), sha256(await request.body()).hexdigest()
         if key is None:
             response = await answer()
@@ -76,7 +76,7 @@ class CompletionStore:
             return self._store(key, digest, model, await answer())
 
     def log(self) -> list[CompletionRecord]:
-        """All records, the oldest first."""
+        """Return all records, oldest first."""
         self._write()
         rows = self._database.execute(f"SELECT {_COLUMNS} FROM completions ORDER BY number")
         return [CompletionRecord(*row) for row in rows]

@@ -1,4 +1,4 @@
-"""The routes by which a client in another process trains a model: `http`, the exact protocol.
+"""The routes through which a client in another process trains a model: `http`, the exact protocol.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
@@ -52,11 +52,11 @@ from nip_astra.serve.training import (
 from nip_astra.trainers.optimization import build_optimizer
 
 SECONDS_TO_WAIT = 20.0
-"""How long a request waits for a result before the client must poll."""
+"""Maximum seconds that a request waits for a result before the client must poll."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """`(context_BC, context_mask_BC, ids_BT, mask_BT)`, as `LanguageModel.logprobs` takes them."""
 Number = Annotated[int, PathPart(ge=1, lt=1 << 53)]
-"""Number of a model's operation, in the order in which they take effect."""
+"""Number of a model's operation, in the order of execution."""
 _LOST = (
     "this service holds no model {name}: it was closed or idle for too long, or the service was "
     "restarted. Create one from a saved state, of a run by: nip-astra resume RUN."
@@ -86,12 +86,12 @@ class ModelBody(Body):
 
 @dataclass
 class HttpModel(HostedModel):
-    """A model in training by the routes of this file; `key` is that of the request for it."""
+    """A model trained through this file's routes; `key` is that of the request that created it."""
 
     key: str = ""
 
     def do(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Run an operation, and count its tokens; raises `ApiError` when it is refused."""
+        """Run an operation, and count its tokens; raise `ApiError` if it is refused."""
         operations: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "logprobs": self._logprobs,
             "backward": self._backward,
@@ -215,7 +215,7 @@ def _unpacked(files: Mapping[str, Tensor]) -> Iterator[Path]:
 
 
 def training_routes(bases: Bases, work: WorkQueue, settings: ServiceSettings) -> APIRouter:
-    """The routes of one service; `work` runs the operations on its models."""
+    """Return the routes of one service; `work` runs the operations on its models."""
     routes = _TrainingRoutes(bases, work, settings)
     router = APIRouter(prefix=ROUTE)
     router.add_api_route("", routes.list_bases, methods=["GET"])
@@ -243,7 +243,7 @@ class _TrainingRoutes:
         self.work.close_lane(name)
 
     def _make_room(self) -> None:
-        """Close models that were idle for long, when the service is full."""
+        """Close models that have been idle for long if the service is full."""
         limit, seconds = self.settings.max_training_models, self.settings.training_idle_seconds
         if len(self.models) < limit:
             return

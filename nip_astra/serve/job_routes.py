@@ -1,4 +1,4 @@
-"""The routes for files and fine-tuning jobs, and the forms of their requests and replies."""
+"""The routes for files and fine-tuning jobs, and the formats of their requests and replies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class JobBody(Body):
 
     @property
     def options(self) -> FineTuningOptions:
-        """The method, its hyper-parameters and the seed; None for "auto"."""
+        """Return the method, its hyper-parameters and the seed; None for "auto"."""
         values: SupervisedOptions = self.hyperparameters or SupervisedOptions()
         method: Method = "supervised"
         if self.method is not None:
@@ -119,7 +119,7 @@ class JobBody(Body):
 
 
 def job_object(job: Job) -> dict[str, Any]:
-    """A job in OpenAI's form."""
+    """Return a job in OpenAI's format."""
     request = job.request
     options, method = request["options"], request["method"]
     shared = {name: value for name, value in options.items() if name not in DPO_OPTIONS}
@@ -148,7 +148,7 @@ def job_object(job: Job) -> dict[str, Any]:
 
 
 def event_object(row: dict[str, Any]) -> dict[str, Any]:
-    """An event in OpenAI's form."""
+    """Return an event in OpenAI's format."""
     return {
         "id": f"ftevent-{row['number']:08d}",
         "object": "fine_tuning.job.event",
@@ -161,7 +161,7 @@ def event_object(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_object(row: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint in OpenAI's form."""
+    """Return a checkpoint in OpenAI's format."""
     return {
         "id": row["id"],
         "object": "fine_tuning.job.checkpoint",
@@ -174,7 +174,7 @@ def checkpoint_object(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def file_object(row: dict[str, Any]) -> dict[str, Any]:
-    """A file in OpenAI's form."""
+    """Return a file in OpenAI's format."""
     return {
         "id": row["id"],
         "object": "file",
@@ -189,7 +189,7 @@ def file_object(row: dict[str, Any]) -> dict[str, Any]:
 def job_routes(
     store: JobStore, runner: JobRunner, models: ServedModels, settings: ServiceSettings
 ) -> APIRouter:
-    """The routes over a service's state."""
+    """Return the routes of a service's state."""
     files, jobs = _FileRoutes(store), _JobRoutes(store, runner, models, settings)
     router = APIRouter(prefix="/v1")
     router.add_api_route("/files", files.create, methods=["POST"])
@@ -493,7 +493,7 @@ class _JobRoutes:
 
 
 def _page(request: Request, objects: Sequence[dict[str, Any]], limit: int) -> Response:
-    """A page of a list, by OpenAI's cursors."""
+    """Return a page of a list, by OpenAI's cursors."""
     given = request.query_params.get("limit")
     if given is not None:
         # Python reads no number of thousands of digits.

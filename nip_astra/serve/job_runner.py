@@ -1,7 +1,7 @@
-"""Run fine-tuning jobs one after the other, each in its own process, and serve their models.
+"""Execution of fine-tuning jobs, one by one in separate processes, and serving of their models.
 
 `python -m nip_astra.serve.job_runner STATE_DIR JOB` is the process of one job. It writes each step
-to disk before it reports it: the state, which is renamed into place, then the event of the step.
+to disk before reporting it: the state, which is renamed into place, then the event of the step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from nip_astra.utils.children import AdoptedChild, Child, process_start
 PERIOD = 0.1
 """Seconds between checks of the process."""
 SECONDS_TO_STOP = 20.0
-"""How long a process may finish its step after SIGTERM."""
+"""Maximum seconds for a process to finish its step after SIGTERM."""
 MAX_CRASHES = 3
 """Crashes after which a job fails."""
 STOPPED = 75
 """Exit code of a process that was stopped before its job was complete."""
 NUM_CHECKPOINTS = 3
-"""Newest epochs whose models are kept."""
+"""Number of recent epochs whose models are kept."""
 MODEL, TRAINING, VALIDATION = "model", "train.jsonl", "valid.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class PreferenceLine(Body):
 
 
 def read_texts(path: Path, method: Method) -> list[TrainingText]:
-    """Read a file of examples, JSON Lines in OpenAI's form; `ApiError` names an invalid line."""
+    """Read a file of examples, JSON Lines in OpenAI's format; `ApiError` names an invalid line."""
     with path.open("rb") as file:
         texts = [
             _read_line(line, number, method) for number, line in enumerate(file, 1) if line.strip()
@@ -194,7 +194,7 @@ class JobRunner:
         self._watch(job.id, Child(job.id, program.pid, program))
 
     def _settle(self, process: Child) -> None:
-        """Decide about the job of a process that has ended."""
+        """Handle the job of a process that has ended."""
         job = self.store.job(self._job)
         if job.status is Status.RUNNING:
             if job.is_trained:
@@ -226,7 +226,7 @@ class JobRunner:
         self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED, crashes=crashes)
 
     def _serve(self, job: Job) -> bool:
-        """Serve the models of a job, and return whether that succeeded."""
+        """Serve the models of a job; return whether that succeeded."""
         wanted = {job.name: self.store.job_folder(job.id) / MODEL}
         for row in self.store.checkpoints(job.id):
             wanted[row["name"]] = self.store.folder / row["folder"]
@@ -260,7 +260,7 @@ class JobRunner:
 
 
 def main(state_dir: str, identity: str) -> int:
-    """Train a job until it is complete or SIGTERM arrives; returns the exit code."""
+    """Train a job until it is complete or SIGTERM arrives; return the exit code."""
     store = JobStore(Path(state_dir))
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
@@ -277,14 +277,14 @@ def main(state_dir: str, identity: str) -> int:
 
 
 class JobTraining:
-    """The training of one stored job; it stops after a step when `must_stop` says so."""
+    """The training of one stored job; it stops after a step if `must_stop` returns True."""
 
     def __init__(self, store: JobStore, job: Job, must_stop: Callable[[], bool]) -> None:
         self.store, self.job, self.must_stop = store, job, must_stop
         self.folder = store.job_folder(job.id)
 
     def run(self) -> int:
-        """Take the remaining steps; returns the exit code."""
+        """Take the remaining steps; return the exit code."""
         plan = FineTuningPlan.from_dict(self.job.plan)
         torch.set_num_threads(plan.num_threads)
         self.tuning = FineTuning(plan, read_texts(self.folder / TRAINING, plan.method))

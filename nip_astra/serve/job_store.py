@@ -107,7 +107,7 @@ class JobStore:
     # ---- files
 
     def new_file(self) -> tuple[str, Path]:
-        """An id for a file, and the path to write it to before it is added."""
+        """Return an id for a file, and the path to write it to before it is added."""
         identity = f"file-{secrets.token_hex(12)}"
         return identity, self.folder / "files" / f"{identity}.part"
 
@@ -115,7 +115,7 @@ class JobStore:
         return self.folder / "files" / identity
 
     def add_file(self, identity: str, part: Path, filename: str) -> dict[str, Any]:
-        """Add a file that was written in full."""
+        """Add a completely written file."""
         size = part.stat().st_size
         part.replace(self.file_path(identity))
         with self._transaction() as connection:
@@ -125,7 +125,7 @@ class JobStore:
         return self.files(identity)[0]
 
     def files(self, identity: str | None = None) -> list[dict[str, Any]]:
-        """All files, the newest first, or the one of an id."""
+        """Return all files, newest first, or the one with an id."""
         where = "" if identity is None else "WHERE id = ?"
         values = () if identity is None else (identity,)
         return self._rows(f"SELECT * FROM files {where} ORDER BY rowid DESC", values)
@@ -137,7 +137,7 @@ class JobStore:
         self.file_path(identity).unlink(missing_ok=True)
 
     def delete_model(self, folder: Path) -> None:
-        """Delete a job's model, in one step for a service that starts meanwhile."""
+        """Delete a job's model, atomically for a service that starts concurrently."""
         gone = folder.with_name(f"{folder.name}{DELETED}")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -157,7 +157,7 @@ class JobStore:
         return self.folder / "jobs" / identity
 
     def add_job(self, job: Mapping[str, Any], key: str | None) -> Job:
-        """Queue a job, or return the one that has its key."""
+        """Queue a job, or return the one with its key."""
         values = {**job, "key": key, "created_at": _now(), "status": Status.QUEUED}
         for name in ("plan", "request"):
             values[name] = json.dumps(values[name])
@@ -173,7 +173,7 @@ class JobStore:
         return found[0] if found else None
 
     def job(self, identity: str) -> Job:
-        """The job of an id; `KeyError` if there is none."""
+        """Return the job with an id; `KeyError` if there is none."""
         found = self._jobs("WHERE id = ?", (identity,))
         if not found:
             raise KeyError(identity)
@@ -190,7 +190,7 @@ class JobStore:
         return [Job(**row) for row in found]
 
     def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
-        """Change a job, unless `only` excludes its status; returns whether it was changed."""
+        """Change a job, unless `only` excludes its status; return whether it was changed."""
         if "error" in values:
             values["error"] = json.dumps(values["error"])
         if "status" in values and Status(values["status"]).is_over:
@@ -215,7 +215,7 @@ class JobStore:
         data: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        """Add an event of a job; one of a step only once."""
+        """Add an event of a job; only one per step."""
         with self._transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
@@ -227,7 +227,7 @@ class JobStore:
             )
 
     def events(self, job: str) -> list[dict[str, Any]]:
-        """All events of a job, the newest first."""
+        """Return all events of a job, newest first."""
         return self._rows("SELECT * FROM events WHERE job = ? ORDER BY number DESC", (job,))
 
     def add_checkpoint(
@@ -244,7 +244,7 @@ class JobStore:
             )
 
     def drop_checkpoints(self, job: str, *, keep: int) -> list[str]:
-        """Delete the rows of all but the newest checkpoints of a job; returns their folders."""
+        """Delete the rows of all but the newest checkpoints of a job; return their folders."""
         old = self.checkpoints(job)[keep:]
         with self._transaction() as connection:
             connection.executemany(
@@ -253,7 +253,7 @@ class JobStore:
         return [row["folder"] for row in old]
 
     def checkpoints(self, job: str) -> list[dict[str, Any]]:
-        """The checkpoints of a job, the newest first."""
+        """Return the checkpoints of a job, newest first."""
         return self._rows("SELECT * FROM checkpoints WHERE job = ? ORDER BY step DESC", (job,))
 
 

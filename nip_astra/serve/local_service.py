@@ -1,4 +1,4 @@
-"""Start a text service in its own process, and stop it; run as a module, it is that process."""
+"""Starting and stopping of a text service in its own process, which runs this module."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def main(order: str) -> int:
 
 
 def _end_with_starter() -> None:
-    """Wait for the end of the pipe that the starter holds open."""
+    """Wait until the starter closes its end of the pipe."""
     while os.read(0, 1024):
         pass
     _starter_ended.set()

@@ -1,4 +1,4 @@
-"""Requests: who may send them, what their bodies may hold, and refusals in OpenAI's form."""
+"""Request authentication, validation of bodies, and refusals in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from nip_astra.serve.settings import is_loopback
 
 OPEN_ROUTES = ("/health",)
 KEY_HEADER = "x-api-key"
-"""Header in which Tinker's SDK sends the token."""
+"""Header with the token in Tinker's SDK."""
 MAX_LISTED = 10_000
-"""Most entries of one page of a list."""
+"""Maximum entries of one page of a list."""
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -40,7 +40,7 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "ignore_eos": (False,),
 }
-"""Unsupported options of OpenAI and vLLM, with their values that change nothing."""
+"""Unsupported options of OpenAI and vLLM, with their values that have no effect."""
 _LISTS = {"fine-tuning job": "fine_tuning/jobs"}
 
 
@@ -87,12 +87,12 @@ class ApiError(ServiceError):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The refusal of an invalid request (400)."""
+    """Return the refusal of an invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def not_found(what: str, name: str, param: str | None = None) -> ApiError:
-    """The refusal of an unknown name (404)."""
+    """Return the refusal of an unknown name (404)."""
     return ApiError(
         404,
         f"this service has no {what} {name[:200]!r}. List them with GET "
@@ -103,12 +103,12 @@ def not_found(what: str, name: str, param: str | None = None) -> ApiError:
 
 
 def overloaded(message: str, code: str) -> ApiError:
-    """The refusal of a valid request while the service is at its limit (429)."""
+    """Return the refusal of a valid request while the service is at its limit (429)."""
     return ApiError(429, message, kind="rate_limit_error", code=code, retry_after=1)
 
 
 def failed(message: str) -> ApiError:
-    """The error for a valid request that failed (500)."""
+    """Return the error for a valid request that failed (500)."""
     return ApiError(500, message, kind="server_error")
 
 
@@ -129,12 +129,12 @@ Metadata = Annotated[
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """Read and validate the body of a request; raises `ApiError` with its first fault."""
+    """Read and validate the body of a request; raise `ApiError` with its first fault."""
     return check_body(parse_json(await request.body()), kind)
 
 
 def parse_json(body: bytes) -> Any:
-    """Read JSON without NaN or infinite numbers whose text can be written as UTF-8."""
+    """Parse JSON without NaN or infinite numbers whose text can be encoded as UTF-8."""
     try:
         text = body.decode()
         found = json.loads(text, parse_constant=_finite, parse_float=_finite)
@@ -156,7 +156,7 @@ def _finite(number: str) -> float:
 
 
 def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
-    """Validate a body; raises `ApiError` with its first fault."""
+    """Validate a body; raise `ApiError` with its first fault."""
     if not isinstance(given, dict):
         raise wrong(f"the body is {_short(given)}. Send a JSON object of the route's options.")
     meant = {
@@ -204,7 +204,7 @@ def _short(value: Any) -> str:
 
 
 class Guard:
-    """Checks the token, or without one that the request is from this machine; limits its bytes."""
+    """Checks the token, or without one that the request is from this machine; limits its size."""
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: Callable[[str], int]) -> None:
         self.app, self.token, self.max_bytes = app, token, max_bytes
@@ -259,7 +259,7 @@ def _check_token(headers: Headers, token: str) -> None:
 
 
 def _check_site(headers: Headers) -> None:
-    """Refuse a request that a page of another site makes a browser on this machine send."""
+    """Refuse a request that another site's page makes a browser on this machine send."""
     origin = headers.get("origin")
     hosts = [f"//{headers.get('host', '')}", *([] if origin is None else [origin])]
     if not all(_is_local(host) for host in hosts):

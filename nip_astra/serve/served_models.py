@@ -1,4 +1,4 @@
-"""The models that a service offers, by name, each set of weights with its engine."""
+"""The models offered by a service, by name; each set of weights has its engine."""
 
 from __future__ import annotations
 
@@ -80,31 +80,31 @@ class Engine:
         self._report([failed_progress(request, place, self._closed) for place in places])
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Free what a request holds, at the next step; nothing more is reported of it."""
+        """Free a request's resources at the next step, without further reports."""
         request.is_cancelled = True
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of its vocabulary; raises as `Grammars`."""
+        """Return the grammars of its vocabulary; raises as `Grammars`."""
         return self._batch.grammars
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The form of calls of tools; None if its chat template shows no tools."""
+        """Return the format of tool calls; None if its chat template shows no tools."""
         return tool_form(self.tokenizer)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not started."""
+        """Number of requests that have not started."""
         return len(self._new) + len(self._batch.waiting)
 
     @property
     def num_rows(self) -> int:
-        """Answers that are being generated."""
+        """Number of answers being generated."""
         return len(self._batch.rows)
 
     def answer(self, **options: Any) -> list[Progress]:
-        """Answer one request and wait for it: the last progress of each of its answers."""
+        """Answer one request and wait for the last progress of each of its answers."""
         finished: dict[int, Progress] = {}
         done: Future[None] = Future()
         count = options.get("num_samples", 1)
@@ -119,7 +119,7 @@ class Engine:
         return [finished[index] for index in range(count)]
 
     def close(self, reason: str = "the service is shutting down") -> None:
-        """End the thread; unfinished answers fail for the reason."""
+        """End the thread; unfinished answers fail with the reason."""
         with self._changed:
             self._closed = reason
             self._changed.notify()
@@ -162,7 +162,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model under its name; one that a job trained has a `base`, and an adapter in `folder`."""
+    """A model under its name; a job's model has a `base`, and an adapter in `folder`."""
 
     name: str
     engine: Engine
@@ -197,7 +197,7 @@ class ServedModels:
         self._lock = threading.Lock()
 
     def add_all(self, models: Mapping[str, str]) -> None:
-        """Load models by name; raises `ConfigurationError` for an invalid name."""
+        """Load models by name; raise `ConfigurationError` for an invalid name."""
         for name, path in models.items():
             if not NAME.fullmatch(name):
                 raise ConfigurationError(
@@ -234,7 +234,7 @@ class ServedModels:
         return served
 
     def remove(self, served: ServedModel) -> None:
-        """Stop serving a model; its unfinished answers fail if it has weights of its own."""
+        """Stop serving a model; its unfinished answers fail if it has its own weights."""
         with self._lock:
             self._models.pop(served.name, None)
             is_shared = any(one.engine is served.engine for one in self._models.values())
@@ -255,7 +255,7 @@ class ServedModels:
 def load_engine(
     path: str, *, device: torch.device, dtype: str = "float32", limits: EngineLimits
 ) -> Engine:
-    """Load a model and start its engine; `ModelLoadError` for an unsupported architecture."""
+    """Load a model and start its engine; raise `ModelLoadError` for an unsupported architecture."""
     module = load_model(path, None, None).to(device)
     reason = why_unsupported(module)
     if reason is not None:
@@ -268,7 +268,7 @@ def load_engine(
 
 
 def find_model(path: str) -> str:
-    """The absolute path of a folder, `.gguf` file or `scenario://name/folder`, or a hub id."""
+    """Return the absolute path of a folder, `.gguf` file, `scenario://name/folder`, or a hub id."""
     found = resolve_reference(path)
     if isinstance(found, Path) and (found.exists() or found.is_absolute()):
         return str(found.resolve())

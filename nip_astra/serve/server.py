@@ -1,4 +1,4 @@
-"""Run the service: open the port, load the models, serve until a signal, close."""
+"""The service from start to end: open the port, load the models, serve until a signal, close."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def serve(
 
 
 def open_socket(settings: ServiceSettings) -> socket.socket:
-    """A socket bound to the address of a service; it does not listen yet."""
+    """Return a socket bound to the address of a service, not listening yet."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sends parts at once only for a socket that names its protocol. Otherwise the body of
     # a response waits 40 ms for the acknowledgement of its head.

@@ -13,11 +13,11 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.trust import read_variable
 
 TrainingProtocol = Literal["http", "tinker"]
-"""Protocol by which clients train models: ours or Tinker's."""
+"""Protocol through which clients train models: ours or Tinker's."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,40 +41,40 @@ class ServiceSettings(SubParameters):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the models."""
     max_body_bytes: int = Field(default=4 << 20, ge=1)
-    """Largest body of a request, but for uploaded files."""
+    """Maximum size of a request body, except for uploaded files."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
-    """Largest file to train on."""
+    """Maximum size of a training file."""
     max_waiting: int = Field(default=1024, ge=1)
-    """Requests that may wait for a place in the batch; further ones must retry."""
+    """Maximum requests waiting for the batch; further ones must retry."""
     max_streams: int = Field(default=256, ge=1)
-    """Streams that may be open at once."""
+    """Maximum concurrent streams."""
     max_answer_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of one answer, also for a request without max_tokens."""
+    """Maximum tokens of one answer, also for a request without max_tokens."""
     max_answers: int = Field(default=128, ge=1)
-    """Most answers of one request: prompts times n."""
+    """Maximum answers of one request: prompts times n."""
     max_rows: int = Field(default=256, ge=1)
-    """Most answers in the running batch. Larger is faster for many clients and takes memory."""
+    """Maximum answers in the running batch. Larger is faster for many clients and uses memory."""
     max_cache_gib: float = Field(default=2.0, gt=0)
-    """Most memory for keys and values of the running batch of one model."""
+    """Maximum memory for keys and values of the running batch of one model."""
 
     max_jobs: int = Field(default=256, ge=1)
-    """Fine-tuning jobs that may wait or run at once; they run one after the other."""
+    """Maximum fine-tuning jobs that wait or run; they run one after the other."""
     lora_rank: int = Field(default=16, ge=1)
     """Rank of the adapters that jobs train. Larger learns more and takes more memory."""
     lora_alpha: float = Field(default=32.0, gt=0)
     """Scale of adapters: their update is multiplied by alpha / rank."""
     max_full_parameters: int = Field(default=0, ge=0)
-    """Models of at most this many weights are trained in full and served from their own weights;
+    """Models with at most this many weights are trained in full and served from their own weights;
     larger models get an adapter."""
 
     max_training_models: int = Field(default=8, ge=1)
-    """Models that clients may train at once; each takes three to four times the memory of its
-    adapter or, without one, of its weights."""
+    """Maximum models that clients train concurrently; each takes three to four times the memory of
+    its adapter or, without one, of its weights."""
     training_idle_seconds: float = Field(default=3600.0, gt=0)
     """A model in training that was idle for this long is closed when room is needed; with a client
     that reports regularly, after two minutes of silence."""
     max_message_bytes: int = Field(default=1 << 30, ge=1)
-    """Largest request to the training routes; a saved state is one."""
+    """Maximum size of a request to the training routes, for instance a saved state."""
 
     @property
     def is_loopback(self) -> bool:
@@ -93,7 +93,7 @@ class ServiceSettings(SubParameters):
         return f"{self.root_url}/v1"
 
     def token(self) -> str | None:
-        """The bearer token; None if none is needed."""
+        """Return the bearer token; None if none is needed."""
         if self.token_variable is None:
             if self.is_loopback:
                 return None

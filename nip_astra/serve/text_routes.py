@@ -47,7 +47,7 @@ from nip_astra.serve.served_models import Engine, ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
-"""Characters from which a text is tokenised in a thread."""
+"""Number of characters from which a text is tokenised in a thread."""
 MAX_KNOWN_PROMPTS = 256
 """Recent conversations of each model whose tokens are kept: samplers send one prompt many times."""
 MAX_STOPS = 4
@@ -59,7 +59,7 @@ NOT_SERVED = {
     "/v1/responses": "it needs conversations stored by the service. Send all messages to "
     "/v1/chat/completions.",
 }
-"""Routes of OpenAI that are refused by name."""
+"""OpenAI's routes that are refused by name."""
 
 # ---- requests
 
@@ -73,7 +73,7 @@ Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
 
 
 class DrawBody(Body):
-    """How tokens are drawn."""
+    """Sampling options."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -105,7 +105,7 @@ class InertBody(Body):
 
 
 class SamplingBody(DrawBody, InertBody):
-    """Options of both routes for text."""
+    """Options of both text routes."""
 
     model: Name
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 def plain_message(role: str, content: str | Sequence[TextPart]) -> dict[str, str]:
-    """A message with one text, for a chat template."""
+    """Return a message with one text, for a chat template."""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     return {"role": "system" if role == "developer" else role, "content": text}
 
@@ -205,7 +205,7 @@ class ChatTurn(Body):
         return self.role == "tool" or self.tool_calls is not None
 
     def plain(self) -> dict[str, Any]:
-        """The message for a chat template."""
+        """Return the message for a chat template."""
         more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
         return {**plain_message(self.role, self.content), **more}
 
@@ -249,7 +249,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """The format of an answer."""
 
     type: Literal["json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -289,14 +289,14 @@ class ChatBody(SamplingBody):
 
     @property
     def called_tools(self) -> list[Function]:
-        """The functions that the answer may call."""
+        """Return the functions that the answer may call."""
         functions = [tool.function for tool in self.tools]
         if isinstance(self.tool_choice, ChosenTool):
             return [one for one in functions if one.name == self.tool_choice.function.name]
         return functions if self.tool_choice != "none" else []
 
     def grammar(self, form: ToolForm | None) -> str | None:
-        """The grammar of the answer; None for any text."""
+        """Return the grammar of the answer; None for any text."""
         answers: list[str] = []
         rules: list[str] = []
         if self.called_tools and form is not None and (self.must_call or self.response_format):
@@ -417,7 +417,7 @@ class TextReply:
         return {"token_ids": [record.token for record in progress.tokens]}
 
     def choice(self, place: int, progress: Progress, offset: int) -> Reply:
-        """The part that one step of a stream adds to an answer of `offset` characters."""
+        """Return the part that one step of a stream adds to an answer of `offset` characters."""
         if not self.is_chat:
             return self._completion(place, progress, offset)
         return {
@@ -429,7 +429,7 @@ class TextReply:
         }
 
     def _delta(self, place: int, progress: Progress) -> Reply:
-        """Content and calls that a step adds to an answer."""
+        """Return the content and calls that a step adds to an answer."""
         if not self._num_calls_allowed:
             return {"content": progress.text}
         parser = self._parsers.setdefault(place, ToolCallParser())
@@ -467,7 +467,7 @@ class TextReply:
         return {"content": content, "refusal": None}
 
     def _tops(self, progress: Progress) -> list[list[tuple[str, float]]]:
-        """The most likely tokens in place of each token, as texts with log-probabilities."""
+        """Return the most likely alternatives of each token, as texts with log-probabilities."""
         rows = [(record.before, token) for record in progress.tokens for token, _ in record.top]
         decode = self.tokenizer.batch_decode
         befores = decode([list(before) for before, _ in rows])
@@ -512,7 +512,7 @@ def _shown(text: str, logprob: float) -> Reply:
 
 
 def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Of tokens with one text the most likely; the token itself too, as in OpenAI's protocol."""
+    """Return the most likely token per text, with the sampled token, as in OpenAI's protocol."""
     found: dict[str, float] = {}
     for text, logprob in (*top, (record.text, record.logprob)):
         found.setdefault(text, logprob)
@@ -520,7 +520,7 @@ def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str,
 
 
 def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
-    """A response of /inference/v1/generate, in vLLM's form."""
+    """Return a response of /inference/v1/generate, in vLLM's format."""
 
     def shown(token: int, logprob: float) -> Reply:
         # A token is named by its number: not every token is a text.
@@ -561,7 +561,7 @@ def _usage_of(requests: Sequence[GenerationRequest], completion_tokens: int) -> 
 
 
 class EngineClient:
-    """Submits requests to engines from an event loop; a client that leaves cancels its requests."""
+    """Submits requests to engines from an event loop, and cancels those of disconnected clients."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
@@ -589,7 +589,7 @@ class EngineClient:
         max_tokens: int | None,
         **options: Any,
     ) -> list[GenerationRequest]:
-        """The requests of a body, one per prompt; raises `ApiError` beyond a limit."""
+        """Return the requests of a body, one per prompt; raise `ApiError` beyond a limit."""
         if len(prompts) * body.n > self.settings.max_answers:
             raise wrong(
                 f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
@@ -645,7 +645,7 @@ class EngineClient:
         requests: Sequence[GenerationRequest],
         receive: Callable[[Progress], None],
     ) -> Iterator[None]:
-        """Pass the progress of requests to a function; they end with the block."""
+        """Yield a queue with the progress of requests, which end with the block."""
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
                 f"{counted(engine.num_waiting, 'request')} waiting, and this service allows "
@@ -666,7 +666,7 @@ class EngineClient:
     async def progress(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """Progress as it arrives, each with the index of its answer among all."""
+        """Yield progress as it arrives, with the index of its answer among all."""
         place_of, num_open = _places(requests), requests[0].num_samples * len(requests)
         inbox: asyncio.Queue[Progress] = asyncio.Queue()
         with self._submitted(engine, requests, inbox.put_nowait):
@@ -678,7 +678,7 @@ class EngineClient:
     async def answer(
         self, engine: Engine, requests: Sequence[GenerationRequest], leaving: asyncio.Future[None]
     ) -> list[Progress] | None:
-        """The last progress of every answer; None if the client leaves before."""
+        """Return the last progress of every answer; None if the client disconnects before."""
         place_of, num_answers = _places(requests), requests[0].num_samples * len(requests)
         answers: dict[int, Progress] = {}
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -704,7 +704,7 @@ class EngineClient:
     async def stream(
         self, engine: Engine, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """As `progress`, within the limit of open streams."""
+        """Yield `progress`, within the limit of open streams."""
         if self.num_streams >= self.settings.max_streams:
             raise overloaded(
                 f"{self.num_streams} streams are open, the limit of this service. Retry later.",
@@ -721,7 +721,7 @@ class EngineClient:
 
 
 def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
-    """The index of an answer among all of some requests."""
+    """Return the index of an answer among all answers to several requests."""
     first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
     return lambda one: first[one.request.number] + one.index
 
@@ -732,7 +732,7 @@ def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
 def text_routes(
     models: ServedModels, settings: ServiceSettings, completions: CompletionStore
 ) -> tuple[APIRouter, list[Route]]:
-    """The routes of text generation, those that generate apart."""
+    """Return the routes of text, and those that generate it."""
     routes = _TextRoutes(models, settings, completions)
     router = APIRouter()
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
@@ -798,7 +798,7 @@ class _TextRoutes:
     async def _chat_prompt(
         self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> Sequence[int]:
-        """The tokens of a conversation; those of recent ones are known."""
+        """Return the tokens of a conversation; those of recent ones are cached."""
         conversation = json.dumps([messages, tools])
         if len(conversation) > LONG_TEXT:
             return await asyncio.to_thread(_prompt_of, engine.tokenizer, conversation)
@@ -856,7 +856,7 @@ class _TextRoutes:
         )
 
     async def generate(self, request: Request) -> Response:
-        """Tokens for tokens: training data must not go through text."""
+        """Generate tokens from tokens: training data must not be converted to text."""
         body = await read_body(request, GenerateBody)
         sampling = check_body(body.sampling_params, TokenSamplingBody)
         served = self._models.get(body.model)
@@ -880,7 +880,7 @@ class _TextRoutes:
         requests: Sequence[GenerationRequest],
         to_reply: Callable[[Sequence[Progress], Reply], Reply],
     ) -> Response:
-        """All answers at once; none when the client leaves before."""
+        """Return all answers together; none if the client disconnects before."""
         leaving = asyncio.ensure_future(_until_left(request))
         try:
             answers = await self._client.answer(served.engine, requests, leaving)
@@ -958,7 +958,7 @@ async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
 
 
 def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
-    """Compile the grammar of an answer; raises `ApiError` if that cannot be enforced."""
+    """Compile the grammar of an answer; raise `ApiError` if it cannot be enforced."""
     param = "response_format" if body.response_format is not None else "tool_choice"
     try:
         engine.grammars.matcher(grammar)
@@ -971,7 +971,7 @@ def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
 
 
 def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
-    """The tokens before the assistant's next message, by the tokenizer's template.
+    """Return the tokens before the assistant's next message, by the tokenizer's template.
 
     `conversation` is messages and tools as JSON.
     """
@@ -991,7 +991,7 @@ def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:
-    """The tokens of each prompt: texts, or tokens of the model."""
+    """Return the tokens of each prompt: texts, or tokens of the model."""
     given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(given[0], int):
         given = [given]

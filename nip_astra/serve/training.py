@@ -1,4 +1,4 @@
-"""Models in training for clients, and the thread that runs operations on them in order."""
+"""Models trained for clients, and the thread that runs operations on them in order."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_WEIGHT_DECAY = 100.0
 SECONDS_SILENT = 120.0
-"""Silence after which a client that used to report counts as ended."""
+"""Seconds of silence after which a reporting client counts as ended."""
 NUM_KEPT = 64
-"""Operations of a model whose results are kept for repeated requests."""
+"""Number of a model's operations whose results are kept for repeated requests."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Base:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the model, padding of the vocabulary included."""
+        """Vocabulary size, including padding."""
         return int(self.module.config.vocab_size)
 
     @property
     def context_window(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
         return int(getattr(self.module.config, "max_position_embeddings", 1 << 20))
 
     @property
@@ -80,7 +80,7 @@ class Bases:
         return list(self._bases)
 
     def get(self, name: str) -> Base:
-        """A model by its name or by its path; `ApiError` 404 without one."""
+        """Return a model by its name or path; raise `ApiError` 404 without one."""
         found = self._bases.get(name)
         if found is None:
             place = None
@@ -105,7 +105,9 @@ class Bases:
         trainable: bool = True,
         allows_any_token: bool = False,
     ) -> HuggingFaceLanguageModel:
-        """A model with an adapter drawn from `seed`, or with a copy of the weights to train."""
+        """Return a model with an adapter initialised from `seed`, or a trainable copy of the
+        weights.
+        """
         shared = base.module if lora is not None or not trainable else None
         module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
         if lora is not None:
@@ -128,14 +130,14 @@ class Bases:
 
 
 def _twin(module: Any) -> Any:
-    """A second module on the same weights, so that an adapter on one does not affect the other."""
+    """Return a second module on the same weights, unaffected by an adapter on the first."""
     shared = {id(one): one for one in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, shared)
 
 
 @dataclass
 class HostedModel:
-    """A model in training for a client: its base, its weights and its optimizer."""
+    """A model trained for a client: its base, its weights and its optimizer."""
 
     name: str
     base: Base
@@ -149,7 +151,7 @@ class HostedModel:
 
     @contextmanager
     def gradients_or_none(self) -> Iterator[None]:
-        """A block that adds either all its gradients or, when it fails, none."""
+        """Add all gradients of the block or, if it fails, none."""
         learned = self.service.learned
         before = [one.grad.clone() if one.grad is not None else None for one in learned]
         try:
@@ -160,7 +162,7 @@ class HostedModel:
             raise
 
     def check_ids(self, ids: Tensor, length: int) -> None:
-        """Refuse unknown tokens, and more than the window holds."""
+        """Raise for unknown tokens, and for more than the window holds."""
         if ids.numel() == 0:
             raise wrong("there are no tokens. Send at least one.")
         if ids.dtype != torch.int64:
@@ -179,7 +181,7 @@ class HostedModel:
 
 
 def lookup(things: Mapping[str, T], name: str, *, reason: str, code: str) -> T:
-    """The entry of a name; without one, `ApiError` 404 with `reason`, which contains `{name}`."""
+    """Return the entry of a name, or raise `ApiError` 404 with `reason`, which has `{name}`."""
     found = things.get(name)
     if found is None:
         raise ApiError(404, reason.format(name=repr(name[:200])), code=code)
@@ -201,7 +203,7 @@ class Operation:
     future: Future[Any] = field(default_factory=Future)
 
     async def result(self, seconds: float) -> Any:
-        """The result; `TimeoutError` if it takes longer."""
+        """Return the result; raise `TimeoutError` if it takes longer."""
         waited = asyncio.shield(asyncio.wrap_future(self.future))
         return await asyncio.wait_for(waited, seconds)
 
@@ -266,7 +268,7 @@ class WorkQueue:
             lane.used_at, lane.reports = time.monotonic(), True
 
     def is_given_up(self, name: str, max_idle_seconds: float) -> bool:
-        """Whether a model's client is dead, or was idle for so long."""
+        """Return whether a model's client is dead, or was idle for so long."""
         with self._changed:
             lane = self._lane(name)
             if any(not one.future.done() for one in lane.known.values()):
@@ -400,7 +402,7 @@ class WorkQueue:
 
 
 def _reported(error: BaseException) -> ApiError:
-    """The error that a client receives."""
+    """Return the error reported to a client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NipAstraError):

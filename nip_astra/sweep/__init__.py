@@ -1,1 +1,1 @@
-"""Many runs by one command: their plan, execution, search and results."""
+"""Sweeps: many runs with one command; their plan, execution, search and results."""

@@ -1,6 +1,4 @@
-"""The plan of a sweep, every combination of trainers, scenarios and values with every seed, and
-the files of its folder.
-"""
+"""The plan of a sweep (combinations of trainers, scenarios, values and seeds) and its files."""
 
 from __future__ import annotations
 
@@ -38,25 +36,25 @@ PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
 SIGNATURE_FILE = "sweep.signature"
 """File that identifies the sweep's owner; see `nip_astra.trust`."""
 MAX_NAME = 100
-"""Characters of trainer, scenario and values in the name of a run's folder."""
+"""Maximum characters of trainer, scenario and values in the name of a run's folder."""
 MAX_RUNS = 10_000
-"""More combinations are taken for a mistake."""
+"""Maximum number of runs; more are considered a mistake."""
 DEV = "dev/"
-"""First part of the names of figures of dev evaluations."""
+"""Prefix of figures of dev evaluations."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
 _MAX_DIGITS = 19
 
 
 class Range(SubParameters):
-    """Numbers from `low` to `high`, both included; whole ones if both ends are."""
+    """Numbers from `low` to `high`, inclusive; integers if both ends are."""
 
     low: int | float
     """Lowest number."""
     high: int | float
     """Highest number."""
     is_log: bool = False
-    """Whether numbers are drawn evenly by their logarithm, as suits learning rates."""
+    """Whether numbers are sampled uniformly on a log scale, as for learning rates."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -68,7 +66,7 @@ class Range(SubParameters):
 
     @property
     def is_whole(self) -> bool:
-        """Whether only whole numbers are tried."""
+        """Whether only integers are tried."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
@@ -83,31 +81,31 @@ class SearchParameters(SubParameters):
 
     space: Mapping[str, Choice] = {}
     """A range or list of values per parameter. Trainers and scenarios of the sweep, and lists of
-    its grid, are tried as well."""
+    its grid, are searched as well."""
     num_trials: int = Field(default=20, ge=1)
-    """Trials in all, including those that were pruned or failed."""
+    """Total number of trials, including pruned and failed ones."""
     sampler: CheckedName = "tpe"
-    """Proposes values: tpe near the best trials so far, random without looking at them, or one that
-    a plug-in registers."""
+    """Sampler of values: tpe near the best trials so far, random independently of them, or one
+    registered by a plug-in."""
     pruner: CheckedName = "median"
-    """Stops trials early by their dev evaluations: median those worse than the median of the others
-    at the same iteration, halving all but the best by successive halving, none no trial, or one
-    that a plug-in registers."""
+    """Pruner of trials by their dev evaluations: median stops those worse than the median at the
+    same iteration, halving all but the best by successive halving, none stops none; or one
+    registered by a plug-in."""
     num_startup_trials: int = Field(default=5, ge=0)
-    """Random trials before tpe proposes, and complete ones before median prunes."""
+    """Random trials before tpe starts, and complete ones before median starts."""
     objective: str | None = None
-    """Figure to optimise: a name in metrics.jsonl such as dev/failure_rate, of which the best of a
-    run counts; null for dev/ and the trainer's dev_metric. A name without dev/ is taken from
+    """Figure to optimise: a name in metrics.jsonl such as dev/failure_rate, with a run's best
+    value; null for dev/ and the trainer's dev_metric. A name without dev/ is read from
     results.json, after training, and is not used for pruning."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Whether more of it is better, or less."""
+    """Whether the figure is maximised or minimised."""
     seed: int = Field(default=0, le=MAX_WHOLE)
-    """Root of the proposals; not the seed of the runs."""
+    """Root seed of the search; not the seed of the runs."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seeds."""
+    """A configuration of a sweep: runs that differ only in their seeds."""
 
     trainer: str
     scenario: str | None
@@ -120,26 +118,26 @@ class Arm:
 
     @property
     def tags(self) -> list[str]:
-        """Its runs' tags on W&B, which takes at most 64 characters each."""
+        """Tags of its runs on W&B, truncated to 64 characters each."""
         return [tag[:64] for tag in (self.trainer, *self._varied)]
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Name in tables."""
         return " ".join([self.trainer, *([self.scenario] if self.scenario else []), *self._varied])
 
     def run_id(self, seed: int) -> str:
-        """What identifies a run, equal in every sweep with this arm."""
+        """Return the id of a run, equal in every sweep with this arm."""
         values = {**self.fixed, **self.values}
         if self.scenario is None and not values:
             return f"{self.trainer}-s{seed}"
         return f"{self.trainer}-{_digest([self.scenario, sorted(values.items())])}-s{seed}"
 
     def folder_in(self, directory: Path, seed: int) -> Path:
-        """The folder of a run, whose name has the swept values.
+        """Return the folder of a run, whose name has the swept values.
 
-        A folder that is there counts, also if an older version named it by `run_id`, or a sweep in
-        which other parameters varied.
+        An existing folder is used, also one named by `run_id` by an older version, or by a sweep
+        over other parameters.
         """
         run_id = self.run_id(seed)
         if run_id == f"{self.trainer}-s{seed}" or (directory / run_id).exists():
@@ -165,11 +163,11 @@ class PlannedRun:
 
     @property
     def run_id(self) -> str:
-        """What identifies it, also in the names of its logs."""
+        """Id of the run, also in the names of its logs."""
         return self.arm.run_id(self.seed)
 
     def folder_in(self, directory: Path) -> Path:
-        """Its folder; see `Arm.folder_in`."""
+        """Return its folder; see `Arm.folder_in`."""
         return self.arm.folder_in(directory, self.seed)
 
 
@@ -178,12 +176,12 @@ class RunStatus(StrEnum):
 
     NEW = "new"
     STOPPED = "stopped"
-    """Started and not ended: it is resumed from its latest checkpoint."""
+    """Started but not ended: it is resumed from its latest checkpoint."""
     ENDED = "ended"
     PRUNED = "pruned"
-    """Stopped for good because other trials did better."""
+    """Stopped permanently because other trials did better."""
     FAILED = "failed"
-    """Its process ended with an error in this call of the sweep."""
+    """The process ended with an error in this call of the sweep."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +195,22 @@ class FinishedRun:
 
 
 class RunQueue:
-    """Runs that are known from the start."""
+    """Queue of runs that are known from the start."""
 
     def __init__(self, runs: Iterable[PlannedRun]) -> None:
         self._runs = list(runs)
 
     def take(self) -> PlannedRun | None:
-        """The next run to start; None if there is none now."""
+        """Return the next run to start; None if there is none now."""
         return self._runs.pop(0) if self._runs else None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no run follows once those that were taken have ended."""
+        """Whether no further run follows those already taken."""
         return not self._runs
 
     def goes_on(self, run: PlannedRun) -> bool:
-        """Whether a run in progress should continue."""
+        """Return whether a run in progress should continue."""
         return True
 
     def note(self, finished: FinishedRun) -> None:
@@ -220,24 +218,24 @@ class RunQueue:
 
 
 class SweepPlan(SubParameters):
-    """The runs of a sweep, as a file describes them."""
+    """The runs of a sweep, as in a sweep file."""
 
     trainers: list[str] = Field(min_length=1)
-    """Trainers that are compared."""
+    """Trainers to compare."""
     scenarios: list[str] = []
-    """Scenarios that each is run on; none for those of the presets."""
+    """Scenarios of each trainer; empty for those of the presets."""
     seeds: list[int] = Field(default=[0, 1, 2, 3, 4], min_length=1)
     """Seeds of each combination. More give narrower intervals."""
     grid: Mapping[str, list[Any]] = {}
-    """Values of parameters by their names; every combination is run."""
+    """Values of parameters by name; every combination is run."""
     overrides: list[str] = []
-    """Assignments `a.b=c` that hold for all runs."""
+    """Assignments `a.b=c` for all runs."""
     parameters: str | None = None
-    """Parameter file that all runs start from, in place of the trainers' presets."""
+    """Parameter file that all runs start from, instead of the trainers' presets."""
     plugins: list[str] = []
     """Files or modules of plug-ins."""
     search: SearchParameters | None = None
-    """Search for the best values in place of running all combinations; null runs all."""
+    """Search for the best values instead of running all combinations; null runs all."""
 
     @field_validator("trainers")
     @classmethod
@@ -281,7 +279,7 @@ class SweepPlan(SubParameters):
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination, without seeds; those of a search are known when it has ended."""
+        """Return every combination, without seeds; a search's are known after it has ended."""
         varied = [
             [(path, as_text(value)) for value in values]
             for path, values in self.grid.items()
@@ -296,12 +294,12 @@ class SweepPlan(SubParameters):
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """Every run: the first seed of all arms first, so that a sweep has results early."""
+        """Return every run: the first seed of all arms first, so that a sweep has results early."""
         return [PlannedRun(arm, seed) for seed in self.seeds for arm in self.arms]
 
     @property
     def first_arms(self) -> list[Arm]:
-        """One arm per trainer and scenario, with the first value of each varied parameter."""
+        """Return an arm per trainer and scenario, with the first value of each varied parameter."""
         return [
             Arm(
                 trainer,
@@ -315,14 +313,14 @@ class SweepPlan(SubParameters):
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """The values that a search tries, by parameter; single values of the grid are left out."""
+        """Return the values tried by a search, by parameter, without single values of the grid."""
         listed: dict[str, Choice] = {
             path: values for path, values in self.grid.items() if len(values) > 1
         }
         return listed | dict(self.search.space if self.search else {})
 
     def choices_of(self, trainer: str) -> dict[str, Choice]:
-        """The `choices` of a trainer's trials, without parameters of the other trainers."""
+        """Return the `choices` of a trainer's trials, without parameters of the other trainers."""
         others = {*self.trainers} - {trainer}
         return {
             path: choice
@@ -332,11 +330,11 @@ class SweepPlan(SubParameters):
 
     @property
     def fixed(self) -> dict[str, str]:
-        """Values of the grid that all arms have."""
+        """Return values of the grid shared by all arms."""
         return {path: as_text(values[0]) for path, values in self.grid.items() if len(values) == 1}
 
     def check(self) -> None:
-        """Resolve the parameters of every arm; of a search, of the ends of its ranges."""
+        """Resolve the parameters of every arm; for a search, of the ends of its ranges."""
         if self.search is not None:
             for arm in self._trials_at_the_ends():
                 self._check_objective(self.resolve(arm))
@@ -359,7 +357,7 @@ class SweepPlan(SubParameters):
                 )
 
     def resolve(self, arm: Arm) -> ResolvedExperiment:
-        """The parameters of an arm with the first seed."""
+        """Resolve the parameters of an arm with the first seed."""
         return resolve_experiment(
             trainer=arm.trainer,
             scenario=arm.scenario,
@@ -387,12 +385,12 @@ class SweepPlan(SubParameters):
             )
 
     def objective_of(self, resolved: ResolvedExperiment) -> str:
-        """The figure that trials of a search are judged by."""
+        """Return the figure that a search optimises."""
         metric = getattr(resolved.hyper_params.training, "dev_metric", "mean_reward")
         return (self.search and self.search.objective) or f"{DEV}{metric}"
 
     def overrides_of(self, arm: Arm) -> list[str]:
-        """Assignments of an arm's runs."""
+        """Return the assignments of an arm's runs."""
         values = {**arm.fixed, **arm.values}
         return [*self.overrides, *(f"{path}={value}" for path, value in values.items())]
 
@@ -404,7 +402,7 @@ def _refuse_own_parameter(path: str) -> None:
 
 
 def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
-    """Refuse two spellings of one value, such as 1e-4 and 0.0001."""
+    """Raise for two spellings of one value, such as 1e-4 and 0.0001."""
     known: list[Any] = []
     for value in values:
         try:
@@ -419,7 +417,7 @@ def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
 
 
 class RequestedFigures:
-    """Figures that a sweep shows or searches by, checked against those that its trainers report."""
+    """Figures that a sweep shows or searches by, checked against those of its trainers."""
 
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
         self._undeclared: dict[str, set[str]] = {}
@@ -440,9 +438,7 @@ class RequestedFigures:
             self._undeclared[name] = set(silent)
 
     def note(self, run: PlannedRun, folder: Path) -> None:
-        """Check names that trainers had not declared against a run that has ended; refuse a name
-        once no trainer is left that might report it.
-        """
+        """Check undeclared names against an ended run; raise if no other trainer can report one."""
         for name, trainers in list(self._undeclared.items()):
             if run.arm.trainer not in trainers:
                 continue
@@ -458,7 +454,7 @@ class RequestedFigures:
 
 
 def _declared_figures(name: str, trainer: type[Trainer]) -> tuple[str, ...] | None:
-    """The figures that a trainer declares; None for a plug-in that only inherits them."""
+    """Return the figures that a trainer declares; None for a plug-in that only inherits them."""
     owner = next(one for one in trainer.__mro__ if "figures" in vars(one))
     is_inherited = owner.__module__.startswith("nip_astra.") and not TRAINERS.is_built_in(name)
     return None if is_inherited else trainer.figures
@@ -482,7 +478,7 @@ def read_plan(
     search: Mapping[str, Any] = {},
     is_trusted: bool = False,
 ) -> SweepPlan:
-    """The plan of a YAML file or a sweep's folder, with values of the command line in its place."""
+    """Read the plan of a YAML file or a sweep's folder, overridden by the command line."""
     values: dict[str, Any] = {}
     if source is not None and Path(source).is_dir():
         values = read_stored_plan(Path(source)).to_dict()
@@ -521,7 +517,7 @@ def _names(text: str) -> list[str]:
 
 
 def read_stored_plan(directory: Path) -> SweepPlan:
-    """The plan of a sweep's folder."""
+    """Read the plan of a sweep's folder."""
     try:
         stored = json.loads((directory / PLAN_FILE).read_text(encoding="utf-8"))
         if not isinstance(stored, dict):
@@ -535,7 +531,7 @@ def read_stored_plan(directory: Path) -> SweepPlan:
 
 
 def is_own_sweep(directory: Path) -> bool:
-    """Whether this user made the plan of a sweep's folder on this machine."""
+    """Return whether this user created the plan of a sweep's folder on this machine."""
     try:
         plan = (directory / PLAN_FILE).read_bytes()
         signature = (directory / SIGNATURE_FILE).read_text(encoding="utf-8")
@@ -545,14 +541,14 @@ def is_own_sweep(directory: Path) -> bool:
 
 
 def status_of(folder: Path) -> RunStatus:
-    """State of the run in a folder, from its files."""
+    """Return the state of the run in a folder, from its files."""
     if RunDirectory(folder).has_ended and (folder / REPORT).is_file():
         return RunStatus.ENDED
     return RunStatus.STOPPED if (folder / HYPER_PARAMETERS).is_file() else RunStatus.NEW
 
 
 def read_failures(directory: Path) -> dict[str, str]:
-    """The last log lines of a sweep's failed runs, by run id."""
+    """Read the last log lines of a sweep's failed runs, by run id."""
     try:
         stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
         return {run_id: str(message) for run_id, message in stored.items()}
@@ -561,7 +557,7 @@ def read_failures(directory: Path) -> dict[str, str]:
 
 
 def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Ranges by parameter of `a.b=1..8`, `a.b=log 1e-5..1e-3`."""
+    """Parse ranges by parameter from `a.b=1..8`, `a.b=log 1e-5..1e-3`."""
     space: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         path, _, text = (part.strip() for part in assignment.partition("="))
@@ -589,7 +585,7 @@ def _whole_number(text: str) -> int | None:
 
 
 def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
-    """Values by parameter of `a.b=1,2,3`; commas within brackets or quotes divide nothing."""
+    """Parse values by parameter, `a.b=1,2,3`; commas in brackets or quotes do not separate."""
     grid: dict[str, list[str]] = {}
     for assignment in assignments:
         path, equals, values = assignment.partition("=")
@@ -605,7 +601,7 @@ def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def seeds_of(text: str) -> list[int]:
-    """Seeds of `0..4` (both ends are seeds) or `0,3,7`."""
+    """Parse seeds from `0..4` (inclusive) or `0,3,7`."""
     seeds: list[int] = []
     for part in text.split(","):
         low, dots, high = part.partition("..")
@@ -620,7 +616,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
-    """The runs of a shard `2/4`: the second of four parts that differ by one run at most."""
+    """Return the runs of a shard `2/4`, the second of four parts; sizes differ by at most one."""
     if shard is None:
         return list(runs)
     number, count = map(_whole_number, shard.partition("/")[::2])
@@ -654,7 +650,7 @@ def _ends(choice: Choice) -> list[Any]:
 
 
 def _short(value: str) -> str:
-    """A value in a name, with at most four digits of a drawn number."""
+    """Shorten a value for a name, with at most four digits of a sampled number."""
     try:
         return value if len(value) <= 8 else f"{float(value):.4g}"
     except ValueError:
@@ -662,5 +658,5 @@ def _short(value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """Format a value for `--set`."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -60,14 +60,13 @@ LEVEL = 0.95
 HEADLINES = ("failure_rate", "mean_accuracy", "accuracy", "pass_at_1", "mean_reward")
 """Figures that tables show by default; the first that a sweep has is its headline."""
 FEW_SEEDS = 5
-"""With fewer, the interval of a mean covers it far less often than stated if some seeds do not
-learn."""
+"""Number of seeds below which the interval of a mean undercovers if some seeds do not learn."""
 MAX_DRAWN = 7
-"""Arms whose curves are drawn; the style sheet has as many colours."""
+"""Maximum arms with curves; the style sheet has as many colours."""
 MAX_COMPARED = 12
-"""Arms of which each is tested against each other; of more, each against the first."""
+"""Maximum arms that are tested pairwise; of more, each is tested against the first."""
 MAX_SHOWN = 4
-"""Figures with a table of arms on the page."""
+"""Maximum figures with a table of arms on the page."""
 
 
 class SeedMean(NamedTuple):
@@ -102,7 +101,7 @@ class SeedMean(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """An arm compared with another, paired by seed.
+    """The difference of two arms, paired by seed.
 
     Attributes
     ----------
@@ -134,7 +133,7 @@ class ComparedArm(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Figures of all runs that have ended.
+    """Figures of all ended runs.
 
     Attributes
     ----------
@@ -152,7 +151,7 @@ class SweepResults:
 
     @property
     def arms(self) -> list[Arm]:
-        """The arms compared; of a search, its trials without repeated values, best first."""
+        """The arms compared; for a search, its trials without repeated values, best first."""
         if self.plan.search is None:
             return self.plan.arms
         ranked = best_first(self.trials, self.plan.search.direction)
@@ -160,12 +159,12 @@ class SweepResults:
 
     @property
     def selected_by(self) -> str | None:
-        """The figure on the test data by which a search selected, so that it is too good."""
+        """The test figure by which a search selected, which is therefore optimistic."""
         objective = self.plan.search.objective if self.plan.search else None
         return None if objective is None or objective.startswith(DEV) else objective
 
     def cautions(self, names: Sequence[str]) -> list[str]:
-        """Warnings to show beside these figures, one or two sentences each."""
+        """Return warnings about these figures, one or two sentences each."""
         cautions = []
         if self.selected_by is not None:
             cautions.append(
@@ -185,7 +184,7 @@ class SweepResults:
 
     @property
     def num_ended(self) -> int:
-        """Runs that have ended."""
+        """Number of ended runs."""
         return len({row["run_id"] for row in self.rows})
 
     @cached_property
@@ -202,7 +201,7 @@ class SweepResults:
         return sorted({row["name"] for row in self.rows if row["when"] == "after"})
 
     def headline(self) -> str:
-        """The figure that a table shows by default."""
+        """Return the figure that a table shows by default."""
         if not self.figure_names:
             raise ConfigurationError(
                 f"no run of the sweep {self.directory} has ended. Let it run, or read its logs."
@@ -210,12 +209,12 @@ class SweepResults:
         return self.headlines()[0]
 
     def headlines(self) -> list[str]:
-        """The figures with a table on the page: up to four of `HEADLINES`, or the first."""
+        """Return the figures with a table on the page: up to four of `HEADLINES`, or the first."""
         names = self.figure_names
         return [name for name in HEADLINES if name in names][:MAX_SHOWN] or names[:1]
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
-        """A figure of an arm; None if no run of it that has ended has the figure."""
+        """Return a figure of an arm; None if no ended run has it."""
         seeds = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
         rows = self._rows_of.get((name, when), ())
         known = {seeds[row["run_id"]]: row for row in rows if row["run_id"] in seeds}
@@ -229,7 +228,7 @@ class SweepResults:
         return SeedMean(values, mean.estimate.value, ends[0], ends[1], counts)
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
-        """A figure of an arm minus that of another; None without a common seed."""
+        """Return a figure of an arm minus that of another; None without a common seed."""
         one, two = self.over_seeds(arm, name), self.over_seeds(other, name)
         seeds = sorted(one.values.keys() & two.values.keys()) if one and two else []
         if one is None or two is None or not seeds:
@@ -246,7 +245,7 @@ class SweepResults:
         return Difference(mean, low, high, p, len(seeds))
 
     def compared(self, name: str) -> Iterator[ComparedArm]:
-        """Each arm's figure before and after training, and its difference from the first arm."""
+        """Yield each arm's figure before and after training, and its difference to the first."""
         arms = self.arms
         for arm in arms:
             yield ComparedArm(
@@ -257,7 +256,7 @@ class SweepResults:
             )
 
     def summary(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Figures after training, one row per arm and figure, with intervals over seeds.
+        """Return figures after training, one row per arm and figure, with intervals over seeds.
 
         Each arm is compared with the first, seed by seed. P-values of a figure are adjusted by
         Holm's method over the arms (`p_holm`).
@@ -298,15 +297,15 @@ class SweepResults:
         return rows
 
     def to_csv(self) -> str:
-        """The rows as comma-separated values."""
+        """Return the rows as comma-separated values."""
         return as_csv(self.rows)
 
     def frame(self) -> pd.DataFrame:
-        """The rows as a pandas frame."""
+        """Return the rows as a pandas frame."""
         return frame_of(self.rows)
 
     def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
-        """`summary` as a pandas frame."""
+        """Return `summary` as a pandas frame."""
         return frame_of(self.summary(names))
 
     def write_parquet(self, path: str | Path) -> None:
@@ -325,7 +324,7 @@ class SweepResults:
 
 
 def read_sweep(directory: str | Path) -> SweepResults:
-    """Results of a sweep's runs so far.
+    """Read the results of a sweep's runs so far.
 
     Raises
     ------
@@ -351,7 +350,7 @@ def read_sweep(directory: str | Path) -> SweepResults:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as comma-separated values; a column that a row lacks is empty."""
+    """Return rows as comma-separated values; missing columns are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names)
@@ -361,7 +360,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _selection(selected_by: str | None) -> dict[str, str]:
-    """A column with the test figure by which a search selected."""
+    """Return a column with the test figure by which a search selected."""
     return {} if selected_by is None else {"selected_by": selected_by}
 
 
@@ -384,7 +383,7 @@ def _student(values_S: Sequence[float], *, scale: float = 0.0) -> PairedDifferen
 def _ends(
     paired: PairedDifference, lowest: float, highest: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """Both ends within the values that are possible; None if no spread is known."""
+    """Return both bounds, within the possible values; None if no spread is known."""
     low, high = paired.estimate.low, paired.estimate.high
     if math.isnan(low) or math.isnan(high):
         return None, None
@@ -466,7 +465,7 @@ def _pairs(results: SweepResults) -> Context | None:
 def _tested(
     results: SweepResults, name: str, pairs: Sequence[tuple[tuple[int, Arm], tuple[int, Arm]]]
 ) -> list[dict[str, str]]:
-    """A row per pair of arms that have at least two common seeds."""
+    """Return a row per pair of arms with at least two common seeds."""
     known: list[tuple[str, Difference]] = []
     for (place, arm), (other_place, other) in pairs:
         beside = results.difference(other, arm, name)
@@ -519,7 +518,7 @@ def _trials(results: SweepResults) -> Context | None:
 
 
 def _groups(results: SweepResults) -> list[RunGroup]:
-    """The runs of the first arms that have started."""
+    """Return the runs of the first started arms."""
     groups: list[RunGroup] = []
     for place, arm in enumerate(results.arms[:MAX_DRAWN]):
         runs = []

@@ -1,4 +1,4 @@
-"""Sweeps: launchers start the runs, several at once and never twice; `run_sweep` does all of it."""
+"""Execution of sweeps: launchers start several runs at once, never the same run twice."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from nip_astra.utils.ray_cluster import open_ray
 
 POLL_SECONDS = 0.2
 MAX_LINE_BYTES = 4096
-"""Bytes at the end of a log that are searched for its last line."""
+"""Bytes at the end of a log that are searched for the last line."""
 MAX_RETRIES = 3
-"""How often Ray restarts a run whose worker died; each continues from the latest checkpoint."""
+"""Maximum restarts by Ray of a run whose worker died; each resumes the latest checkpoint."""
 FIRST_GUESS = 10
-"""Iterations assumed of a run before the first has reported its own."""
+"""Assumed iterations of a run until one has reported its own."""
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is executed; these options do not change the results.
+    """Execution options of a sweep; they do not change the results.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """How a run is started or resumed; only text, so that another machine can do it."""
+    """A run to start or resume, as text only, so that another machine can do it."""
 
     folder: str  # the run's directory
     log: str  # file for its output
@@ -111,7 +111,7 @@ class RunSpec:
         )
 
     def last_line(self) -> str:
-        """The last line of its log."""
+        """Return the last line of its log."""
         with suppress(OSError), Path(self.log).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
             return log.read().decode("utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -121,7 +121,7 @@ class RunSpec:
 def execute(spec: RunSpec) -> int:
     """Run to the end or until the stop file exists, and return the exit code.
 
-    A run that an earlier process has started is resumed once that process has released it.
+    A run started by an earlier process is resumed once that process has released it.
     """
     folder = Path(spec.folder)
     while not is_abandoned(folder):
@@ -143,19 +143,19 @@ class Job(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Return whether it has ended, successfully or not."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask it to save its work and end."""
+        """Request that it saves its work and ends."""
 
     def fault(self) -> str:
-        """Why it could not be executed at all; empty if its own log has the reason."""
+        """Return why it could not be executed at all; empty if its own log has the reason."""
         return ""
 
 
 class Launcher(ABC):
-    """Starts runs; a subclass registered by `register_launcher` is chosen by `--on`.
+    """Starts runs; subclasses registered by `register_launcher` are selected by `--on`.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class Launcher(ABC):
 
     @property
     def num_threads(self) -> int:
-        """CPU cores of a run, if the settings do not say."""
+        """Default number of CPU cores per run."""
         return max(1, num_cores() // self.num_at_once)
 
     @abstractmethod
@@ -185,13 +185,13 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 
 
 def register_launcher(name: str) -> Callable[[type[Launcher]], type[Launcher]]:
-    """Register a `Launcher` subclass under the name by which `--on` chooses it."""
+    """Register a `Launcher` subclass under its name for `--on`; a decorator."""
     return LAUNCHERS.register(name)
 
 
 @register_launcher("processes")
 class LocalProcesses(Launcher):
-    """Each run is a process of this machine."""
+    """Runs each run as a process on this machine."""
 
     def start(self, spec: RunSpec) -> Job:
         return _Process(spec.start())
@@ -210,7 +210,7 @@ class _Process(Job):
 
 @register_launcher("ray")
 class RayTasks(Launcher):
-    """Each run is a task of a Ray cluster, on any of its machines.
+    """Runs each run as a task on any machine of a Ray cluster.
 
     All machines see the sweep's folder under the same path. Ray restarts a task whose worker died,
     which resumes the run from its latest checkpoint. The setting `ray_address` names the cluster.
@@ -310,7 +310,7 @@ def run_sweep(
 
 
 def check_sweep(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
-    """Check all that can be checked before a run starts; returns the rest."""
+    """Check everything that can be checked before a run starts; return the rest."""
     for plugin in plan.plugins:
         load_plugin(plugin)
     ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
@@ -338,7 +338,7 @@ class _Working:
 
 
 class SweepRunner:
-    """Executes the runs of a plan in a folder, whose files say which have ended."""
+    """Executes the runs of a plan in a folder, whose files record which have ended."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class SweepRunner:
     def run(
         self, *, on_end: Callable[[FinishedRun], object] = lambda _: None, progress: bool = False
     ) -> list[FinishedRun]:
-        """Execute the runs that have not ended. One that fails does not stop the others.
+        """Execute the runs that have not ended. Failed runs do not stop the others.
 
         `on_end` is called with each run as it ends, and with those that had ended before.
         """
@@ -437,7 +437,7 @@ class SweepRunner:
                 self._ready.append(run)
 
     def _start(self, note: Callable[[FinishedRun], object]) -> None:
-        """Start ready runs, except those that another process still executes."""
+        """Start ready runs, except those that another process is executing."""
         for run in list(self._ready):
             if run.run_id in self._ids_at_work or not is_abandoned(run.folder_in(self.directory)):
                 # A process of a sweep that was killed is saving its work.
@@ -521,14 +521,14 @@ class SweepRunner:
         write_atomically(self.directory / FAILURES_FILE, json.dumps(failures, indent=2) + "\n")
 
     def _stop(self, number: int, _: object) -> None:
-        """Have the runs save their work, and then the sweep end."""
+        """Signal the runs to save their work, then end the sweep."""
         self._stopped_by = signal.Signals(number).name
         for one in self._working:
             one.job.stop()
 
 
 class SweepBar:
-    """One progress bar over the iterations of all runs; those of runs to come are estimated."""
+    """One progress bar over the iterations of all runs; those of pending runs are estimated."""
 
     def __init__(
         self,
@@ -557,7 +557,7 @@ class SweepBar:
         self._bar.set_description(f"{text}, {failed} failed" if failed else text)
 
     def note(self, one: FinishedRun) -> None:
-        """Count a run that has ended; one that failed or had ended before counts in full."""
+        """Count an ended run; one that failed or had ended before counts in full."""
         run_id = one.run.run_id
         self._ended[run_id] = one.status
         num_done, total = self._known.get(run_id, (0, self._mean()))

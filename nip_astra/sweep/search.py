@@ -1,4 +1,4 @@
-"""A search for the best values of parameters by Optuna, with trials that are pruned and resumed."""
+"""Hyper-parameter search with Optuna, with pruned and resumable trials."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STUDY_FILE, TRIALS_FILE = "study.db", "trials.json"
 STEPS_OF_A_SEED = 1_000_000
-"""Optuna's step of iteration i of the k-th seed is i and k times this."""
+"""Optuna's step of iteration i of the k-th seed is i + k times this."""
 SamplerFactory = Callable[[SearchParameters, int], "BaseSampler"]
 PrunerFactory = Callable[[SearchParameters], "BasePruner"]
 _SAMPLERS, _PRUNERS = ("random", "tpe"), ("halving", "median", "none")
@@ -57,7 +57,7 @@ PRUNERS: Registry[PrunerFactory] = Registry(
 
 
 def register_sweep_sampler(name: str) -> Callable[[SamplerFactory], SamplerFactory]:
-    """Register `(search, seed) -> Optuna sampler`, called for each trial with a seed of its own."""
+    """Register `(search, seed) -> Optuna sampler`, called for each trial with its own seed."""
     return SWEEP_SAMPLERS.register(name)
 
 
@@ -68,7 +68,7 @@ def register_pruner(name: str) -> Callable[[PrunerFactory], PrunerFactory]:
 
 @register_sweep_sampler("tpe")
 def _tpe(search: SearchParameters, seed: int) -> BaseSampler:
-    """Proposes values near the best trials so far (tree-structured Parzen estimator)."""
+    """Sample values near the best trials so far (tree-structured Parzen estimator)."""
     from optuna.samplers import TPESampler
 
     # `constant_liar` keeps trials apart that run at the same time.
@@ -77,7 +77,7 @@ def _tpe(search: SearchParameters, seed: int) -> BaseSampler:
 
 @register_sweep_sampler("random")
 def _random(search: SearchParameters, seed: int) -> BaseSampler:
-    """Proposes values without looking at other trials."""
+    """Sample values independently of other trials."""
     from optuna.samplers import RandomSampler
 
     return RandomSampler(seed=seed)
@@ -85,7 +85,7 @@ def _random(search: SearchParameters, seed: int) -> BaseSampler:
 
 @register_pruner("median")
 def _median(search: SearchParameters) -> BasePruner:
-    """Stops trials that are worse than the median of the others at the same iteration."""
+    """Stop trials that are worse than the median of the others at the same iteration."""
     from optuna.pruners import MedianPruner
 
     return MedianPruner(n_startup_trials=search.num_startup_trials)
@@ -93,7 +93,7 @@ def _median(search: SearchParameters) -> BasePruner:
 
 @register_pruner("halving")
 def _halving(search: SearchParameters) -> BasePruner:
-    """Stops all but the best trials by successive halving."""
+    """Stop all but the best trials by successive halving."""
     from optuna.pruners import SuccessiveHalvingPruner
 
     return SuccessiveHalvingPruner()
@@ -101,7 +101,7 @@ def _halving(search: SearchParameters) -> BasePruner:
 
 @register_pruner("none")
 def _none(search: SearchParameters) -> BasePruner:
-    """Stops no trial."""
+    """Stop no trial."""
     from optuna.pruners import NopPruner
 
     return NopPruner()
@@ -133,7 +133,7 @@ class _OpenTrial:
 
 
 class StudyQueue(RunQueue):
-    """The runs that an Optuna study requests; a trial runs the seeds of the plan in sequence.
+    """The runs requested by an Optuna study; a trial runs the seeds of the plan in sequence.
 
     The study is stored in the sweep's folder. A trial that was in progress when the sweep was
     killed continues with its runs.
@@ -302,7 +302,7 @@ class StudyQueue(RunQueue):
 
 
 def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
-    """The trials of a sweep that searches, in the order of their proposal."""
+    """Read the trials of a search, in the order of their proposal."""
     path = directory / TRIALS_FILE
     if not path.exists():
         return []
@@ -326,13 +326,13 @@ def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
     trainer, scenario = stored["trainer"], stored["scenario"]
     scenarios: list[str | None] = [*plan.scenarios] or [None]
     if trainer not in plan.trainers or scenario not in scenarios:
-        raise ValueError(f"a trial of {trainer!r} on {scenario!r} is none of the sweep's")
+        raise ValueError(f"the sweep has no trials of {trainer!r} on {scenario!r}")
     values = {str(path): str(value) for path, value in stored["values"].items()}
     return Arm(trainer, scenario, values, plan.fixed)
 
 
 def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
-    """What all trials of a study have in common."""
+    """Return what all trials of a study have in common."""
     common = search.to_dict()
     return {name: common[name] for name in ("space", "objective", "direction")} | {
         "trainers": plan.trainers,
@@ -359,7 +359,7 @@ def _proposed(trial: Trial, path: str, choice: Choice) -> str:
 
 
 def best_first(trials: list[TrialRecord], direction: str) -> list[TrialRecord]:
-    """Trials that are complete before the others, the best first."""
+    """Sort complete trials before the others, the best first."""
     sign = -1.0 if direction == "maximize" else 1.0
 
     def rank(one: TrialRecord) -> tuple[bool, float, int]:

@@ -1,1 +1,1 @@
-"""Trainers: one file an algorithm over a few bases; found through the registry."""
+"""Trainers: one file per algorithm over a few bases; looked up in the registry."""

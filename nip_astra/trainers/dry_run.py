@@ -1,4 +1,4 @@
-"""Measure the smallest step of a run or parts of it, and estimate what the whole run takes.
+"""Measurement of a run's smallest step or its parts, and estimates of the whole run.
 
 Every estimate uses these names; a family adds counts of its own.
 
@@ -32,14 +32,14 @@ from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
 from nip_astra.utils.processor import peak_memory_bytes
 
 MAX_DEPTH = 8
-"""How deep a model may be nested in the components of a scenario."""
+"""Maximum nesting depth of models in the components of a scenario."""
 _FOREIGN = {"builtins", "torch", "tensordict", "transformers", "tokenizers", "numpy", "functools"}
 """Packages whose objects are not searched for models: they hold none, or their owner lists it."""
 
 
 @dataclass(frozen=True)
 class SmallestStep:
-    """Cost of playing one episode and learning from one minibatch of `num_learned` samples.
+    """Cost of sampling one episode and training on one minibatch of `num_learned` samples.
 
     `num_samples` and `num_tokens` are those of the episode, `peak_bytes` the peak memory before the
     minibatch and `step_bytes` its increase. `loss` is None without samples.
@@ -59,7 +59,7 @@ def measure_smallest_step(
     play: Callable[[], tuple[Sequence[Any], float]],
     learn: Callable[[Sequence[Any]], tuple[float | None, int]],
 ) -> SmallestStep:
-    """Play one episode and learn from a minibatch of its samples.
+    """Sample one episode and train on a minibatch of its samples.
 
     `play` returns the samples and the number of generated tokens; `learn` takes the samples and
     returns the loss and the number of samples in the minibatch.
@@ -83,7 +83,7 @@ def measure_smallest_step(
 def work_of_language_model(
     step: SmallestStep, training: TrainingConfiguration, memory: Mapping[str, float]
 ) -> Work:
-    """The whole run, scaled from its smallest step; `memory` as from `memory_of`."""
+    """Return the whole run, scaled from its smallest step; `memory` as from `memory_of`."""
     num_episodes = training.num_episodes_per_experience
     num_rows = max(step.num_samples, 1) * num_episodes
     rows = min(training.minibatch_size * training.gradient_accumulation_steps, num_rows)
@@ -106,7 +106,7 @@ def work_of_language_model(
 def estimate_run(
     work: Work, step: SmallestStep, num_parameters: int, *, extra_cache_bytes: float = 0.0
 ) -> dict[str, Any]:
-    """The estimate of a run, with the names of this module.
+    """Return the estimate of a run, with the names of this module.
 
     `extra_cache_bytes` are keys and values of an iteration's episodes beyond those of one.
     """
@@ -131,7 +131,7 @@ def estimate_run(
 def memory_of(
     parts: Mapping[str, object], learned: Sequence[Tensor], optimizer_bytes: float
 ) -> dict[str, float]:
-    """Bytes of the weights of each part, of the gradients, and of the optimizer's state."""
+    """Return the bytes of each part's weights, of the gradients, and of the optimizer's state."""
     return {
         **{f"weights, {name}": size for name, size in model_memory(parts).items()},
         "gradients": bytes_of(learned),
@@ -140,12 +140,12 @@ def memory_of(
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> float:
-    """Bytes of tensors."""
+    """Return the bytes of tensors."""
     return float(sum(one.numel() * one.element_size() for one in tensors))
 
 
 def state_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """Numbers that an optimizer keeps for each weight: 2 for Adam, 0 for SGD without momentum."""
+    """Return the numbers an optimizer stores per weight: 2 for Adam, 0 for SGD without momentum."""
     options = {name: v for name, v in optimizer.param_groups[0].items() if name != "params"}
     weight = torch.nn.Parameter(torch.zeros(16, 16))
     weight.grad = torch.zeros_like(weight)
@@ -156,9 +156,9 @@ def state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 
 
 def model_memory(parts: Mapping[str, object]) -> dict[str, float]:
-    """Bytes of the tensors of each part, including weights laid out for generation.
+    """Return the bytes of the tensors of each part, including weights prepared for generation.
 
-    Tensors that several parts share count for the first; parts without any are left out.
+    Tensors shared by several parts count for the first; parts without any are left out.
     """
     seen: set[int] = set()
     storages: set[int] = set()
@@ -177,7 +177,7 @@ def model_memory(parts: Mapping[str, object]) -> dict[str, float]:
 
 
 def parts_with_models(instance: Any) -> dict[str, object]:
-    """Components of a scenario instance that may hold models, by name."""
+    """Return the components of a scenario instance that may hold models, by name."""
     parts = vars(instance)
     others = {
         "scorer": getattr(parts.get("sampler"), "scorer", None),
@@ -189,7 +189,7 @@ def parts_with_models(instance: Any) -> dict[str, object]:
 
 
 def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
-    """Tensors reachable through attributes and collections; each object is visited once."""
+    """Yield tensors reachable through attributes and collections; each object is visited once."""
     if id(value) in seen or depth == 0:
         return
     if isinstance(value, Tensor):
@@ -218,9 +218,9 @@ def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
 def time_components(
     trainer: Trainer, names: Sequence[str], *, num_repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of `num_repeats` runs of parts of an iteration, by name; all parts without `names`.
+    """Time `num_repeats` runs of parts of an iteration, in seconds by name; default: all parts.
 
-    One more run is not timed. The trainer learns meanwhile and must not be used afterwards.
+    The first run is not timed. The trainer is trained meanwhile and must not be used afterwards.
     """
     with ExitStack() as stack:
         if isinstance(trainer, TensorDictTrainer):

@@ -1,4 +1,4 @@
-"""The loop of all trainers that learn a language model.
+"""The loop of all trainers of language models.
 
 A family defines `collect`, `measure` and `evaluate_dev`, a trainer the `loss` of a batch.
 
@@ -90,20 +90,20 @@ class LanguageModelState(RunState):
         return self.num_optimizer_steps + self.iteration
 
     def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
-        """Start to use the experience of an iteration."""
+        """Start using the experience of an iteration."""
         # Figures of NumPy and torch would not be held by a checkpoint.
         self.iteration_metrics, self.step_sums = plain_numbers(metrics), {}
         self.samples, self.num_steps_done = samples, 0
 
     def count_step(self, metrics: dict[str, float]) -> None:
-        """Count one optimizer step and add up its metrics."""
+        """Count one optimizer step and accumulate its metrics."""
         self.num_steps_done += 1
         self.num_optimizer_steps += 1
         for name, value in plain_numbers(metrics).items():
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
 
     def count_evaluation(self, value: float) -> bool:
-        """Count a dev evaluation; whether it is the best so far (NaN never is)."""
+        """Count a dev evaluation; return whether it is the best so far (NaN never is)."""
         is_best = not math.isnan(value) and (
             self.best_dev_value is None or value > self.best_dev_value
         )
@@ -113,7 +113,7 @@ class LanguageModelState(RunState):
         return is_best
 
     def has_stopped_early(self, training: TrainingConfiguration) -> bool:
-        """Whether the dev evaluations have not improved for too long."""
+        """Return whether the dev evaluations have not improved for too long."""
         patience = training.early_stopping_patience
         if patience is None or self.num_evals_since_best < patience:
             return False
@@ -126,7 +126,7 @@ class LanguageModelState(RunState):
         return True
 
     def end(self) -> dict[str, float]:
-        """Finish the iteration; its metrics, those of steps as means."""
+        """Finish the iteration; return its metrics, with means over steps."""
         count = max(self.num_steps_done, 1)
         means = {name: value / count for name, value in self.step_sums.items()}
         metrics = self.iteration_metrics | means | {"num_steps": float(self.num_steps_done)}
@@ -138,7 +138,7 @@ class LanguageModelState(RunState):
 
 @dataclass(frozen=True)
 class Experience:
-    """What an iteration collected; without samples it takes no step.
+    """The samples and metrics collected in an iteration; without samples it takes no step.
 
     `tokens/generated` of the metrics gives the speed in the progress bar; `seconds` are durations
     of parts of collecting.
@@ -150,7 +150,7 @@ class Experience:
 
 
 def check_experience(found: Any, *, owner: str) -> Experience:
-    """The result of `collect` of the class `owner`, if it is a valid `Experience`."""
+    """Check that `collect` of class `owner` returned a valid `Experience`, and return it."""
     if not isinstance(found, Experience):
         raise _wrong_result(owner, "collect", found, "an Experience(samples, metrics)")
     for name in ("metrics", "seconds"):
@@ -162,7 +162,7 @@ def check_experience(found: Any, *, owner: str) -> Experience:
 
 
 def check_samples(found: Any, *, owner: str, hook: str) -> list[Any]:
-    """The samples that a hook returned, if they are a list."""
+    """Return the samples from a hook if they are a list, else raise."""
     if not isinstance(found, list | tuple):
         raise _wrong_result(owner, hook, found, "a list of samples, which may be empty")
     return list(found)
@@ -176,7 +176,7 @@ def _wrong_result(owner: str, hook: str, found: object, wanted: str) -> Configur
 
 
 class LanguageModelTrainer(TensorDictTrainer):
-    """Base of trainers that learn a language model through a `TrainingService`.
+    """Base of trainers of a language model through a `TrainingService`.
 
     Attributes
     ----------
@@ -195,9 +195,9 @@ class LanguageModelTrainer(TensorDictTrainer):
     divides_weights: ClassVar[bool] = True
     learns_layer_by_layer: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
-    """The column of trained tokens in a batch, which has a mask of them."""
+    """Column of trained tokens in a batch, with a mask column."""
     policy_role: ClassVar[str] = "policy"
-    """What the policy is called in checkpoints."""
+    """Name of the policy in checkpoints."""
     _has_warned_of_nothing = False
     _async: AsyncRollouts[Any] | None = None
 
@@ -228,31 +228,31 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     @abstractmethod
     def build_policy(self) -> LanguageModel:
-        """The model that learns; hook of a family."""
+        """Hook of a family: build the trained model."""
 
     @abstractmethod
     def collect(self, iteration: int) -> Experience:
-        """What an iteration learns from; hook of a family. Called without gradients."""
+        """Hook of a family: collect the experience of an iteration. Called without gradients."""
 
     @abstractmethod
     def loss(self, batch: TensorDict) -> LossOutput:
-        """The loss of a batch, a mean over its samples, and scalars to log; hook of a trainer."""
+        """Hook of a trainer: return a batch's loss, a mean over samples, and scalars to log."""
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
-        """One batch of samples; hook."""
+        """Hook: return one batch of samples."""
         return collate(samples)
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
-        """What learns beside the policy, for instance a value head; hook."""
+        """Hook: build further trained modules, for instance a value head."""
         return {}
 
     @property
     def modules_lr_factor(self) -> float:
-        """Learning rate of what `build_modules` gives, as a multiple of the policy's; hook."""
+        """Hook: learning rate of `build_modules`, as a multiple of the policy's."""
         return 1.0
 
     def build_service(self) -> TrainingService:
-        """What holds the weights, adds up gradients and steps; hook."""
+        """Hook: build the service that holds the weights, accumulates gradients and steps."""
         return LocalTrainingService(
             self.policy,
             self.optimizer,
@@ -262,48 +262,48 @@ class LanguageModelTrainer(TensorDictTrainer):
         )
 
     def samples_of_one_episode(self) -> Sequence[Sample] | None:
-        """Play one episode for a dry run; hook of a family. Called without gradients."""
+        """Hook of a family: sample one episode for a dry run. Called without gradients."""
         return None
 
     def cache_bytes(self, num_episodes: int) -> float:
-        """Memory for keys and values of so many episodes played at once; hook of a family."""
+        """Hook of a family: return the memory for keys and values of episodes sampled together."""
         return 0.0
 
     def num_measure_parts(self) -> int:
-        """Parts in which `measure` works; hook of a family. None where nothing is measured."""
+        """Hook of a family: number of parts of `measure`; None without measurements."""
         return 0
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
-        """Figures on held-out data, "before" or "after" training; hook of a family."""
+        """Hook of a family: return figures on held-out data, "before" or "after" training."""
         return {}
 
     def evaluate_dev(self) -> dict[str, float]:
-        """Figures by which the best checkpoint is chosen, the dev metric among them; hook."""
+        """Hook: return the figures that select the best checkpoint, including the dev metric."""
         raise NotImplementedError(f"{type(self).__name__} has no dev evaluation")
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
-        """Why an experience teaches nothing, or "" where it does; hook of a family."""
+        """Hook of a family: return why an experience has nothing to learn from, or ""."""
         return "" if found.samples else "no sample to learn from."
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What the bar shows of an iteration before loss and speed, the headline first; hook."""
+        """Hook: return an iteration's figures for the progress bar, before loss and speed."""
         return {}
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
-        """Look at the gradients of a step before it is taken; hook."""
+        """Hook: inspect the gradients of a step before it is taken."""
 
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log figures with those of the iteration in progress."""
+        """Log metrics with those of the iteration in progress."""
         self._noted.update(metrics)
 
     def loss_of(self, batch: TensorDict) -> LossOutput:
-        """What `loss` returns for a batch, checked; see `as_loss_output`."""
+        """Return the checked result of `loss` for a batch; see `as_loss_output`."""
         return as_loss_output(self.loss(batch), owner=type(self).__name__)
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """The policy's log-probabilities of continuations of `context`, all by one call.
+        """Return the policy's log-probabilities of continuations of `context`, from one call.
 
         `batch` has for each name tokens and `<name>_mask`. Returns a `[B, T]` tensor per name, all
         as wide as the longest, nats, 0 on padding, with gradient.
@@ -323,7 +323,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         return logprobs.chunk(len(names))
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
-        """The trained tokens of the whole optimizer step, times the batch's share of its samples.
+        """Return the trained tokens of the optimizer step, times the batch's share of its samples.
 
         A sum over tokens divided by it, averaged by samples, is a mean over the step's tokens.
         """
@@ -345,7 +345,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             raise
 
     def _save_without_others(self) -> None:
-        """Save after another process ended, unless it held a part of the weights."""
+        """Save after another process ended, unless it held a shard of the weights."""
         if not isinstance(self.service, ShardedService):
             self._save_checkpoint()
 
@@ -361,7 +361,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             yield
 
     def train(self) -> None:
-        """Measure the untrained policy, train it, measure it again, save it."""
+        """Evaluate the untrained policy, train it, evaluate it again, save it."""
         self._set_seed()
         self._rewind_records()
         actors = actor_options(self.settings, self.scenario_instance.num_parameters)
@@ -432,17 +432,17 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.results["after"] = after
 
     def _checked(self, parts: Iterable[int]) -> Iterator[int]:
-        """Parts of a measurement, up to one in which no request to a service was answered."""
+        """Yield parts of a measurement, up to one in which no service request was answered."""
         for part in parts:
             yield part
             refuse_unanswered(self.services())
 
     def _measure_after(self) -> None:
-        """What follows training; a family may measure more."""
+        """Evaluate after training; a family may extend it."""
         self._run_test_loop()
 
     def _parts(self, iteration_context: IterationContext, start: int = 0) -> Iterator[int]:
-        """The parts of a measurement, up to the moment when the run is to stop."""
+        """Yield the parts of a measurement until the run is stopped."""
         for part in iteration_context.iterate(start):
             self._raise_if_stopped()
             yield part
@@ -450,7 +450,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     # ---- one iteration
 
     def _collect(self, iteration: int, *, is_last: bool = False) -> Mapping[str, float]:
-        """Gather what the iteration learns from, and give the seconds by part."""
+        """Collect the experience of an iteration, and return the seconds by part."""
         self._noted = {}
         try:
             with torch.no_grad():
@@ -471,7 +471,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int
     ) -> Iterator[TensorDict]:
-        """An epoch's batches of an iteration's samples."""
+        """Yield an epoch's batches of an iteration's samples."""
         return batches_of(
             samples,
             self.collate_fn,
@@ -481,7 +481,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         )
 
     def _update(self, iteration: int) -> None:
-        """Step through the iteration's samples, from where it was left."""
+        """Step through the iteration's samples, continuing after the last completed step."""
         for number, group in enumerate(self._step_groups(iteration)):
             if number < self.state.num_steps_done:
                 continue
@@ -499,7 +499,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 raise StopRequested(signal_name)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
-        """The batches of each optimizer step; the last group of an epoch may be smaller."""
+        """Yield the batches of each optimizer step; the last group of an epoch may be smaller."""
         assert self.state.samples is not None
         for epoch in range(self.training.num_epochs):
             batches = self.batches(self.state.samples, iteration=iteration, epoch=epoch)
@@ -521,11 +521,11 @@ class LanguageModelTrainer(TensorDictTrainer):
         return metrics | {"grad_norm": step.grad_norm, "lr": lr}
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
-        """Tell each batch of a step what the whole step learns; see `num_tokens_in_step`."""
+        """Add the step's totals to each of its batches; see `num_tokens_in_step`."""
         write_step_totals(batches, self.trained_tokens)
 
     def dry_run(self) -> dict[str, Any]:
-        """Play one episode, take the gradient of one minibatch, and estimate a whole run."""
+        """Sample one episode, compute the gradient of one minibatch, and estimate a whole run."""
 
         @torch.no_grad()
         def play() -> tuple[Sequence[Sample], float]:
@@ -600,7 +600,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """Asynchronous rollouts, whose part waits for what is being sampled and rated."""
+        """Return asynchronous rollouts, whose part waits for rollouts in progress."""
         if self._async is None:
             return super().kept_parts()
         part = Part(self._async.state, self._async.load_state)
@@ -611,7 +611,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.service.save_state(directory)
 
     def load_models(self, directory: Path) -> None:
-        """Read what `save_models` wrote."""
+        """Load the result of `save_models`."""
         self.service.load_state(directory)
 
     def _take_best(self) -> None:
@@ -624,7 +624,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     @abstractmethod
     def _write_results(self) -> None:
-        """Complete `results`, and write them where there is a run directory."""
+        """Complete `results`, and write them if there is a run directory."""
 
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
@@ -642,7 +642,7 @@ def batches_of(
     order: str,
     key: tuple[int, int, int],
 ) -> Iterator[BatchT]:
-    """The samples in batches, in random order; one batch may be smaller.
+    """Yield the samples in batches, in random order; one batch may be smaller.
 
     With order "by_episode" samples of an episode are adjacent, in their given order. `key` is seed,
     iteration and epoch.
@@ -661,7 +661,7 @@ def batches_of(
 
 
 def in_groups(batches: Iterable[BatchT], size: int) -> Iterator[list[BatchT]]:
-    """Consecutive batches in groups; the last may be smaller."""
+    """Yield consecutive batches in groups; the last may be smaller."""
     group: list[BatchT] = []
     for batch in batches:
         group.append(batch)
@@ -673,7 +673,7 @@ def in_groups(batches: Iterable[BatchT], size: int) -> Iterator[list[BatchT]]:
 
 
 def _by_episode(samples: Sequence[Sample], order: Sequence[int]) -> list[int]:
-    """Put the samples of an episode together, the episodes in the order of their first samples."""
+    """Group the samples by episode, in the order of the episodes' first samples."""
     if any("episode" not in sample for sample in samples):
         raise ConfigurationError(
             "training.batch_order=by_episode needs samples with 'episode'. Add "
@@ -685,7 +685,7 @@ def _by_episode(samples: Sequence[Sample], order: Sequence[int]) -> list[int]:
 
 
 def write_step_totals(batches: Sequence[TensorDict], tokens: str) -> None:
-    """Add to each batch of a step the totals of the step, for `num_tokens_in_step`."""
+    """Add the totals of the step to each of its batches, for `num_tokens_in_step`."""
     name = f"{tokens}_mask"
     if any(batch.get(name, None) is None for batch in batches):
         return
@@ -695,7 +695,7 @@ def write_step_totals(batches: Sequence[TensorDict], tokens: str) -> None:
 
 
 def num_tokens_in_step(batch: TensorDict, tokens: str) -> float:
-    """The trained tokens of the whole optimizer step, times the batch's share of its samples."""
+    """Return the trained tokens of the optimizer step, times the batch's share of its samples."""
     totals = batch.get(STEP_TOTALS, None)
     if totals is None:
         return float(int(batch[f"{tokens}_mask"].sum()))
@@ -713,7 +713,7 @@ def distribute(
     team: Team,
     settings: ExperimentSettings,
 ) -> TrainingService:
-    """The service by which all processes of a team train a policy, according to the settings.
+    """Return the service by which a team of processes trains a policy, as the settings require.
 
     `others` are models whose log-probabilities are compared with the policy's.
     """
@@ -737,7 +737,7 @@ def distribute(
 
 
 def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
-    """Recompute the layers of the learning model in the backward pass."""
+    """Recompute the layers of the trained model in the backward pass."""
     learner = learner_of(policy)
     is_here = isinstance(service, LocalTrainingService)
     if not is_here or learner is None:
@@ -749,7 +749,7 @@ def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
 
 
 def check_can_be_sharded(policy: LanguageModel) -> None:
-    """Refuse backends other than huggingface, alone or beside vllm."""
+    """Raise for backends other than huggingface, alone or beside vllm."""
     if learner_of(policy) is None:
         raise ConfigurationError(
             f"sharding=fsdp needs a policy of _type huggingface or vllm, not "
@@ -758,6 +758,6 @@ def check_can_be_sharded(policy: LanguageModel) -> None:
 
 
 def bytes_read(policy: LanguageModel) -> float:
-    """Bytes of weights that a pass through the learning model reads, base weights included."""
+    """Return the bytes of weights read per pass through the trained model, with base weights."""
     learner = learner_of(policy)
     return bytes_of([] if learner is None else list(learner.module.parameters()))

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, by their names in a `TrainingConfiguration`."""
+"""Optimizers and learning-rate schedules, by name in a `TrainingConfiguration`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Schedule = TypeVar("Schedule", bound=Callable[[float], float])
 
 
 def register_optimizer(name: str) -> Callable[[MakesOptimizer], MakesOptimizer]:
-    """Register an optimizer under the name that `training.optimizer` selects; a decorator.
+    """Register an optimizer under its name for `training.optimizer`; a decorator.
 
     It is a class, or a function that makes an optimizer, with the arguments
     `(parameter_groups, *, lr, weight_decay)`.
@@ -27,7 +27,7 @@ def register_optimizer(name: str) -> Callable[[MakesOptimizer], MakesOptimizer]:
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Register a schedule under the name that `training.lr_schedule` selects; a decorator.
+    """Register a schedule under its name for `training.lr_schedule`; a decorator.
 
     The function takes the share of iterations done, in [0, 1], and returns the factor of the
     learning rate.
@@ -111,19 +111,19 @@ for _cls in (
 
 @register_schedule("constant")
 def constant(progress: float) -> float:
-    """The same learning rate throughout."""
+    """Return 1 throughout."""
     return 1.0
 
 
 @register_schedule("linear")
 def linear(progress: float) -> float:
-    """From 1 to 0 on a line."""
+    """Fall linearly from 1 to 0."""
     return 1.0 - progress
 
 
 @register_schedule("cosine")
 def cosine(progress: float) -> float:
-    """From 1 to 0 on half a period of the cosine."""
+    """Fall from 1 to 0 on half a cosine period."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -133,7 +133,7 @@ def build_optimizer(
     *,
     more: Sequence[tuple[Sequence[torch.nn.Parameter], float]] = (),
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over the parameters.
+    """Build the configured optimizer of the parameters.
 
     `more` are groups of further parameters with their multiple of the learning rate, stored as
     `lr_factor` in the optimizer's group. Empty groups are left out.
@@ -152,7 +152,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
-    """The learning rate of optimizer step `step`; the first `num_warmup_steps` rise linearly.
+    """Return the learning rate of optimizer step `step`; it rises linearly over `num_warmup_steps`.
 
     `progress` is the share of iterations done, in [0, 1]; the number of steps is not known in
     advance.

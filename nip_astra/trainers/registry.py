@@ -32,9 +32,9 @@ TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
 
 
 def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
-    """Register a `Trainer` subclass under the name by which `--trainer` selects it.
+    """Register a `Trainer` subclass under its name for `--trainer`; a decorator.
 
-    `name` is a `TrainerType` member or, for a trainer of your own, any string.
+    `name` is a `TrainerType` member or, for a custom trainer, any string.
     """
 
     def decorate(cls: TrainerClass) -> TrainerClass:

@@ -22,7 +22,7 @@ WITH_CRITIC = where("reinforce.use_advantage_and_critic", True)
 
 @register_trainer(TrainerType.REINFORCE)
 class ReinforceTrainer(TensorDictRlTrainer):
-    """Each agent makes moves likelier in proportion to their results.
+    """REINFORCE for each agent, with reward to go or with advantages.
 
     Means over the frames in which the agent acts (Williams 1992):
 
@@ -42,7 +42,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
     }
 
     class Parameters(SubParameters):
-        """The weights of moves."""
+        """Weights of moves."""
 
         use_advantage_and_critic: bool = False
         """Whether moves are weighted by advantages instead of rewards to go: less variance, and a
@@ -50,7 +50,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
         critic_coef: Annotated[float, where("use_advantage_and_critic", True)] = Field(
             default=1.0, ge=0
         )
-        """Weight of the value loss. It matters where policy and value function share a body."""
+        """Weight of the value loss. It matters if policy and value function share a body."""
         entropy_weight: float = Field(default=0.0, ge=0)
         """Weight of the entropy bonus. Larger explores more."""
 

@@ -1,4 +1,4 @@
-"""The loop of trainers whose agents are chat models that play an interaction protocol in words.
+"""The loop of trainers of chat models that follow an interaction protocol in text.
 
 An iteration has five stages: play rollouts, log their statistics, test, submit fine-tuning jobs,
 and wait for these. The state is saved after each, answers are kept on arrival, and jobs have fixed
@@ -68,11 +68,11 @@ Split = Literal["train", "test"]
 FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
 """Shortest and longest wait between two looks at jobs, in seconds; each doubles the last."""
 NUM_DRY_RUN_ROLLOUTS = 4
-"""Rollouts of each kind that a dry run plays."""
+"""Number of rollouts of each kind in a dry run."""
 
 
 class Stage(StrEnum):
-    """Parts of an iteration, in their order; the state is saved after each."""
+    """Stages of an iteration, in order; the state is saved after each."""
 
     SAMPLE_ROLLOUTS = "sample_rollouts"
     LOG_STATS = "log_stats"
@@ -118,7 +118,7 @@ class TextRunState(RunState):
 
     @property
     def update_count(self) -> int:
-        """Finished stages, in all iterations."""
+        """Completed stages, over all iterations."""
         return self.iteration * len(STAGES) + STAGES.index(Stage(self.stage))
 
     def advance(self) -> None:
@@ -128,7 +128,7 @@ class TextRunState(RunState):
         self.stage = str(STAGES[place % len(STAGES)])
 
     def costs(self) -> dict[str, int]:
-        """Requests to services so far."""
+        """Return the requests to services so far."""
         return {
             "num_requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
@@ -138,7 +138,7 @@ class TextRunState(RunState):
 
 
 class PureTextRlTrainer(Trainer):
-    """Base of trainers of chat models. A subclass gives `_stage_create_fine_tune_jobs`.
+    """Base of trainers of chat models. Subclasses implement `_stage_create_fine_tune_jobs`.
 
     Hooks: `_sample_rollouts`, `_get_log_stats`, `_stage_create_fine_tune_jobs`, and for further
     state `trainer_state` and `load_trainer_state`.
@@ -170,7 +170,7 @@ class PureTextRlTrainer(Trainer):
     plays_on_actors: ClassVar[bool] = True
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1
-    """Continuations of each rollout of training in each round."""
+    """Continuations of each training rollout in each round."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -194,14 +194,14 @@ class PureTextRlTrainer(Trainer):
     # ---- hooks
 
     def _sample_rollouts(self, split: Split, iteration: int) -> NestedArrayDict:
-        """Play an iteration's rollouts, of training or of a test; stored answers are reused."""
+        """Sample an iteration's rollouts, for training or a test; stored answers are reused."""
         num_branches = self.num_branches if split == "train" else 1
         return self._play(split, iteration, num_branches=num_branches)
 
     def _get_log_stats(self, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
-        """Figures of rollouts to log; `train` is whether they are of training.
+        """Return metrics of rollouts; `train` is whether they are for training.
 
-        Names are the same either way: those of a test get the prefix `test_` when they are logged.
+        Names are equal in both cases: those of a test get the prefix `test_` when logged.
         """
         return rollout_statistics(rollouts, self.agent_names, self.instance.groupings)
 
@@ -229,7 +229,7 @@ class PureTextRlTrainer(Trainer):
         self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:
-        """Test the trained models of a finished run again and train nothing."""
+        """Test the trained models of a finished run again, without training."""
         self._set_seed()
         self.take_up_models(models_of_run(base_run))
         # As the base run was tested last, so that the same models give the same figures.
@@ -242,7 +242,7 @@ class PureTextRlTrainer(Trainer):
         self._write_results()
 
     def take_up_models(self, groups: Mapping[str, Any]) -> None:
-        """Use the models of a run for the agents; see `models_of_run`."""
+        """Load the models of a run for the agents; see `models_of_run`."""
         self._prepare_groups()
         self.state.groups = dict(groups)
         self._take_up_groups()
@@ -300,7 +300,7 @@ class PureTextRlTrainer(Trainer):
             self._log_rows(rollouts, "train", iteration + 1, self.settings.num_rollout_samples)
 
     def is_test_due(self, iteration: int, *, is_last: bool) -> bool:
-        """Whether agents are tested in an iteration."""
+        """Return whether agents are tested in an iteration."""
         scheme = self.text_rl.test_scheme
         if scheme == "first_and_last":
             return iteration == 0 or is_last
@@ -318,7 +318,7 @@ class PureTextRlTrainer(Trainer):
         self._log_rows(rollouts, table, iteration + 1, len(rollouts))
 
     def _stage_await_fine_tune_jobs(self) -> None:
-        """Wait until all jobs are over, and continue with their models."""
+        """Wait until all jobs have ended, and continue with their models."""
         wait = FIRST_LOOK
         while not all(
             group.get_fine_tune_job_status() in (None, JobStatus.SUCCEEDED)
@@ -333,7 +333,7 @@ class PureTextRlTrainer(Trainer):
         self._note_groups()
 
     def _submit_dead_jobs_again(self, iteration: int) -> None:
-        """Submit again the jobs that died before this process began, under their next keys."""
+        """Resubmit the jobs that died before this process started, under their next keys."""
         self._may_have_dead_jobs = False
         groups = list(self.shared_model_groups.values())
         dead = [group for group in groups if group.drop_dead_job()]
@@ -349,23 +349,23 @@ class PureTextRlTrainer(Trainer):
     # ---- calls of hooks, which a base class with other signatures overrides
 
     def _sampled(self, split: Split, iteration: int) -> NestedArrayDict:
-        """The rollouts of the hook `_sample_rollouts`."""
+        """Return the rollouts of the hook `_sample_rollouts`."""
         return self._sample_rollouts(split, iteration)
 
     def _statistics_of(self, rollouts: NestedArrayDict, *, train: bool) -> dict[str, Any]:
-        """The figures of the hook `_get_log_stats`, which may have no `train`."""
+        """Return the metrics of the hook `_get_log_stats`, which may lack `train`."""
         takes_train = "train" in signature(self._get_log_stats).parameters
         asked = {"train": train} if takes_train else {}
         return plain_numbers(self._get_log_stats(rollouts, **asked))
 
     def _rollouts_to_learn_from(self, iteration: int) -> NestedArrayDict:
-        """The rollouts for the hook `_stage_create_fine_tune_jobs`."""
+        """Return the rollouts for the hook `_stage_create_fine_tune_jobs`."""
         return self._rollouts_of(iteration)
 
     # ---- rollouts
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
-        """Play rollouts; answers in the journal of this sampling are reused."""
+        """Sample rollouts; answers in the journal of this sampling are reused."""
         # The models of an earlier iteration are no longer available.
         journal = self.files.journal(
             split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
@@ -394,7 +394,7 @@ class PureTextRlTrainer(Trainer):
         journal: AnswerJournal,
         num_branches: int = 1,
     ) -> list[TextNode]:
-        """Play episodes, up to a round in which no request to a chat model was answered."""
+        """Sample episodes, up to a round in which no chat model request was answered."""
 
         def after_round(number: int) -> None:
             self._raise_if_stopped()
@@ -415,7 +415,7 @@ class PureTextRlTrainer(Trainer):
             raise
 
     def episodes(self, split: Split, iteration: int) -> list[TextEpisode]:
-        """The episodes of an iteration, of training or of a test."""
+        """Return the episodes of an iteration, for training or a test."""
         seed, count = self.hyper_params.seed, self.text_rl.rollouts_per_iteration
         if split == "train":
             return list(train_episodes(self.instance, seed=seed, iteration=iteration, count=count))
@@ -425,7 +425,7 @@ class PureTextRlTrainer(Trainer):
     def _split_for_guess_replacement(
         self, rollouts: NestedArrayDict, iteration: int
     ) -> tuple[NestedArrayDict, NestedArrayDict]:
-        """The rollouts in which the verifier's guess is replaced for training, and all others."""
+        """Split rollouts into those in which the verifier's decision is replaced, and others."""
         proportion = guess_replacement_proportion(self.text_rl, iteration)
         order = shuffled(len(rollouts), self.hyper_params.seed, "guess replacement", iteration)
         num_replaced = int(proportion * len(rollouts))
@@ -436,7 +436,7 @@ class PureTextRlTrainer(Trainer):
         )
 
     def _rollouts_of(self, iteration: int) -> NestedArrayDict:
-        """The training rollouts of this iteration or of one before."""
+        """Return the training rollouts of this or an earlier iteration."""
         if self._rollouts is not None and iteration == self.state.iteration:
             return self._rollouts
         try:
@@ -457,12 +457,12 @@ class PureTextRlTrainer(Trainer):
         )
 
     def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
-        """Figures of rollouts for results: the logged ones, with an interval."""
+        """Return figures of rollouts for results: the logged ones, with an interval."""
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
         return measured | self._statistics_of(rollouts, train=False)
 
     def _analyse(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> dict[str, float]:
-        """Figures of the judge's verdicts on rollouts, if there is a judge."""
+        """Return metrics of a judge's verdicts on rollouts, if there is a judge."""
         if self.analyses is None:
             return {}
         # A resumed run repeats a stage, perhaps with another judge.
@@ -512,7 +512,7 @@ class PureTextRlTrainer(Trainer):
         self.state.num_jobs = sum(len(list(filter(None, one.job_ids))) for one in groups.values())
 
     def close(self) -> None:
-        """Close the connections to models; they open again on use."""
+        """Close the connections to models; they reopen on use."""
         self._services_used = services_used(self.services())
 
         async def close() -> None:
@@ -530,7 +530,7 @@ class PureTextRlTrainer(Trainer):
         self._may_have_dead_jobs = self.state.stage in of_jobs
 
     def _write_models(self, folder: Path) -> None:
-        """Copy models that were trained here, and name all others where they are."""
+        """Copy models trained here, and record the locations of all others."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for name, group in self.shared_model_groups.items():
@@ -563,7 +563,7 @@ class PureTextRlTrainer(Trainer):
         self.store_results(results | self._services_used)
 
     def services(self) -> dict[str, RetryingChatModel]:
-        """The open models, by group, and the judge."""
+        """Return the open models, by group, and the judge."""
         asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
         if self.analyses is not None:
             asked[JUDGE] = [self.analyses.model]
@@ -575,7 +575,7 @@ class PureTextRlTrainer(Trainer):
         }
 
     def dry_run(self) -> dict[str, Any]:
-        """Play a few rollouts as in training and in tests, and extrapolate to a whole run.
+        """Sample a few rollouts as in training and in tests, and extrapolate to a whole run.
 
         The time is an upper bound: a local model answers many requests in hardly more time than a
         few.
@@ -610,7 +610,7 @@ class PureTextRlTrainer(Trainer):
         }
 
     def _extrapolate(self, num_branches: int, count: int, *, is_test: bool) -> dict[str, float]:
-        """Requests, tokens, money and hours of `count` rollouts, from those of a few."""
+        """Estimate requests, tokens, cost and hours of `count` rollouts from a few."""
         episodes, journal = self.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
         key = (self.hyper_params.seed, "dry run", num_branches)
         for group in self.shared_model_groups.values():

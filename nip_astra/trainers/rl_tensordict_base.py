@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning of agents that play an interaction protocol.
+"""The RL loop of agents that are networks and follow an interaction protocol.
 
 Shapes: E environments, T rounds, A agents, B frames of a minibatch.
 """
@@ -76,7 +76,7 @@ Gae = nn.Module
 
 @dataclass
 class RlState(RunState):
-    """Counters and figures of a run; an optimizer step is a minibatch that agents learned from.
+    """Counters and metrics of a run; an optimizer step is one minibatch.
 
     `is_prepared` once observations were measured and bodies pretrained, if so
     configured; `last` are the statistics of the last iteration.
@@ -87,7 +87,7 @@ class RlState(RunState):
 
 
 class TensorDictRlTrainer(AgentTrainer):
-    """Base of trainers that differ in their loss. A subclass gives `_get_loss_module_and_gae`.
+    """Base of trainers that differ in their loss. Subclasses implement `_get_loss_module_and_gae`.
 
     Hooks: `_get_loss_module_and_gae`, `_get_replay_buffer`, `_run_train_loop`, `_run_test_loop`,
     `_extra_metrics`, and for further state `trainer_state` and `load_trainer_state`.
@@ -155,7 +155,7 @@ class TensorDictRlTrainer(AgentTrainer):
 
     @abstractmethod
     def _get_loss_module_and_gae(self) -> tuple[LossModule, Gae | None]:
-        """The loss and, where it reads advantages, their estimator.
+        """Return the loss and, if it reads advantages, their estimator.
 
         An `Objective` over `self.agents`, or a loss module of TorchRL: the sum of its entries
         `loss_*` is minimised. Usually
@@ -165,7 +165,7 @@ class TensorDictRlTrainer(AgentTrainer):
         """
 
     def estimator_of(self, objective: Objective) -> Gae:
-        """Generalised advantage estimation for an objective, by the parameters `rl`."""
+        """Return generalised advantage estimation for an objective, with the parameters `rl`."""
         objective.make_value_estimator(
             ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
         )
@@ -173,14 +173,14 @@ class TensorDictRlTrainer(AgentTrainer):
         return estimator
 
     def _get_replay_buffer(self) -> ReplayBuffer:
-        """The buffer of minibatches, of whole episodes where the loss reads these."""
+        """Return the buffer of minibatches, of whole episodes if the loss requires them."""
         return MinibatchBuffer(
             *(self.rl.minibatch_size, self.hyper_params.seed, "minibatches"),
             episode_key=EPISODE_KEY if self._reads_episodes else None,
         )
 
     def _extra_metrics(self, batch: TensorDict, iteration: int) -> dict[str, float]:
-        """Further metrics of an iteration, from its batch [E, T]; nothing here."""
+        """Return further metrics of an iteration, from its batch [E, T]; empty here."""
         return {}
 
     # ---- several processes
@@ -190,19 +190,19 @@ class TensorDictRlTrainer(AgentTrainer):
         return super().handlers() | ({} if sharded is None else sharded.optimizers.handlers())
 
     def _prepare_in_all(self) -> None:
-        """Prepare the agents in the leader; all take its weights and statistics."""
+        """Prepare the agents in the leader; broadcast its weights and statistics."""
         self.run_on_leader(self._prepare)
         self.team.broadcast_tensors([*self.agents.parameters(), *self.agents.buffers()])
 
     def _shard_agents(self) -> None:
-        """Leave each process a part of agents and optimizers, if the settings say so."""
+        """Shard agents and optimizers over the processes, if configured."""
         if self.team.size > 1 and self.settings.sharding != "none":
             sharded = ShardedAgents(self.agents, self.optimizers, self.team)
             self.learner.take_parts(sharded)
             self.optimizers = sharded.optimizers
 
     def _collect_in_all(self) -> TensorDict:
-        """The leader's batch [E, T]; in the others, the entries that the loss reads."""
+        """Return the leader's batch [E, T]; in the others, the entries that the loss reads."""
         batch = self.run_on_leader(self.collect)
         if self.team.size == 1:
             assert batch is not None
@@ -281,7 +281,7 @@ class TensorDictRlTrainer(AgentTrainer):
         stack.enter_context(self.learner.processes(self.settings.num_threads))
 
     def _prepare(self) -> None:
-        """Normalise observations and pretrain bodies by the parameters, unless a checkpoint did."""
+        """Normalise observations and pretrain bodies as configured, unless restored."""
         if self.state.is_prepared:
             return
         if self.rl.normalize_observations:
@@ -313,7 +313,7 @@ class TensorDictRlTrainer(AgentTrainer):
                 self._iterate(iteration_context, iteration)
 
     def _iterate(self, iteration_context: IterationContext, iteration: int) -> None:
-        """Play, learn, and record the results."""
+        """Collect, learn, and record the results."""
         started = time.perf_counter()
         batch = self._collect_in_all()
         collected = time.perf_counter()
@@ -344,7 +344,7 @@ class TensorDictRlTrainer(AgentTrainer):
     def _test(
         self, iteration_context: IterationContext, table: str, start: int = 0
     ) -> dict[str, Any]:
-        """Play on the test data, from its beginning, and return statistics."""
+        """Sample on the test data, from its beginning, and return statistics."""
         play = PlayStatistics(self.agents.names)
         key = (self.hyper_params.seed, "test")
         numbers = iteration_context.iterate(start)
@@ -367,7 +367,7 @@ class TensorDictRlTrainer(AgentTrainer):
     def test_batches(
         self, environment: ProtocolEnvironment, key: tuple[SeedPart, ...], numbers: Iterable[int]
     ) -> Iterator[tuple[int, TensorDict]]:
-        """Batches [E, T] of whole episodes with advantages, from the beginning of the data."""
+        """Yield batches [E, T] of whole episodes with advantages, from the data's beginning."""
         environment.restart()
         sampler = EpisodeSampler(environment, self.agents, key=key)
         for number in numbers:
@@ -380,7 +380,7 @@ class TensorDictRlTrainer(AgentTrainer):
 
     @contextmanager
     def testing(self) -> Iterator[None]:
-        """The configuration for tests, for evaluations apart from training."""
+        """Enter the configuration of tests, for evaluations apart from training."""
         self._set_seed()
         with ExitStack() as stack:
             self._build_test_context(stack)
@@ -390,26 +390,26 @@ class TensorDictRlTrainer(AgentTrainer):
 
     @property
     def _num_steps(self) -> int:
-        """T, rounds that each environment plays per iteration."""
+        """T, the rounds of each environment per iteration."""
         protocol = self.train_environment.protocol
         return self.rl.steps_per_env_per_iteration or protocol.max_message_rounds
 
     @property
     def frames_per_iteration(self) -> int:
-        """Frames that all environments play per iteration."""
+        """Frames of all environments per iteration."""
         return self.train_environment.num_environments * self._num_steps
 
     @property
     def _reads_episodes(self) -> bool:
-        """Whether minibatches must be of whole episodes."""
+        """Whether minibatches must consist of whole episodes."""
         return isinstance(self.loss_module, Objective) and self.loss_module.reads_episodes
 
     @torch.no_grad()
     def collect(self) -> TensorDict:
-        """Play a training batch [E, T], with advantages, or without `gae` with rewards to go.
+        """Collect a training batch [E, T], with advantages, or without `gae` with rewards to go.
 
-        Rewards to go reach to the ends of episodes: those that continue after the batch are played
-        to their ends, and played again in the next iteration.
+        Rewards to go reach to the ends of episodes: those that continue after the batch are
+        completed, and sampled again in the next iteration.
         """
         batch = self.sampler.collect(self._num_steps)
         if self.gae is not None:
@@ -451,7 +451,7 @@ class TensorDictRlTrainer(AgentTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """Optimizers, loss, minibatches, sampler, unfinished episodes and message regression.
+        """Return optimizers, loss, minibatches, sampler, unfinished episodes and regression.
 
         A custom buffer is refilled in every iteration, and draws from the global generators.
         """
@@ -491,7 +491,7 @@ class TensorDictRlTrainer(AgentTrainer):
         )
 
     def components_to_time(self) -> dict[str, Callable[[], object]]:
-        """`rollout`, `update`, and `forward`: policies and values of an iteration's frames."""
+        """Return `rollout`, `update`, and `forward`: policies and values of its frames."""
         batch = self.collect()
         frames = batch.flatten()
 
@@ -509,7 +509,7 @@ class TensorDictRlTrainer(AgentTrainer):
         return {"rollout": self.collect, "update": update, "forward": forward}
 
     def dry_run(self) -> dict[str, Any]:
-        """Play and learn from one batch, and estimate a whole run."""
+        """Collect and train on one batch, and estimate a whole run."""
         num_steps = 1
 
         def play() -> tuple[list[TensorDict], float]:
@@ -564,7 +564,7 @@ def normalize_observations(
     num_frames: int,
     key: tuple[SeedPart, ...],
 ) -> None:
-    """Let all bodies shift and scale message histories by the statistics of random play.
+    """Let all bodies normalise message histories by the statistics of random play.
 
     At least `num_frames` are played, at least one conversation per environment, with random numbers
     derived from `key`; `environment` itself is unchanged. An agent that was loaded from a run keeps
@@ -596,7 +596,7 @@ def normalize_observations(
 def pretrain_agents(
     hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
 ) -> None:
-    """Train all bodies alone, by the parameters of `solo_agent`."""
+    """Train all bodies alone, as configured by `solo_agent`."""
     solo = getattr(hyper_params, "solo_agent", None) or SoloParameters()
     agents = instance.combined_agents
     pretrain_bodies(

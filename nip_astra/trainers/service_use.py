@@ -1,4 +1,4 @@
-"""What chat models took: in results, in metrics, and in the estimate of a whole run."""
+"""Usage of chat models in results, in metrics, and in the estimate of a whole run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from nip_astra.errors import NothingMeasuredError, counted
 from nip_astra.language_models.services.retrying import RetryingChatModel
 
 MAX_FAILED_SHARE = 0.2
-"""Of requests, above which a run warns."""
+"""Share of failed requests above which a run warns."""
 
 
 def services_used(services: Mapping[str, RetryingChatModel]) -> dict[str, Any]:
-    """The use of chat models, under `services`; empty without any."""
+    """Return the usage of chat models, under `services`; empty without any."""
     if not services:
         return {}
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
 
 
 def total_cost(services: Mapping[str, RetryingChatModel]) -> float | None:
-    """What chat models cost so far together; None where no prices are known."""
+    """Return the total cost of chat models so far; None without prices."""
     costs = [model.use.cost for model in services.values()]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known else None
 
 
 def warnings_about_services(services: Mapping[str, RetryingChatModel]) -> list[str]:
-    """Warnings about services with many failed requests."""
+    """Return warnings about services with many failed requests."""
     found = []
     for name, model in services.items():
         use = model.use
@@ -58,13 +58,13 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
 
 
 def last_failure(services: Mapping[str, RetryingChatModel]) -> str:
-    """Why requests failed lately, by model; empty if none did."""
+    """Return why requests failed recently, by model; empty if none did."""
     failures = [f"{name}: {model.last_failure}" for name, model in services.items()]
     return "; ".join(text for text in failures if not text.endswith(": "))
 
 
 def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, float]:
-    """What chat models have taken so far, to be logged."""
+    """Return the usage of chat models so far, as metrics."""
     found = {}
     for name, model in services.items():
         use, key = model.use, f"services/{name.replace(' ', '_')}"
@@ -80,7 +80,7 @@ def service_metrics(services: Mapping[str, RetryingChatModel]) -> dict[str, floa
 def estimate_services(
     services: Mapping[str, RetryingChatModel], num_episodes: float
 ) -> dict[str, Any]:
-    """Estimated use of chat models in a run of `num_episodes`, from one training episode."""
+    """Estimate the usage of chat models in a run of `num_episodes`, from one training episode."""
     found: dict[str, Any] = {}
     for name, model in services.items():
         use = model.use
@@ -96,7 +96,7 @@ def estimate_services(
 def told_costs(
     counts: Mapping[str, int], services: Mapping[str, RetryingChatModel]
 ) -> dict[str, str]:
-    """Counts and, where prices are known, money, for the progress bar."""
+    """Return counts and, if prices are known, the cost, for the progress bar."""
     cost = total_cost(services)
     shown = {name: str(count) for name, count in counts.items()}
     return shown if cost is None else shown | {"cost": f"{cost:.4g}"}
@@ -105,7 +105,7 @@ def told_costs(
 def cost_metrics(
     counts: Mapping[str, int], services: Mapping[str, RetryingChatModel]
 ) -> dict[str, float]:
-    """The same counts and money as metrics."""
+    """Return the same counts and cost as metrics."""
     cost = total_cost(services)
     found = {f"cost/{name}": float(count) for name, count in counts.items()}
     return found if cost is None else found | {"cost/money": cost}

@@ -53,7 +53,7 @@ CODE = (
 )
 """Modules on which a trained body depends, besides those of its own classes."""
 GROUP_KEY = "wl_score"
-"""Key of a dataset by whose values the accuracy is reported, if it exists."""
+"""Dataset key by whose values the accuracy is also reported, if it exists."""
 
 
 class SoloParameters(SubParameters):
@@ -80,7 +80,7 @@ class SoloScore(NamedTuple):
 
     @property
     def accuracy(self) -> Tensor:
-        """Share of datapoints with the right label, a scalar."""
+        """Share of datapoints with the correct label, a scalar."""
         return self.is_right_N.mean()
 
 
@@ -142,7 +142,7 @@ class SoloTraining:
         )
 
     def run_epoch(self, epoch: int) -> SoloScore:
-        """Go once over the training datapoints; the score is that of minibatches before steps."""
+        """Train one epoch; the score is that of minibatches before their steps."""
         generator = derived_generator(*self._key, "epoch", epoch)
         order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
         left = 1 - epoch / self.parameters.num_epochs if self.parameters.anneal_lr else 1.0
@@ -171,7 +171,7 @@ class SoloTraining:
 
     @torch.no_grad()
     def score(self, environment: ProtocolEnvironment, rows_N: Tensor) -> SoloScore:
-        """Judge datapoints without learning from them."""
+        """Score datapoints without training on them."""
         parts = [
             self._judge(environment, rows_B)
             for rows_B in torch.split(rows_N, self.parameters.minibatch_size)
@@ -180,7 +180,7 @@ class SoloTraining:
         return SoloScore(torch.cat(losses).mean(), torch.cat(right))
 
     def test(self, environment: ProtocolEnvironment) -> dict[str, Tensor]:
-        """`test_loss` and `test_accuracy` on a whole dataset.
+        """Return `test_loss` and `test_accuracy` on a whole dataset.
 
         Where its datapoints have a `wl_score`, also `test_accuracy_wl_<score>` for each.
         """
@@ -202,7 +202,7 @@ class SoloTraining:
         return losses_B, (logits_B2.argmax(dim=-1) == labels_B).float()
 
     def state(self) -> dict[str, Any]:
-        """The state of the optimizer."""
+        """Return the state of the optimizer."""
         return dict(self.optimizer.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -288,7 +288,7 @@ def _copy_to_value_body(agent: Agent) -> None:
 def _key(
     agent: Agent, data: str, parameters: SoloParameters, seed: int, computed_by: list[str]
 ) -> str:
-    """The digest of everything that a trained body depends on, plug-ins' classes included."""
+    """Return a digest of everything that a trained body depends on, including plug-ins' classes."""
     assert agent.policy_body is not None
     assert agent.solo_head is not None
     names = {one.__module__ for part in agent.modules() for one in type(part).__mro__}
@@ -312,7 +312,7 @@ def _key(
 
 
 OF_PLAY = set(CommonProtocolParameters.model_fields) - {"zero_knowledge"}
-"""Parameters of a protocol that do not matter before agents play."""
+"""Protocol parameters without effect on supervised training."""
 
 
 @dataclass
@@ -324,7 +324,7 @@ class SoloState(RunState):
 
 @register_trainer(TrainerType.SOLO_AGENT)
 class SoloAgentTrainer(AgentTrainer):
-    """Each agent learns to predict the label by itself, before any message.
+    """Supervised training of each agent alone to predict the label, before any message.
 
     `L = mean cross_entropy(logits(body(x)), y)` over the datapoints, for body and head, with an
     Adam for each agent, the agent's learning-rate factors of the actor, and in the epochs of its
@@ -346,7 +346,7 @@ class SoloAgentTrainer(AgentTrainer):
         """Supervised training of agents alone."""
 
         body_lr_factor_override: Annotated[bool, where("trainer", "solo_agent")] = False
-        """Whether bodies learn as fast as the rest of their agent, regardless of `body_lr_factor`.
+        """Whether bodies have the learning rate of their agent, ignoring `body_lr_factor`.
         Pretraining has no such factors anyway."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -385,7 +385,7 @@ class SoloAgentTrainer(AgentTrainer):
         self._write_results()
 
     def components_to_time(self) -> dict[str, Callable[[], object]]:
-        """`epoch`, of all agents, and `forward`: predictions for the test datapoints."""
+        """Return `epoch`, of all agents, and `forward`: predictions for the test datapoints."""
 
         def epoch() -> None:
             for training in self.trainings.values():
@@ -455,7 +455,7 @@ class SoloAgentTrainer(AgentTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """The optimizer of each agent."""
+        """Return the optimizer of each agent."""
         return {
             f"optimizer_of_{name}": Part(training.state, training.load_state)
             for name, training in self.trainings.items()

@@ -1,4 +1,4 @@
-"""Stackelberg policy gradient of provers and verifiers, and its relatives."""
+"""Stackelberg policy gradient of provers and verifiers, with variants such as LOLA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITH_CLIP = where("spg.variant", *(name for name, one in VARIANTS.items() if one
 
 @register_trainer(TrainerType.SPG)
 class SpgTrainer(TensorDictRlTrainer):
-    """Leaders anticipate how followers learn from them (opponent shaping).
+    """Opponent shaping: leaders anticipate how followers learn from them.
 
     With `L_i` the policy loss of agent i, minus its entropy bonus, as a function of all policies;
     F the followers of agent l, which are the agents of later groups; `D_F` their directions:
@@ -57,7 +57,7 @@ class SpgTrainer(TensorDictRlTrainer):
     }
 
     class Parameters(SpgParameters):
-        """Who foresees whom, and how."""
+        """Anticipation of how other agents learn."""
 
     def _get_loss_module_and_gae(self) -> tuple[SpgObjective, Gae]:
         agents = [self.agents[name] for name in self.agents.names]
@@ -92,7 +92,7 @@ class SpgTrainer(TensorDictRlTrainer):
 def check_sequence(
     sequence: Sequence[Sequence[str]], names: Sequence[str]
 ) -> Sequence[Sequence[str]]:
-    """The sequence of groups, refused unless it holds each agent once."""
+    """Return the sequence of groups; raise unless it has each agent once."""
     if sorted(name for group in sequence for name in group) != sorted(names):
         raise ConfigurationError(
             f"stackelberg_sequence {[list(group) for group in sequence]} must hold each agent of "
@@ -102,7 +102,7 @@ def check_sequence(
 
 
 def policy_weights(agent: Agent) -> list[nn.Parameter]:
-    """The weights of an agent's policy that learning moves; none of a random agent."""
+    """Return the trained weights of an agent's policy; none for a random agent."""
     if agent.is_random:
         return []
     return [

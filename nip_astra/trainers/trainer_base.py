@@ -66,7 +66,7 @@ __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_
 
 
 class Trainer(ABC):
-    """Base of all trainers. A subclass gives `train`.
+    """Base of all trainers. Subclasses implement `train`.
 
     Attributes
     ----------
@@ -95,37 +95,36 @@ class Trainer(ABC):
     State: ClassVar[type[RunState]] = RunState
     trainer_type: ClassVar[str] = "rl"
     """What the factory builds: "rl" agents with policies, "rl_central_critic" the same with value
-    functions that see everything, "solo_agent" supervised ones. Others are refused where the kind
-    of scenario does not name them in its `trainer_types`."""
+    functions that observe everything, "solo_agent" supervised ones. Other types must be listed in
+    the scenario kind's `trainer_types`."""
     scenario_kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of scenario that this trainer can train on; empty for any."""
+    """Scenario kinds that this trainer supports; empty for any."""
     parameter_groups: ClassVar[tuple[str, ...] | None] = None
     """Groups of the hyper-parameters, or single ones such as `rl.lr`, that the trainer reads beside
     its own section. Values given to others are refused; None refuses nothing."""
     evaluation_family: ClassVar[str | None] = None
-    """How `evaluate` measures its runs again; see `nip_astra.evaluation.families`. None: not."""
+    """Evaluation family of its runs, see `nip_astra.evaluation.families`; None for none."""
     sections_of_others: ClassVar[tuple[str, ...]] = ()
-    """Trainers whose sections of the hyper-parameters this trainer reads beside its own."""
+    """Trainers whose sections of the hyper-parameters this trainer also reads."""
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}
-    """Groups or parameters of those that this trainer reads under a condition only."""
+    """Groups or parameters that this trainer reads only under a condition."""
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Parameters that may differ from those of the checkpoint from which a run continues."""
+    """Parameters that may differ from those of the checkpoint on resume."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
     divides_weights: ClassVar[bool] = False
-    """Whether processes may each hold and step a part of what it learns."""
+    """Whether the trained weights may be sharded over processes."""
     learns_layer_by_layer: ClassVar[bool] = False
-    """Whether it learns a language model, whose layers can be computed again where they are
-    needed."""
+    """Whether it trains a language model, whose layers can be recomputed in the backward pass."""
     plays_on_actors: ClassVar[bool] = False
-    """Whether actors of Ray may play its rollouts."""
+    """Whether Ray actors may run its rollouts."""
     figures: ClassVar[tuple[str, ...] | None] = None
-    """Figures that `results.json` may hold after training, and dev evaluations as `dev/<name>`; `*`
-    stands for any text. A sweep refuses to show or search by others. None, as for a class of one's
-    own that sets none, refuses nothing before a run has ended."""
+    """Figures that `results.json` may have after training, and dev evaluations as `dev/<name>`; `*`
+    matches any text. A sweep refuses others. None, as for a custom class without any, refuses
+    nothing before a run has ended."""
     never_reads: ClassVar[tuple[str, ...]] = ()
-    """Groups or parameters that no run of this trainer reads, though its scenario may name them;
-    `*` stands for any name."""
+    """Groups or parameters that no run of this trainer reads, even if its scenario names them; `*`
+    matches any name."""
 
     class Parameters(SubParameters):
         """The trainer's own parameters; a subclass adds its own."""
@@ -186,7 +185,7 @@ class Trainer(ABC):
         """Run the whole job: seed, train loop, test loop, saving the models."""
 
     def rerun_tests(self, base_run: Path) -> None:
-        """Test the trained agents of another run and train nothing; called in place of `train`.
+        """Test the trained agents of another run without training; called instead of `train`.
 
         `base_run` is its directory; its parameters are this run's. Refused by default.
         """
@@ -196,7 +195,7 @@ class Trainer(ABC):
         )
 
     def get_total_num_iterations(self) -> int:
-        """The sum of the iterations of all loops with a progress bar."""
+        """Return the sum of the iterations of all loops with a progress bar."""
         return total_num_iterations(self)
 
     @contextmanager
@@ -215,7 +214,7 @@ class Trainer(ABC):
             self.progress = None
 
     def _set_seed(self) -> None:
-        """Seed the global generators, for code that uses them; ours derives its own.
+        """Seed the global generators, for code that uses them; our own code derives its seeds.
 
         A resumed run restores the states of its checkpoint instead.
         """
@@ -227,7 +226,7 @@ class Trainer(ABC):
             set_global_generators(self._generators)
 
     def _checkpoint_store(self) -> CheckpointStore | None:
-        """The store of the run's checkpoints; None without a run directory."""
+        """Return the store of the run's checkpoints; None without a run directory."""
         if self.run_directory is None:
             return None
         return self._store_in(
@@ -235,7 +234,7 @@ class Trainer(ABC):
         )
 
     def _store_in(self, directory: Path, *, marker: Path | None = None) -> CheckpointStore:
-        """A store whose checkpoints hold the parameters and the global generators."""
+        """Return a store whose checkpoints include the parameters and the global generators."""
         return CheckpointStore(
             directory,
             self.settings.num_checkpoints_kept,
@@ -245,7 +244,7 @@ class Trainer(ABC):
         )
 
     def _has_checkpoint(self) -> bool:
-        """Whether the run continues from a checkpoint."""
+        """Return whether the run continues from a checkpoint."""
         store = self._checkpoint_store()
         return store is not None and store.latest() is not None
 
@@ -279,13 +278,13 @@ class Trainer(ABC):
     # ---- several processes
 
     def handlers(self) -> dict[str, Handler]:
-        """Requests by name that other processes answer during `run_on_leader`; hook."""
+        """Hook: return the handlers of requests to other processes during `run_on_leader`."""
         return {}
 
     def run_on_leader(
         self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}
     ) -> T | None:
-        """Sample or measure in the leading process; then all take its counters and trainer state.
+        """Sample or evaluate in the leading process; then broadcast its counters and trainer state.
 
         Returns the result in the leader, and None in the others; `handlers` are requests beside
         those of `handlers()`.
@@ -302,27 +301,27 @@ class Trainer(ABC):
     # ---- checkpoints
 
     def save_models(self, directory: Path) -> None:  # noqa: B027 - a trainer may have none
-        """Write the models into a checkpoint; hook."""
+        """Hook: write the models into a checkpoint."""
 
     def load_models(self, directory: Path) -> None:  # noqa: B027 - as above
-        """Read the models of `save_models`; hook."""
+        """Hook: load the models of `save_models`."""
 
     def trainer_state(self) -> dict[str, Any]:
-        """Further state of the trainer, beside that of its base; hook."""
+        """Hook: return further state of the trainer, beside that of its base."""
         return {}
 
     def load_trainer_state(self, state: Any) -> None:  # noqa: B027 - most have none
-        """Restore the state of `trainer_state`; hook."""
+        """Hook: restore the state of `trainer_state`."""
 
     def kept_parts(self) -> dict[str, Part]:
-        """Parts of a checkpoint beside models, state and global generators; hook.
+        """Hook: return parts of a checkpoint beside models, state and global generators.
 
         A family adds its own to those of its base.
         """
         return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
-        """Save everything that a new process needs to continue exactly, where there is a store."""
+        """Save everything that a new process needs to continue exactly, if there is a store."""
         store = self._checkpoint_store()
         if store is None:
             return
@@ -373,7 +372,7 @@ class Trainer(ABC):
         self.results["model_dir"] = str(model_dir)
 
     def resume(self, checkpoint: Path) -> None:
-        """Restore models, state and parts of a checkpoint; hook of `go_on_from`."""
+        """Hook of `go_on_from`: restore models, state and parts of a checkpoint."""
         content = load_state(checkpoint / STATE)
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])
@@ -396,11 +395,11 @@ class Trainer(ABC):
     # ---- whether anything was measured
 
     def services(self) -> Mapping[str, RetryingChatModel]:
-        """The chat models of the run by role; hook of a family."""
+        """Hook of a family: return the run's chat models by role."""
         return self.scenario_instance.services
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """The units with and without a result behind figures; hook of a family.
+        """Hook of a family: return the units with and without a result.
 
         None where every unit has a result.
         """
@@ -441,11 +440,11 @@ class Trainer(ABC):
             self.run_directory.write_json(RESULTS, self.results)
 
     def dry_run(self) -> dict[str, Any]:
-        """Run the smallest possible step and give what a whole run would cost."""
+        """Run the smallest possible step and return the estimated cost of a whole run."""
         return {"num_iterations": self.get_total_num_iterations()}
 
     def components_to_time(self) -> dict[str, Callable[[], object]]:
-        """Parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
+        """Return repeatable parts of an iteration by name, for `nip-astra time`."""
         return {}
 
     def _checkpoint_or_stop(self, *, is_last: bool, is_best: bool = False) -> None:
@@ -468,7 +467,7 @@ class Trainer(ABC):
 
 
 class TensorDictTrainer(Trainer):
-    """Base of trainers of local models. A subclass gives `train`, usually as two loops.
+    """Base of trainers of local models. Subclasses implement `train`, usually as two loops.
 
     `_build_train_context` and `_build_test_context` fill an `ExitStack` with the torch
     configuration in which the loops run.

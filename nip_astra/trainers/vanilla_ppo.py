@@ -13,7 +13,7 @@ from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 @register_trainer(TrainerType.VANILLA_PPO)
 class VanillaPpoTrainer(TensorDictRlTrainer):
-    """Each agent learns by its own PPO, with a value function of its own observations (IPPO).
+    """Independent PPO of each agent, with a value function of its own observations (IPPO).
 
     Every agent takes all others for a part of its environment. With `r = pi(a) / pi_old(a)` and
     advantages `A` by GAE, means over the frames in which the agent acts (arXiv:1707.06347, eq. 7):
@@ -34,7 +34,7 @@ class VanillaPpoTrainer(TensorDictRlTrainer):
 
 @register_trainer(TrainerType.MAPPO)
 class MappoTrainer(VanillaPpoTrainer):
-    """Each agent learns by PPO, with a value function that knows more than the agent (MAPPO).
+    """PPO of each agent, with a value function that observes all channels and the label (MAPPO).
 
     The loss is that of vanilla_ppo. The value function of an agent, which only training needs,
     sees every channel and the label (arXiv:2103.01955): `V(s, y)` instead of `V(o)`. Its advantages

@@ -250,7 +250,7 @@ def test_list_gives_every_kind_with_origin_and_purpose(
     lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
     for name in ("ast_dpo", "ast_chat", "huggingface", "classifier", "profanity"):
         assert "built-in" in lines[name]
-    assert "Prefer, at every point of a conversation" in lines["ast_dpo"]
+    assert "Direct preference optimisation" in lines["ast_dpo"]
     assert "pocket_chat" in lines
 
 

@@ -356,7 +356,7 @@ def test_the_same_run_gives_the_same_page(run: Path) -> None:
 
 
 def test_no_run_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no run was given"):
+    with pytest.raises(ConfigurationError, match="no run given"):
         write_report([])
 
 

@@ -1,1 +1,1 @@
-"""Forward passes over trees of tokens, in which shared prefixes are read once."""
+"""Forward passes over trees of tokens, in which shared prefixes are computed once."""

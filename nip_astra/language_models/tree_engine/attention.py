@@ -24,21 +24,21 @@ from nip_astra.utils.experimental import Experimental, tell_experimental
 logger = logging.getLogger(__name__)
 
 SMALLEST_IN_BLOCKS = 1 << 26
-"""Multiplications for the scores of a row below which one product is as fast as blocks."""
+"""Number of multiplications for a row's scores below which one product is as fast as blocks."""
 BLOCK_TOKENS = 96
-"""Smaller blocks compute fewer unrelated pairs, in more and smaller products."""
+"""Tokens per block; smaller blocks compute fewer unrelated pairs, in more and smaller products."""
 SMALLEST_FLEX = 512
-"""Shortest sequence that flex attention is compiled for; shorter ones are computed densely."""
+"""Minimum sequence length for compiled flex attention; shorter ones are computed densely."""
 FLEX_BLOCK = 128
-"""Tokens of a block that flex attention skips or computes."""
+"""Tokens per block that flex attention skips or computes."""
 MAX_COMPILED = 128
-"""Kernels of flex attention in one process: sizes are powers of two."""
+"""Maximum number of flex attention kernels per process: sizes are powers of two."""
 
 
 def grouped_attention(
     queries_NHD: Tensor, keys_KLD: Tensor, values_KLD: Tensor, mask_NL: Tensor | None
 ) -> Tensor:
-    """Attention of tokens to one sequence, causal without a mask, `[N, H * D]`; queries scaled."""
+    """Compute attention to one sequence, causal without a mask, `[N, H * D]`; queries scaled."""
     num_tokens, _, dim = queries_NHD.shape
     grouped_KGND = queries_NHD.view(num_tokens, len(keys_KLD), -1, dim).permute(1, 2, 0, 3)
     size = (*grouped_KGND.shape[:2], -1, -1)
@@ -68,7 +68,7 @@ class TrieAttention:
 
     @cached_property
     def biases(self) -> list[Tensor]:
-        """Each row's additive mask: 0 where a token is seen, -inf elsewhere."""
+        """Return each row's additive mask: 0 for visible tokens, -inf elsewhere."""
         return [
             torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
                 ~mask, float("-inf")
@@ -79,7 +79,7 @@ class TrieAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """The attended values `[N, H * D]`; the queries carry the scale."""
+        """Return the attended values `[N, H * D]`; the queries are scaled."""
         if self._is_in_blocks(queries_NHD):
             if self._blocks is None:
                 self._blocks = blocks_of(self.trie, queries_NHD.shape[1] // keys_NKD.shape[1])
@@ -99,14 +99,14 @@ class TrieAttention:
 
 
 class SharedKeys(NamedTuple):
-    """Keys and values that several rows read."""
+    """Keys and values shared by several rows."""
 
     keys: Tensor
     """`[P, K, D, L]`; row r reads group `r // (R / P)`."""
     values: Tensor
     """`[P, K, L, D]`."""
     bias: Tensor | None
-    """`[P, 1, 1, 1 or T, 1, L]`: 0 where a key may be seen, -inf where not; None where all may."""
+    """`[P, 1, 1, 1 or T, 1, L]`: 0 for visible keys, -inf for others; None if all are visible."""
 
 
 def causal_bias(
@@ -116,7 +116,7 @@ def causal_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The bias by which each new token sees its group's old keys and the new ones up to itself.
+    """Return the bias that shows each new token its group's old keys and new ones up to itself.
 
     `[P or 1, 1, 1, T, 1, num_old + T]`.
     """
@@ -134,7 +134,7 @@ def causal_bias(
 
 
 def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> Tensor:
-    """Attend to several segments of keys, each read once by all the rows that share it.
+    """Attend to several segments of keys, each read once for all rows that share it.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def _own_attention(queries_RTKGD: Tensor, own: SharedKeys) -> Tensor:
 
 
 def _gather_groups(x_RTKGX: Tensor, num_groups: int) -> Tensor:
-    """Put the queries of all rows of a group side by side: `[P * K, (R / P) * T * G, X]`."""
+    """Put the queries of all rows of a group together: `[P * K, (R / P) * T * G, X]`."""
     num_rows, num_queries, num_keys, group, size = x_RTKGX.shape
     if num_groups == num_rows and num_queries == 1:
         return x_RTKGX.reshape(num_groups * num_keys, group, size)
@@ -205,10 +205,10 @@ def _scatter_groups(x: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Consecutive queries, and the keys that any of them sees.
+    """Consecutive queries, and the keys visible to any of them.
 
-    All queries see the first keys; for the others `bias_QL` is 0 where a key is seen, -inf
-    elsewhere. `Q` counts each query once per `G`.
+    All queries see the first keys; for the others `bias_QL` is 0 for a visible key, -inf elsewhere.
+    `Q` counts each query once per `G`.
     """
 
     start: int
@@ -218,7 +218,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
-    """Divide the rows of a trie into blocks, for `group` query heads a key-value head."""
+    """Split the rows of a trie into blocks, for `group` query heads per key-value head."""
     blocks, first = [], 0
     for ends_L in torch.split(trie.ends_N, trie.row_lengths):
         open_L = ends_L[:0]
@@ -245,7 +245,7 @@ def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
 def block_attention(
     queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
 ) -> Tensor:
-    """The attended values `[N, H * D]`; the queries carry the scale, gradients flow."""
+    """Return the attended values `[N, H * D]`; the queries are scaled, gradients flow."""
     num_tokens, num_keys, dim = keys_NKD.shape
     # Query heads of one group side by side: they read the same keys.
     queries_KND = queries_NHD.view(num_tokens, num_keys, -1, dim).transpose(0, 1)
@@ -259,7 +259,7 @@ def block_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Nothing of the size of queries times keys is kept: the backward pass computes it again."""
+    """Stores nothing of the size of queries times keys: the backward pass recomputes it."""
 
     @staticmethod
     def forward(
@@ -299,7 +299,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[Tensor]:
-    """The weight of each key for each query, `[K, Q, L]`, block by block."""
+    """Yield the weight of each key for each query, `[K, Q, L]`, block by block."""
     group = queries.shape[1] // keys_KND.shape[1]
     # In float32: rounded to bfloat16, a large score would be off by more than its inputs are.
     exact_queries, exact_keys_KND = queries.float(), keys_KND.float()
@@ -312,7 +312,7 @@ def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[
 
 
 class FlexTrieAttention:
-    """Attention within the rows of a trie by torch's flex attention; gradients flow.
+    """Attention within the rows of a trie with torch's flex attention; gradients flow.
 
     Experimental: tested with the uncompiled kernel, not run on a GPU yet. All rows are one
     sequence, and blocks of 128 by 128 pairs without a visible pair are skipped.
@@ -328,7 +328,7 @@ class FlexTrieAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """The attended values `[N, H * D]`; the queries carry the scale."""
+        """Return the attended values `[N, H * D]`; the queries are scaled."""
         padding = (0, 0, 0, 0, 0, self.size - self.num_tokens)
         inputs = (
             F.pad(x, padding).transpose(0, 1).unsqueeze(0)
@@ -341,9 +341,9 @@ class FlexTrieAttention:
 
 
 def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
-    """Let each token see itself and its ancestors: those before it that have not ended.
+    """Return the mask that shows each token itself and its ancestors: earlier tokens not yet ended.
 
-    A row's tokens end within the row, so that rows need no mask of their own. Padding sees itself.
+    A row's tokens end within the row, so rows need no separate masks. Padding sees itself.
     """
     device = trie.ids_N.device
     lengths = torch.tensor(trie.row_lengths, device=device)
@@ -370,15 +370,17 @@ def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
 
 
 def _seen_first(is_seen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries sees, and all blocks, those first; int32."""
+    """Return per query block the number of visible key blocks, and all blocks, visible first;
+    int32.
+    """
     order_QK = is_seen_QK.int().argsort(dim=1, descending=True, stable=True)
     return is_seen_QK.sum(dim=1, dtype=torch.int32)[None, None], order_QK.int()[None, None]
 
 
 def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """Flex attention, compiled for each size, precision and model, with gradients and without.
+    """Compile flex attention for each size, precision and model, with gradients and without.
 
-    Beyond its limit (8) torch would compute all scores at once, without a word.
+    Beyond its limit (8) torch would silently compute all scores densely.
     """
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, backend=backend)
 
@@ -391,7 +393,7 @@ def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Ca
 
 @lru_cache(maxsize=1)
 def compiled_flex_attention() -> Callable[..., Any] | None:
-    """Compile flex attention and try it, with gradients, once in a process."""
+    """Compile flex attention and try it, with gradients, once per process."""
     compiled = compile_flex_attention()
     try:
         inputs = [torch.randn(1, 2, SMALLEST_FLEX, 64, device="cuda") for _ in range(3)]
@@ -413,12 +415,12 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
 
 
 def uses_flex_attention(device: torch.device) -> bool:
-    """Whether trees on this device are scored with flex attention."""
+    """Return whether trees on this device are scored with flex attention."""
     return device.type == "cuda" and compiled_flex_attention() is not None
 
 
 def trie_attention(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention | TrieAttention:
-    """The attention that is fastest for a trie where it lies."""
+    """Return the fastest attention for a trie on its device."""
     compiled = compiled_flex_attention() if trie.ids_N.device.type == "cuda" else None
     if compiled is None or trie.num_tokens < SMALLEST_FLEX:
         return TrieAttention(trie, dtype)

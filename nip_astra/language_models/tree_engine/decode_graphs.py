@@ -1,8 +1,8 @@
-"""Decoding steps of fixed shapes, which a GPU replays as one captured graph (experimental).
+"""Decoding steps of fixed shapes, replayed by a GPU as one captured graph (experimental).
 
-A step of a small model is some hundred short kernels, which take longer to launch than to run. A
-CUDA graph launches all at once, but uses the same memory each time: keys and values of a level are
-copied into buffers of a few sizes, padded.
+A step of a small model consists of hundreds of short kernels, which take longer to launch than to
+run. A CUDA graph launches all together, but always uses the same memory: keys and values of a level
+are copied into padded buffers of a few sizes.
 
 Shape suffixes: `R` row, padding included, `L` key position, `Y` layer, `K` key-value head,
 `G` query heads of one key-value head, `D` head dimension, `X` hidden unit, `V` vocabulary.
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 DecodeGraphs = Literal["auto", "never", "always"]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that repeats what a function does, on the same memory."""
+"""Returns a function that repeats the work of a function, on the same memory."""
 
 SMALLEST_ROWS = 4
 SMALLEST_LENGTH = 128
 MAX_BYTES = 4 << 30
-"""Keys and values of all sizes of a model. Beyond it the least recently used size is dropped; a
-level that alone needs more is decoded over the tree's own blocks."""
+"""Maximum memory for keys and values of all sizes of a model. Beyond it the least recently used
+size is dropped; a level that needs more by itself is decoded over the tree's own blocks."""
 NUM_WARM_UPS = 2
 
 
@@ -55,7 +55,7 @@ def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def bucket(count: int, smallest: int) -> int:
-    """The next of `smallest` times 1, 1.5, 2, 3, 4, 6, ...: at most half of it is padding."""
+    """Return the next of `smallest` times 1, 1.5, 2, 3, 4, 6, ...: at most half is padding."""
     size = smallest
     while size < count:
         size *= 2
@@ -88,7 +88,7 @@ class FixedStep:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the buffers hold."""
+        """Number of positions in the buffers."""
         return self.bias_RL.shape[1]
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class FixedStep:
         return attended_RKGD.reshape(num_rows, -1)
 
     def begin(self, tree: KeyValueTree, lengths_R: Tensor) -> None:
-        """Start a level: copy the keys and values that each row of the tree's top block sees."""
+        """Start a level: copy the keys and values visible to each row of the tree's top block."""
         num_rows = len(lengths_R)
         self.tree, self.num_rows, self.num_steps = tree, num_rows, 0
         self.bias_RL.fill_(float("-inf"))
@@ -147,7 +147,7 @@ class FixedStep:
         self.first_slot = start
 
     def advance(self, tokens_R: Tensor) -> Tensor:
-        """Read one token of each row; the logits of the next, which the next call overwrites."""
+        """Read one token per row; return the next logits, which the next call overwrites."""
         if self.num_steps:
             self.positions_R[: self.num_rows] += 1
             self.slot_1 += 1
@@ -181,17 +181,17 @@ class FixedSteps:
         self._has_logged_size = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process captures its own steps."""
+        """Return the state for another process, which captures its own steps."""
         return {**self.__dict__, "_weights": None, "_steps": {}}
 
     def anew(self) -> FixedSteps:
-        """The same for other weights."""
+        """Return the same for other weights."""
         return FixedSteps(self.decoder, self.capture, is_required=self.is_required)
 
     def begin(
         self, weights: Weights, tree: KeyValueTree, lengths: Sequence[int], num_new: int
     ) -> FixedStep | None:
-        """A step for the turns of a level, `num_new` tokens per row; None if it is too large."""
+        """Return a step for a level's turns, `num_new` tokens per row; None if it is too large."""
         if weights is not self._weights:
             self._weights, self._steps = weights, {}
         needed = sum(block.length for block in tree.blocks) + num_new
@@ -253,7 +253,7 @@ class FixedSteps:
 def build_fixed_steps(
     decoder: Decoder | None, device: torch.device, mode: DecodeGraphs
 ) -> FixedSteps | None:
-    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end."""
+    """Build the steps of a model for a `mode`; None on a CPU, where ended rows leave the batch."""
     if mode == "always" and (decoder is None or device.type != "cuda"):
         why = "the model runs on the CPU" if device.type != "cuda" else "it is not Llama-like"
         raise ConfigurationError(

@@ -1,8 +1,8 @@
-"""A forward pass over loose tokens for models of the Llama family.
+"""A forward pass over flat lists of tokens for models of the Llama family.
 
-It takes a flat list of tokens with their positions, since a tree of conversations is not
-a rectangular batch, and an attention function that decides which token sees which. It is compared
-with the transformers module when it is built.
+It takes tokens with their positions, since a tree of conversations is not a rectangular batch, and
+an attention function that decides which token sees which. It is compared with the transformers
+module when it is built.
 
 Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, `D` head dimension,
 `V` vocabulary, `S` scored position.
@@ -27,16 +27,16 @@ from nip_astra.language_models.tree_engine.weights import Layer, Weights, live_w
 logger = logging.getLogger(__name__)
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures that are this forward pass: RMS norm, rotary positions, gated MLP."""
+"""Supported architectures: RMS norm, rotary positions, gated MLP."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that do not depend on the length of the sequence."""
+"""Rotary embeddings that do not depend on the sequence length."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, queries_NHD, keys_NKD, values_NKD) -> [N, H * D]`; the queries are scaled."""
 
 
 def why_unsupported(module: Any) -> str | None:
-    """The reason why a module's forward pass differs from this one; None if it does not."""
+    """Return why a module's forward pass differs from this one; None if it does not."""
     name = type(module).__name__
     config = module.config
     if name not in FAMILY:
@@ -54,7 +54,7 @@ def why_unsupported(module: Any) -> str | None:
 
 
 def _why_unsupported_adapter(layer: Any) -> str | None:
-    """The reason why an adapted layer is not `scaling * up @ down` on frozen weights."""
+    """Return why an adapted layer is not `scaling * up @ down` on frozen weights."""
     if not getattr(layer, "lora_A", None):
         return "it has adapters other than LoRA on linear layers"
     if any(up.bias is not None for up in layer.lora_B.values()):
@@ -67,7 +67,7 @@ def _why_unsupported_adapter(layer: Any) -> str | None:
 
 
 class Decoder:
-    """The forward pass of a causal language model, whose linear layers alone peft may wrap."""
+    """Forward pass of a causal language model; only its linear layers may be wrapped by peft."""
 
     def __init__(self, module: Any) -> None:
         config = module.config
@@ -105,9 +105,9 @@ class Decoder:
         num_positions: int | None = None,
         max_tokens: int | None = None,
     ) -> Tensor:
-        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype.
+        """Return the normalised last hidden state of every token, `[N, X]` in the weights' dtype.
 
-        Without gradients at most `max_tokens` are in an MLP at once, which takes the most memory.
+        Without gradients at most `max_tokens` are in an MLP at a time, which takes the most memory.
         """
         # As in the module, the padding token's own row gets no gradient from being read.
         x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
@@ -153,7 +153,7 @@ class Decoder:
     def _place(
         self, joined: Tensor, layer: Layer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Queries, scaled, and keys, both rotated by their positions."""
+        """Return queries, scaled, and keys, both rotated by their positions."""
         num_rotated = self.num_heads + self.num_kv_heads
         heads = joined.view(joined.shape[0], -1, self.head_dim)[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -171,7 +171,7 @@ class Decoder:
     def rotations(
         self, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
+        """Return cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
         tables = self._cos_sin.get(dtype)
         if tables is None or len(tables[0]) < num_positions:
             # To the next power of two, so that a growing conversation rarely needs another.
@@ -183,10 +183,10 @@ class Decoder:
 
 
 def build_decoder(module: Any) -> Decoder | None:
-    """The forward pass of a module, or None, with a line in the log, if it differs.
+    """Build the forward pass of a module, or log and return None if it differs.
 
     It is compared with the module's own in float32 only: in bfloat16 two correct passes may differ
-    by as much as a wrong one.
+    as much as a wrong one.
     """
     reason = why_unsupported(module)
     decoder = None if reason else Decoder(module)
@@ -218,16 +218,16 @@ def _agrees_with_module(decoder: Decoder, module: Any) -> bool:
 
 
 SMALLEST_UNSAVED = 1 << 18
-"""Functions of fewer numbers keep their intermediate values for the backward pass."""
+"""Input size up to which functions keep their intermediate values for the backward pass."""
 
 
 def is_unsaved(x: Tensor) -> bool:
-    """Whether the backward pass recomputes intermediate values of a function of `x`."""
+    """Return whether the backward pass recomputes intermediate values of a function of `x`."""
     return torch.is_grad_enabled() and x.numel() >= SMALLEST_UNSAVED
 
 
 def unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a function; if its input is large, intermediate values are not kept."""
+    """Call a function; intermediate values are not kept for large inputs."""
     if not is_unsaved(inputs[0]):
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -243,7 +243,7 @@ def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[N, 2 * Y]`, the gate being the first half."""
+    """Compute `silu(gate) * up` of `[N, 2 * Y]`, whose first half is the gate."""
     if not is_unsaved(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Keys and values of a running batch: of prompts while they are prefilled, and of answers.
+"""Keys and values of a running batch: of prompts during prefill, and of answers.
 
 Shape suffixes: `Y` layer, `R` row, `N` token, `K` key-value head, `H` query head, `D` head
 dimension, `L` key position.
@@ -24,11 +24,11 @@ from nip_astra.language_models.tree_engine.decoder import Attend
 STEP_POSITIONS = 64
 """Positions by which rows grow at a time; each growth copies all of them."""
 MAX_IDLE_BYTES = 64 << 20
-"""Most memory for keys that is kept without a row."""
+"""Maximum memory for keys without rows."""
 BLOCK_TOKENS = 16
-"""Shortest common beginning of two different prompts that is copied instead of computed again."""
+"""Minimum common prefix of two different prompts that is copied instead of recomputed."""
 MAX_PADDED_PAIRS = 1 << 18
-"""Pairs of tokens and keys, padding included, up to which rows are attended together."""
+"""Maximum pairs of tokens and keys, including padding, of rows that are attended together."""
 
 
 class PrefilledPrompt:
@@ -39,16 +39,16 @@ class PrefilledPrompt:
         self.keys, self.values = keys, values
 
     def copy_from(self, other: PrefilledPrompt, length: int) -> None:
-        """Copy the first positions of a prompt with the same tokens there."""
+        """Copy the first positions of a prompt with equal tokens there."""
         self.keys[..., :length] = other.keys[..., :length]
         self.values[:, :, :length] = other.values[:, :, :length]
 
 
 class KeptPrompts:
-    """Prompts kept for later ones that begin alike; the oldest are dropped first.
+    """Cached prompts for prefix reuse; the oldest are dropped first.
 
-    Every beginning of a whole number of blocks has an entry, so that a new prompt is compared with
-    those alone that share its longest known beginning.
+    Every prefix of whole blocks has an entry, so that a new prompt is compared only with those that
+    share its longest known prefix.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class KeptPrompts:
         self._by_beginning: dict[int, dict[_Key, PrefilledPrompt]] = {}
 
     def renew(self, ids: tuple[int, ...], owner: object) -> bool:
-        """Whether exactly these tokens are kept, which now count as the newest."""
+        """Return whether exactly these tokens are cached; marks them as the newest."""
         key = (id(owner), ids)
         if key not in self._prompts:
             return False
@@ -72,7 +72,7 @@ class KeptPrompts:
         return True
 
     def add(self, prompt: PrefilledPrompt, owner: object) -> None:
-        """Keep a prompt that is not kept yet; `owner` is the adapter that it went through."""
+        """Cache a new prompt; `owner` is its adapter."""
         key = (id(owner), prompt.ids)
         self._prompts[key] = owner, prompt
         self._num_tokens += len(prompt.ids)
@@ -88,7 +88,7 @@ class KeptPrompts:
                     del self._by_beginning[beginning]
 
     def nearest(self, ids: tuple[int, ...], owner: object) -> tuple[PrefilledPrompt | None, int]:
-        """The kept prompt with the longest common beginning, and the length of that.
+        """Return the cached prompt with the longest common prefix, and the prefix length.
 
         Only whole prompts are found by beginnings shorter than a block. The last token never
         counts: it is forwarded in any case, since it predicts the answer.
@@ -114,7 +114,7 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 def _beginnings(owner: int, ids: tuple[int, ...]) -> Iterator[int]:
-    """A hash of each beginning of whole blocks, each made from the one before it."""
+    """Yield a hash of each prefix of whole blocks, each computed from the previous one."""
     beginning = owner
     for stop in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
         beginning = hash((beginning, ids[stop - BLOCK_TOKENS : stop]))
@@ -122,7 +122,7 @@ def _beginnings(owner: int, ids: tuple[int, ...]) -> Iterator[int]:
 
 
 def num_shared(ids: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     stop = min(len(ids), len(other))
     # Whole blocks at first: comparing slices is much faster than comparing numbers in Python.
     start = 0
@@ -150,7 +150,7 @@ class PartAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """The attended values `[N, H * D]`; the queries carry the scale."""
+        """Return the attended values `[N, H * D]`; the queries are scaled."""
         rows = []
         splits = (torch.split(x, self.lengths) for x in (queries_NHD, keys_NKD, values_NKD))
         for (prompt, start, length), mask, query, key, value in zip(
@@ -164,7 +164,7 @@ class PartAttention:
         return torch.cat(rows)
 
     def after(self, rows: RowAttention) -> Attend:
-        """The attention of tokens of rows and then of these."""
+        """Return the attention of tokens of rows followed by these."""
         count = len(rows.positions)
 
         def attend(layer: int, *inputs: Tensor) -> Tensor:
@@ -175,7 +175,9 @@ class PartAttention:
 
 
 def causal_mask(start: int, length: int, device: torch.device) -> Tensor | None:
-    """Which positions the tokens from `start` on see, `[length, start + length]`; None from 0."""
+    """Return the positions visible to tokens from `start` on, `[length, start + length]`; None from
+    0.
+    """
     if start == 0:
         return None
     seen = torch.ones(length, start + length, dtype=torch.bool, device=device)
@@ -183,7 +185,7 @@ def causal_mask(start: int, length: int, device: torch.device) -> Tensor | None:
 
 
 class KVCache:
-    """Keys and values of the rows that speak; row r is the r-th of the batch."""
+    """Keys and values of the generating rows; row r is the r-th of the batch."""
 
     def __init__(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -203,15 +205,15 @@ class KVCache:
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return len(self.lengths)
 
     def reserve(self, num_rows: int, num_positions: int) -> None:
-        """Make room for more rows, of at most `num_positions` positions."""
+        """Allocate more rows, of at most `num_positions` positions."""
         self._reserve(self.num_rows + num_rows, num_positions)
 
     def add(self, prompt: PrefilledPrompt | None, length: int) -> None:
-        """Append a row that begins with the first positions of a prompt."""
+        """Append a row that starts with the first positions of a prompt."""
         row = self.num_rows
         self._reserve(row + 1, length + 1)
         if prompt is not None and length:
@@ -229,17 +231,17 @@ class KVCache:
         self.lengths += [length] * count
 
     def prompt(self, row: int, ids: tuple[int, ...]) -> PrefilledPrompt:
-        """A copy of the first positions of a row, which are those of a prompt."""
+        """Copy the first positions of a row, which are those of a prompt."""
         keys = self._keys[:, row, ..., : len(ids)].contiguous()
         return PrefilledPrompt(ids, keys, self._values[:, row, :, : len(ids)].contiguous())
 
     def unread(self, ids: tuple[int, ...]) -> PrefilledPrompt:
-        """A prompt outside of the rows, with room for its keys and values."""
+        """Allocate a prompt outside of the rows."""
         keys, values = self._new(1, len(ids))
         return PrefilledPrompt(ids, keys[:, 0], values[:, 0])
 
     def keep(self, are_kept: Sequence[bool]) -> list[int]:
-        """Drop rows, moving the last ones into their places; the old indices of the rest."""
+        """Drop rows, moving the last ones into their places; return the old indices of the rest."""
         count = sum(are_kept)
         gaps = [row for row in range(count) if not are_kept[row]]
         movers = [row for row in range(count, len(are_kept)) if are_kept[row]]
@@ -255,7 +257,7 @@ class KVCache:
         return order
 
     def repair(self) -> None:
-        """Zero NaN keys and values: masked positions are multiplied too, by zero."""
+        """Zero NaN keys and values: masked positions are multiplied, too, by zero."""
         self._keys.nan_to_num_(0.0, 0.0, 0.0)
         self._values.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -273,7 +275,7 @@ class KVCache:
         self._keys, self._values = keys, values
 
     def advance(self, counts: Sequence[int]) -> RowAttention:
-        """Make room for new tokens, `counts` of each row, in ascending order."""
+        """Allocate new tokens, `counts` per row, in ascending order."""
         starts = self.lengths
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         self._reserve(self.num_rows, max(self.lengths, default=0))
@@ -281,7 +283,7 @@ class KVCache:
 
 
 class RowAttention:
-    """Attention of new tokens of every row to its row; the tokens of a row follow each other.
+    """Attention of new tokens of every row to its row; the tokens of a row are consecutive.
 
     `counts`, the new tokens of each row, ascend; `starts` are the positions of the first ones.
     """
@@ -311,7 +313,7 @@ class RowAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """The attended values `[N, H * D]`; the queries carry the scale."""
+        """Return the attended values `[N, H * D]`; the queries are scaled."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self.rows, :, :, self.positions] = keys_NKD
         values[self.rows, :, self.positions] = values_NKD
@@ -330,7 +332,7 @@ class RowAttention:
 
 
 def _bias(positions_PT: Tensor, stop: int, dtype: torch.dtype) -> Tensor:
-    """0 for the keys up to each position, -inf from there to `stop`: `[P, 1, 1, T, 1, stop]`."""
+    """Return 0 for keys up to each position, -inf from there to `stop`: `[P, 1, 1, T, 1, stop]`."""
     seen = torch.arange(stop, device=positions_PT.device) <= positions_PT[..., None]
     bias = torch.zeros(seen.shape, dtype=dtype, device=positions_PT.device)
     return bias.masked_fill_(~seen, float("-inf"))[:, None, None, :, None]
@@ -339,7 +341,7 @@ def _bias(positions_PT: Tensor, stop: int, dtype: torch.dtype) -> Tensor:
 def _groups(
     first_row: int, starts: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Rows of several new tokens that are attended together, with the first of all their tokens."""
+    """Yield rows with several new tokens to attend together, and the index of their first token."""
     row, token = first_row, first_row
     while row < len(counts):
         stop, last = row, 0
@@ -354,7 +356,7 @@ def _groups(
 
 
 class _RowGroup:
-    """Rows of several new tokens, padded to the most of them; a long one is alone, not padded."""
+    """Rows with several new tokens, padded to the longest; a long one is alone, not padded."""
 
     def __init__(
         self,
@@ -385,7 +387,7 @@ class _RowGroup:
         self.bias = _bias(positions_PT, self.stop, keys.dtype)
 
     def attend(self, keys: Tensor, values: Tensor, queries_NHD: Tensor) -> Tensor:
-        """The attended values `[N, H * D]` of the tokens of these rows."""
+        """Return the attended values `[N, H * D]` of the tokens of these rows."""
         keys, values = keys[self.rows, :, :, : self.stop], values[self.rows, :, : self.stop]
         num_rows, num_keys, dim, _ = keys.shape
         if self.is_long:
@@ -397,10 +399,10 @@ class _RowGroup:
 
 
 FIRST_ROOM = 8
-"""Tokens of a turn that there is room for at first: most turns are far shorter than allowed."""
+"""Tokens of a turn that are allocated initially: most turns are far shorter than allowed."""
 FOLD_TOKENS = 400
-"""Shared keys are copied to their readers where that adds at most this many: reading a few keys
-again costs less than one more segment of attention."""
+"""Shared keys are copied to their readers if that adds at most this many: rereading a few keys is
+cheaper than another segment of attention."""
 
 
 @dataclass
@@ -412,13 +414,13 @@ class Block:
     values: Tensor
     """`[Y, P, K, L, D]`."""
     bias_PL: Tensor | None = None
-    """0 where a key may be seen, -inf on padding; None where nothing is padded."""
+    """0 for visible keys, -inf on padding; None without padding."""
     length: int = 0
     """Positions in use."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of rows, each with keys of its own."""
+        """Number of row groups, each with its own keys."""
         return int(self.keys.shape[1])
 
     def write(self, layer: int, groups: slice, start: int, keys: Tensor, values: Tensor) -> None:
@@ -428,13 +430,13 @@ class Block:
         self.values[layer, groups, :, start:stop] = values.transpose(1, 2)
 
     def read(self, layer: int, groups: slice, stop: int, bias: Tensor | None) -> SharedKeys:
-        """The keys and values of some groups in one layer, up to a position."""
+        """Return the keys and values of some groups in one layer, up to a position."""
         return SharedKeys(
             self.keys[layer, groups, :, :, :stop], self.values[layer, groups, :, :stop], bias
         )
 
     def make_room(self, num_positions: int, *, most: int) -> None:
-        """Make room for so many positions, and for half as many more up to `most`."""
+        """Allocate the given positions, and half as many more up to `most`."""
         if num_positions <= self.values.shape[3]:
             return
         size = min(num_positions + max(num_positions // 2, FIRST_ROOM), most)
@@ -446,7 +448,7 @@ class Block:
 
 
 def first_room(num_new: int, num_before: int) -> int:
-    """Return for how many of a turn's tokens there is room at first, behind others of its row."""
+    """Return the number of a turn's tokens to allocate initially, given the row's other tokens."""
     return min(num_new, max(FIRST_ROOM, num_before // 4))
 
 
@@ -467,14 +469,14 @@ class KeyValueTree:
         return self.blocks[-1]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self.blocks = []
 
     def grow(self, num_groups: int, capacity: int) -> Block:
         """Return a top block of `num_groups` with room for `capacity` more positions.
 
-        If it is cheap, the block below is copied into it instead of being read beside it. A block
-        of as many groups that has room is used further.
+        If it is cheap, the block below is copied into it instead of being read separately. A block
+        with as many groups and enough room is reused.
         """
         layers, num_heads, dim = self.shape
         below = self.blocks[-1] if self.blocks else None
@@ -525,7 +527,7 @@ class KeyValueTree:
         block.bias_PL = bias
 
     def keep(self, rows_K: Tensor) -> None:
-        """Keep some rows of the top block, with all that they read in one block without gaps."""
+        """Keep some rows of the top block, with all of their keys in one block without gaps."""
         num_rows, keys, values, padding = self.top.num_groups, [], [], []
         for block in self.blocks:
             groups_K = rows_K // (num_rows // block.num_groups)
@@ -547,7 +549,7 @@ class KeyValueTree:
         self.close(lengths_K.tolist())
 
     def read_below(self, layer: int, rows: slice, num_rows: int) -> list[SharedKeys]:
-        """The keys and values that some rows of the top block read from the blocks below."""
+        """Return the keys and values that some rows of the top block read from the blocks below."""
         found = []
         for block in self.blocks[:-1]:
             sharing = num_rows // block.num_groups
@@ -559,7 +561,7 @@ class KeyValueTree:
         return found
 
     def chunks(self, num_rows: int, limit: int) -> list[slice]:
-        """Divide rows into ranges of about `limit` that begin and end with whole groups."""
+        """Split rows into ranges of about `limit` that begin and end with whole groups."""
         # Each of these divides the next: a block's groups are whole groups of the block below.
         sizes = sorted({num_rows // block.num_groups for block in self.blocks})
         base = max([1, *(size for size in sizes if size <= limit)])

@@ -1,4 +1,4 @@
-"""One set of weights with several low-rank adapters, chosen token by token.
+"""One set of weights with several low-rank adapters, selected per token.
 
 Shape suffixes: `N` token, `I` input, `O` output, `R` rank.
 """
@@ -28,7 +28,7 @@ class LowRank(NamedTuple):
 
 
 Adapter = Mapping[tuple[int, str], LowRank]
-"""The update of each of `JOINED` at each layer."""
+"""Update of each of `JOINED` in each layer."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Routes:
 
 
 class RoutedLinear:
-    """A product with a matrix, plus the updates of adapters for their tokens."""
+    """A matrix product, plus the updates of adapters for their tokens."""
 
     def __init__(self, base: LinearMap, routes: Routes, place: tuple[int, str]) -> None:
         self.base, self.routes, self.place = base, routes, place
@@ -71,7 +71,7 @@ class RoutedLinear:
 
 
 def routed(weights: Weights, routes: Routes) -> Weights:
-    """The same weights with adapters of `routes` at every product of their layers."""
+    """Return the same weights with the adapters of `routes` at every product of their layers."""
     layers = []
     for index, layer in enumerate(weights.layers):
         maps: dict[str, Any] = {
@@ -82,7 +82,7 @@ def routed(weights: Weights, routes: Routes) -> Weights:
 
 
 def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Read an adapter that peft wrote, for the layers of a model of the Llama family."""
+    """Read a peft adapter for the layers of a model of the Llama family."""
     from safetensors.torch import load_file
 
     try:
@@ -118,7 +118,7 @@ def read_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Adap
 def _joined(
     halves: Mapping[tuple[int, str], Mapping[str, Tensor]], scale: float, dtype: torch.dtype
 ) -> Adapter:
-    """Put the updates of layers that are one product side by side."""
+    """Join the updates of layers that are one product."""
     found: dict[tuple[int, str], LowRank] = {}
     for index in sorted({index for index, _ in halves}):
         for name, layers in JOINED.items():

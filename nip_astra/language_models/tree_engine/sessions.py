@@ -1,4 +1,4 @@
-"""A rollout through one model: each level of a tree continues from the caches of the level above.
+"""Rollouts through one model: each tree level continues from the caches of the level above.
 
 Shape suffixes: `N` token, `R` row, `A` unfinished row, `C` context, `T` token of a turn or span,
 `K` key-value head, `H` query head, `D` head dimension, `X` hidden unit, `V` vocabulary.
@@ -26,10 +26,9 @@ from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree, first_r
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_SCORES = 1 << 26
-"""Attention scores computed at once: 256 MiB of float32."""
+"""Maximum attention scores computed at once: 256 MiB of float32."""
 CHECK_PERIOD = 8
-"""Steps on a GPU between checks which rows have ended: a check waits for the device, and steps of
-rows that have ended are wasted."""
+"""Steps on a GPU between checks for ended rows; a check synchronises, ended rows cost steps."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class _Pass:
     offsets: list[int]
 
     def last_hidden(self) -> Tensor:
-        """The hidden state of the last position of each node, `[C, X]`."""
+        """Return the hidden state of the last position of each node, `[C, X]`."""
         ends = [*self.offsets[1:], len(self.hidden_NX)]
         return self.hidden_NX[torch.tensor(ends, device=self.hidden_NX.device) - 1]
 
     def hidden_of(self, context: int, start: int, stop: int) -> Tensor:
-        """Hidden states of a context's positions in a range that this pass computed."""
+        """Return hidden states of a context's positions in a range computed by this pass."""
         node = context // self.sharing
         first, last = max(start, self.starts[node]), min(stop, self.stops[node])
         offset = self.offsets[node] - self.starts[node]
@@ -62,9 +61,9 @@ class _Pass:
 class CachedSession(GenerationSession):
     """Generation that forwards no token twice.
 
-    Contexts that continue rows of the last call start from their keys and values; common beginnings
+    Contexts that continue rows of the last call start from their keys and values; common prefixes
     of several contexts are forwarded once. Decoding has fixed shapes if `steps` is given; otherwise
-    rows leave the batch after they have ended.
+    ended rows leave the batch.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class CachedSession(GenerationSession):
 
     @property
     def check_period(self) -> int:
-        """Steps between checks which rows have ended."""
+        """Steps between checks for ended rows."""
         return 1 if self.steps is None and self.device.type == "cpu" else CHECK_PERIOD
 
     @torch.no_grad()
@@ -140,7 +139,7 @@ class CachedSession(GenerationSession):
         reserve: int,
         firsts: Sequence[int] | None = None,
     ) -> list[_Pass]:
-        """Forward new tokens of the contexts: first those that siblings share, then the rest."""
+        """Forward new tokens of the contexts: first those shared by siblings, then the rest."""
         starts = self._num_cached(contexts, branching)
         if starts is not None and firsts is not None:
             # If nothing separates two turns, the position before was forwarded while decoding,
@@ -167,7 +166,7 @@ class CachedSession(GenerationSession):
         return [*passes, self._extend(contexts, starts, stops, 1, reserve)]
 
     def _num_cached(self, contexts: Sequence[Sequence[int]], branching: int) -> list[int] | None:
-        """Cached tokens of each context; None unless every context continues its row."""
+        """Return each context's number of cached tokens; None unless all continue their rows."""
         if len(contexts) != len(self._cached) * branching:
             return None
         rows = [row for row in self._cached for _ in range(branching)]
@@ -186,7 +185,7 @@ class CachedSession(GenerationSession):
         sharing: int,
         reserve: int,
     ) -> _Pass:
-        """Forward positions start to stop of each context, and keep their keys."""
+        """Forward positions start to stop of each context, and store their keys."""
         lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
         self._tree.grow(len(contexts), max(lengths) + first_room(reserve, max(stops)))
         limit = max(1, self.max_batch_tokens // max(1, max(lengths)))
@@ -218,7 +217,7 @@ class CachedSession(GenerationSession):
         spans: Sequence[tuple[int, int]],
         passes: list[_Pass],
     ) -> Tensor:
-        """Log-probabilities of each context's tokens in a span, `[C, T]`, 0 on padding."""
+        """Return log-probabilities of each context's tokens in a span, `[C, T]`, 0 on padding."""
         hidden = [
             piece.hidden_of(index, start - 1, stop - 1)
             for index, (start, stop) in enumerate(spans)
@@ -241,7 +240,7 @@ class CachedSession(GenerationSession):
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        """Sample a turn per row from the last hidden states of contexts of some lengths.
+        """Sample a turn per row from the last hidden states of the contexts.
 
         New keys and values go into the tree's top block.
         """
@@ -262,9 +261,9 @@ class CachedSession(GenerationSession):
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample until all rows have ended, which is checked only now and then on a GPU.
+        """Sample until all rows have ended, which is checked only occasionally on a GPU.
 
-        Rows that have ended leave the batch at a check, except from steps of fixed shapes.
+        Ended rows leave the batch at a check, except with fixed shapes.
         """
         num_rows, width = len(hidden_RX), options.max_new_tokens
         ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
@@ -319,7 +318,7 @@ class CachedSession(GenerationSession):
     def _draw_after(
         self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token per row, in chunks that bound the memory for logits."""
+        """Sample a token per row, in chunks that bound the memory for logits."""
         self.token_count.head_rows += len(hidden_RX)
         size = max(1, 2 * MAX_LOGITS // len(self.weights.embedding_VX))
         parts = [
@@ -333,7 +332,7 @@ class CachedSession(GenerationSession):
 
 
 class _PrefillAttention:
-    """Attention of new context tokens, ragged over rows, to the blocks below and themselves."""
+    """Attention of new context tokens, ragged over rows, to the blocks below and to themselves."""
 
     def __init__(
         self, tree: KeyValueTree, rows: slice, num_rows: int, lengths: Sequence[int]
@@ -380,7 +379,7 @@ class _PrefillAttention:
 
 
 def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
-    """Length of the common part from `start` on, without the last token of the shortest."""
+    """Return the length of the common part from `start` on, except the shortest's last token."""
     stop = min(len(context) for context in contexts) - 1
     first = contexts[0][start:stop]
     for context in contexts[1:]:
@@ -409,7 +408,7 @@ class _DecodeAttention:
         self.end = self.block.length
 
     def advance(self, rows_A: Tensor) -> None:
-        """Make room for one token of the given rows."""
+        """Allocate one token for the given rows."""
         self.rows_A = rows_A if len(rows_A) < self.num_rows else None
         self.end += 1
         self.block.make_room(self.end, most=self.most)

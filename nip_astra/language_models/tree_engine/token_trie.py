@@ -1,4 +1,4 @@
-"""Token sequences as a trie: every prefix that sequences share is kept once.
+"""Token sequences as a trie, in which shared prefixes are stored once.
 
 Shape suffixes: `S` sequence, `D` depth (position in a sequence), `N` unique token, `L` token of one
 row.
@@ -21,36 +21,36 @@ logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
 
 SMALLEST_PART = 12
-"""Both parts of a long row that is cut are at least so many times what the cut repeats."""
+"""Minimum size of both parts of a split row, relative to the repeated tokens."""
 MAX_REPEATED = 0.05
-"""Most tokens that cuts of long rows repeat, as a share of the unique ones."""
+"""Maximum share of unique tokens repeated by splits of long rows."""
 
 
 @dataclass(frozen=True)
 class TokenTrie:
-    """The unique tokens of some sequences, each with its place."""
+    """The unique tokens of some sequences, with their positions."""
 
     ids_N: Tensor
     """int64 tokens, in rows that share nothing; within a row a token comes after all tokens that
-    precede it in a sequence, and before all that do not follow from it (preorder)."""
+    precede it in a sequence, and before all tokens that do not continue it (preorder)."""
     positions_N: Tensor
     """int64 positions in the sequence, from 0."""
     ends_N: Tensor
-    """int64: where the tokens that follow from this one end, as an index into the row's tokens."""
+    """int64: end of the tokens that continue this one, as an index into the row's tokens."""
     row_lengths: list[int]
     """Tokens of each row."""
     nodes_SD: Tensor
     """int64 `[S, D]`: index in `ids_N` of each token of each sequence; -1 on padding."""
     num_unique: int
-    """Tokens without those that rows repeat."""
+    """Number of tokens without those that rows repeat."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to forward."""
+        """Number of tokens to forward."""
         return len(self.ids_N)
 
     def row_masks(self) -> list[Tensor]:
-        """Per row a bool mask `[L, L]`: True where the row's token sees the column's."""
+        """Return a bool mask `[L, L]` per row: True where the row's token sees the column's."""
         masks = []
         start = 0
         for length in self.row_lengths:
@@ -61,9 +61,9 @@ class TokenTrie:
         return masks
 
     def passes(self, max_tokens: int) -> list[TokenTrie]:
-        """Divide the rows into tries of at most `max_tokens`, or of one row; `nodes_SD` is whole.
+        """Split rows into tries of at most `max_tokens`, or of one row; `nodes_SD` is not split.
 
-        The tokens of the parts, one part after the other, are the tokens of the whole.
+        The tokens of the parts, in order, are the tokens of the whole.
         """
         parts, first, start = [], 0, 0
         while first < len(self.row_lengths):
@@ -81,7 +81,7 @@ class TokenTrie:
         return parts
 
     def to(self, device: torch.device) -> TokenTrie:
-        """The same trie on a device."""
+        """Move the trie to a device."""
         moved = {
             name: getattr(self, name).to(device)
             for name in ("ids_N", "positions_N", "ends_N", "nodes_SD")
@@ -145,7 +145,7 @@ def build_trie(
 
 
 def _shared_with_previous(tokens_SD: IntArray, lengths: IntArray) -> IntArray:
-    """How many first tokens each sequence has in common with the one before it."""
+    """Return the length of each sequence's common prefix with the previous one."""
     shared_S = np.zeros(len(tokens_SD), dtype=np.int64)
     if len(tokens_SD) > 1:
         differs = tokens_SD[1:] != tokens_SD[:-1]
@@ -161,7 +161,7 @@ def _cut(
     max_dense_tokens: float,
     max_row_tokens: float,
 ) -> list[tuple[int, int]]:
-    """The ranges of sequences that form rows."""
+    """Return the ranges of sequences that form rows."""
     new_S = lengths - shared_S
     todo, rows = [(0, len(lengths))], []
     spare = MAX_REPEATED * new_S.sum()
@@ -202,9 +202,9 @@ def _ends(
     is_new_SD: NDArray[np.bool_],
     rows: list[tuple[int, int]],
 ) -> IntArray:
-    """For each token, the index in its row where the tokens that follow from it end.
+    """Return, for each token, the index in its row at which its continuations end.
 
-    That is where the first later sequence of the row begins that does not share the token.
+    That is the start of the first later sequence of the row that does not share the token.
     """
     first_token_S = np.concatenate([[0], np.cumsum(is_new_SD.sum(axis=1))])
     ends_N = np.empty(len(depth_N), dtype=np.int64)

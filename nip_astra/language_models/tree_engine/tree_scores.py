@@ -1,4 +1,4 @@
-"""Score continuations as one tree of tokens: shared tokens are forwarded once.
+"""Scoring of continuations as one tree of tokens: shared tokens are forwarded once.
 
 Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` token of the tree,
 `S` scored position, `X` hidden unit, `V` vocabulary.
@@ -26,11 +26,11 @@ from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_MASK_BYTES = 1 << 28
-"""Largest dense mask of a row."""
+"""Maximum size of a row's dense mask."""
 
 
 def sequences_to_read(rows: TokenRows) -> list[list[int]]:
-    """The tokens to forward to score each row: all but its last."""
+    """Return the tokens to forward to score each row: all but its last."""
     context_BC, context_mask_BC, ids_BT, mask_BT = rows
     width = context_BC.shape[1]
     return [
@@ -48,10 +48,10 @@ def sequences_to_read(rows: TokenRows) -> list[list[int]]:
 def row_limits(
     decoder: Decoder | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Options of `build_trie` for the attention of a device.
+    """Return options of `build_trie` for the attention on a device.
 
     Only dense masks take memory quadratic in a row. Flex attention skips unrelated tokens, but rows
-    that share almost nothing can be read in several passes.
+    that share almost nothing can be computed in several passes.
     """
     if decoder is None:
         return {}
@@ -75,7 +75,7 @@ def score_trie(
     needs_hidden: bool,
     transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Score each continuation token by the trie of `sequences_to_read`, and count the work."""
+    """Score each continuation token with the trie of `sequences_to_read`, and count the work."""
     _, context_mask_BC, ids_BT, mask_BT = rows
     device = weights.embedding_VX.device
     trie = trie.to(device)
@@ -119,7 +119,7 @@ def find_support(
     top_p: float,
     vocab_size: int,
 ) -> SupportMask:
-    """`LogitsTransform.find_support` in chunks that bound the memory for logits; on the CPU."""
+    """Compute `LogitsTransform.find_support` on the CPU, in chunks to bound the logits' memory."""
     parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
     masks = [
         transform.at(part.tolist())

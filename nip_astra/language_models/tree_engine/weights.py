@@ -1,4 +1,4 @@
-"""The weights of a module of the Llama family, as a snapshot to sample from or as they are learnt.
+"""The weights of a Llama-family module: a snapshot for sampling, or the trained weights themselves.
 
 Shape suffixes: `N` token, `X` hidden unit, `V` vocabulary, `O` output, `I` input.
 """
@@ -23,7 +23,7 @@ JOINED: dict[str, tuple[str, ...]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""Linear layers of a module that are one product here, in their order."""
+"""Linear layers of a module that are joined into one product, in order."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, ready to compute with in one precision."""
+    """The weights of a model, prepared for computing in one precision."""
 
     embedding_VX: Tensor
     layers: Sequence[Layer]
@@ -52,7 +52,7 @@ class Weights:
 
 
 class DenseLinear:
-    """A product with a matrix by torch; the matrix may be overwritten."""
+    """A matrix product by torch; the matrix may be overwritten."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight_OI = weight_OI
@@ -62,7 +62,7 @@ class DenseLinear:
         return F.linear(x_NI, self.weight_OI, self.bias_O)
 
     def overwrite(self, weight_OI: Tensor, bias_O: Tensor | None) -> DenseLinear:
-        """Take other numbers into the same memory."""
+        """Write other weights into the same memory."""
         self.weight_OI.copy_(weight_OI)
         if self.bias_O is not None and bias_O is not None:
             self.bias_O.copy_(bias_O)
@@ -77,7 +77,7 @@ def frozen_weights(
     release: bool = False,
     into: Weights | None = None,
 ) -> Weights:
-    """A snapshot for sampling: adapters merged, matrices that are used together joined.
+    """Return a snapshot for sampling: adapters merged, and matrices used together joined.
 
     Matrices are copies in `dtype`, on a CPU in oneDNN's layout if that is faster. `release` frees
     the module's own matrices, so that it cannot compute afterwards. `into`, an earlier snapshot off
@@ -112,7 +112,7 @@ def frozen_weights(
 
 
 def _maps_of(weights: Weights) -> Iterator[DenseLinear]:
-    """The products of a snapshot, in the order in which they are made."""
+    """Yield the products of a snapshot, in the order of computation."""
     for layer in weights.layers:
         yield from (layer.qkv, layer.output, layer.gate_up, layer.down)  # type: ignore[misc]  # off the CPU all are
     yield weights.head  # type: ignore[misc]  # as above
@@ -126,7 +126,7 @@ def _small_tensors(weights: Weights) -> Iterator[Tensor]:
 
 
 def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weights:
-    """The weights as they are, with gradients, computing in `dtype`; nothing is copied."""
+    """Return the current weights, with gradients, computing in `dtype`; nothing is copied."""
 
     def joined(*linears: Any) -> LinearMap:
         matrices = [_live_matrix(linear, dtype) for linear in linears]
@@ -167,7 +167,7 @@ def _optional_norm(attention: Any, name: str, dtype: torch.dtype) -> Tensor | No
 
 
 def _base(linear: Any) -> Any:
-    """The plain linear layer under an adapter."""
+    """Return the plain linear layer under an adapter."""
     return getattr(linear, "base_layer", linear)
 
 
@@ -218,11 +218,11 @@ class WeightSnapshot:
         self._is_stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs to lay out the weights of its own module."""
+        """Return the state from which a copy prepares the weights of its own module."""
         return {**self.__dict__, "_weights": None, "_versions": (), "_is_stale": True}
 
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
-        """The snapshot as long as these parameters have not changed, else a new one."""
+        """Return the snapshot while these parameters are unchanged, else a new one."""
         # Not every optimizer (fused, 8-bit) nor writes through `.data` raise a tensor's version: an
         # update also calls `make_room`.
         versions = tuple(parameter._version for parameter in parameters)
@@ -243,7 +243,7 @@ class WeightSnapshot:
             self._weights = None
 
     def release(self) -> None:
-        """Keep the snapshot alone: the module's own matrices are freed, and it cannot compute."""
+        """Keep only the snapshot: the module's own matrices are freed, and it cannot compute."""
         self._weights = self._make(release=True)
         self.is_released = True
 
@@ -256,18 +256,18 @@ for _setting in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_setting, "128")
 
 LinearMap = Callable[[Tensor], Tensor]
-"""A matrix product with a fixed matrix, `[N, I] -> [N, O]`."""
+"""A product with a fixed matrix, `[N, I] -> [N, O]`."""
 
 SMALLEST_MEASURED = 250_000
-"""Matrices of fewer weights stay with torch: there neither is clearly faster, and a choice that
-noise decides would change the last digits from run to run."""
+"""Minimum weights of a matrix to measure; smaller ones use torch: neither kernel is clearly faster,
+and a choice decided by noise would change the last digits from run to run."""
 _CLEARLY_FASTER = 1.3
 
 
 def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether oneDNN can multiply on this device, in float32 or bfloat16.
+    """Return whether oneDNN can multiply on this device, in float32 or bfloat16.
 
-    Of bfloat16 it packs no weights for processors that have not AVX-512 or better.
+    It packs bfloat16 weights only on processors with AVX-512 or better.
     """
     # torch leaves its backend checks without types.
     is_built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -277,7 +277,7 @@ def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
-    """A product with a copy of the weights in oneDNN's own layout; no gradient."""
+    """Return a product with a copy of the weights in oneDNN's own layout; no gradient."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), None)
     bias = None if bias_O is None else bias_O.detach().to(weight_OI.dtype)
     multiply = torch.ops.mkldnn._linear_pointwise
@@ -290,7 +290,7 @@ def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """A float32 product with gradients, all three products of it by oneDNN."""
+    """A float32 product with gradients, all computed by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -318,9 +318,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_packing_faster(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Measure both kernels on a matrix of this shape with a few rows, once in a process.
+    """Measure both kernels on a matrix of this shape with a few rows, once per process.
 
-    A matrix of fewer than `SMALLEST_MEASURED` weights is not measured and stays with torch.
+    A matrix of fewer than `SMALLEST_MEASURED` weights is not measured and uses torch.
     """
     if shape.numel() < SMALLEST_MEASURED:
         return False
@@ -380,13 +380,13 @@ class Adapter(NamedTuple):
 
 
 def _products(x_NI: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """The products with all matrices side by side."""
+    """Compute the products with all matrices side by side."""
     products = [multiply(x_NI, weight, bias) for weight, bias, multiply in matrices]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 def adapted_linear(matrices: Sequence[Matrix], adapters: Sequence[Sequence[Adapter]]) -> LinearMap:
-    """The products with all matrices side by side, `[N, I] -> [N, O]`."""
+    """Return the products with all matrices side by side, `[N, I] -> [N, O]`."""
     like = matrices[0].weight
     every = [adapter for of_matrix in adapters for adapter in of_matrix]
 

@@ -1,1 +1,1 @@
-"""What scenarios of conversations are made of: prompts, and turns as tokens."""
+"""Building blocks of conversation scenarios: prompts, and turns as tokens."""

@@ -1,4 +1,4 @@
-"""Failures planted in a target: ground truth for searches."""
+"""Failures planted in a target, as ground truth for searches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlantedFailure(SubParameters):
         return pattern
 
     def matches(self, probe: str, previous_probe: str | None) -> bool:
-        """Whether a probe, after the one before it, triggers this failure."""
+        """Return whether a probe, after the previous one, triggers this failure."""
         if re.search(self.probe, probe) is None:
             return False
         if self.previous_probe is None:
@@ -50,7 +50,7 @@ class PlantedFailure(SubParameters):
 
 @dataclass
 class Discovery:
-    """Planted failures that a search found: a probe triggered them, and the target failed on it."""
+    """Planted failures found by a search: a probe triggered them, and the target failed on it."""
 
     planted: Sequence[PlantedFailure]
     failure_threshold: float
@@ -65,11 +65,11 @@ class Discovery:
 
     @property
     def num_found(self) -> int:
-        """Planted failures found so far."""
+        """Number of planted failures found so far."""
         return sum(query is not None for query in self.first_query.values())
 
     def update(self, tree: RolloutTree) -> None:
-        """Count a rollout's nodes in their order."""
+        """Count a rollout's nodes in order."""
         missing = [plant for plant in self.planted if self.first_query[plant.name] is None]
         parents = tree.nodes["parent"].tolist()
         is_failure_N = tree.nodes["response_score"] >= self.failure_threshold

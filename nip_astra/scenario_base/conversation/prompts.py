@@ -1,4 +1,4 @@
-"""Opening prompts from a text, CSV, JSON Lines, JSON or Parquet file, or from a dataset."""
+"""Opening prompts from text, CSV, JSON Lines, JSON or Parquet files, or from datasets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROLES = ("system", "user", "assistant")
 def read_prompts(
     reference: str, scenario_dir: Path | None, column: str = DEFAULT_COLUMN
 ) -> list[Prompt]:
-    """The prompts of a file or data set, in order, with the other columns of their rows.
+    """Read the prompts of a file or dataset, in order, with the other columns of their rows.
 
     `.csv` and `.tsv`: the first line names the columns; `.jsonl`: one object a line; `.json`: a
     list of texts or objects; `.parquet`: a table; anything else: one prompt a line. A dataset is a
@@ -82,7 +82,7 @@ def _read_text(path: Path, reference: str) -> str:
 
 
 def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each text or row of a file, and its place."""
+    """Yield each text or row of a file, with its position for error messages."""
     if path.suffix in _DELIMITERS:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=_DELIMITERS[path.suffix])
         for row in reader:
@@ -111,7 +111,7 @@ def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _prompt_of(row: Any, place: str, column: str) -> Prompt:
-    """The prompt of a text or of a row with its columns."""
+    """Return the prompt of a text or of a row with its columns."""
     if isinstance(row, Mapping):
         if column not in row:
             near = nearest_names(column, row, 1)
@@ -140,7 +140,7 @@ def _prompt_of(row: Any, place: str, column: str) -> Prompt:
 
 
 def _messages_of(value: Any, place: str) -> tuple[tuple[str, str], ...]:
-    """The messages of a conversational prompt, checked."""
+    """Validate and return the messages of a conversational prompt."""
     if not all(
         isinstance(one, Mapping) and isinstance(one.get("content"), str) and one.get("role")
         for one in value
@@ -150,7 +150,7 @@ def _messages_of(value: Any, place: str) -> tuple[tuple[str, str], ...]:
     roles = [role for role, _ in messages]
     unknown = sorted({*roles} - {*_ROLES})
     if unknown:
-        raise ValueError(f"{place}: the role {unknown[0]!r} is none of {', '.join(_ROLES)}")
+        raise ValueError(f"{place}: unknown role {unknown[0]!r}; choose one of {', '.join(_ROLES)}")
     if "system" in roles[1:]:
         raise ValueError(f"{place}: a system message must be the first of its prompt")
     if not roles or roles[-1] != "user":
@@ -159,21 +159,21 @@ def _messages_of(value: Any, place: str) -> tuple[tuple[str, str], ...]:
 
 
 def _transcript(messages: Sequence[tuple[str, str]]) -> str:
-    """The text that identifies a conversational prompt: that of a single message, or all."""
+    """Return the text that identifies a conversational prompt: that of a single message, or all."""
     if len(messages) == 1:
         return messages[0][1]
     return "\n\n".join(f"{role}: {text}" for role, text in messages)
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
-    """A comparable value; lists and objects as JSON."""
+    """Return a comparable value; lists and objects as JSON."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, default=str)
 
 
 def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | None:
-    """Name and split of a data set; None for a file."""
+    """Return name and split of a dataset; None for a file."""
     if "://" in reference:
         return None
     found = _DATASET.fullmatch(reference)
@@ -197,7 +197,7 @@ def _rows_of_parquet(path: Path, reference: str) -> Iterable[tuple[str, Any]]:
 
 
 def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
-    """The rows that the package datasets loads."""
+    """Load rows with the package datasets."""
     datasets = import_extra("datasets", place, "datasets")
     try:
         rows = list(datasets.load_dataset(*arguments, **options))

@@ -1,4 +1,4 @@
-"""Conversations as the tokens that a model reads.
+"""Conversations as token sequences of the model that reads them.
 
 Generated tokens are never tokenised again; only the text between turns (role markers, separators)
 is tokenised, once per shape of conversation.
@@ -28,7 +28,7 @@ MAX_KEPT_LENGTH = 1000
 
 
 class Turn(NamedTuple):
-    """One turn, in the tokens of the model that reads it."""
+    """A turn, in the tokens of the model that reads it."""
 
     is_own: bool
     """Whether it is a turn of the reading model."""
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Role in the chat template of the reading model."""
+        """Return the role in the chat template of the reading model."""
         return self.special_role or ("assistant" if self.is_own else "user")
 
 
@@ -65,28 +65,28 @@ class ConversationFormat(ABC):
 
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        """The tokens before the reading model's next turn."""
+        """Return the tokens before the reading model's next turn."""
 
     def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
-        """The format of a model that reads tools, each in OpenAI's form as JSON."""
+        """Return the format for a model that reads tools, each in OpenAI's form as JSON."""
         return self
 
     @abstractmethod
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
-        """Number of tokens of the context after the content of the last turn."""
+        """Return the number of context tokens after the content of the last turn."""
 
     def last_turn_span(self, turns: Sequence[Turn], context: Sequence[int]) -> tuple[int, int]:
-        """Start and end of the last turn's content in a context."""
+        """Return start and end of the last turn's content in a context."""
         stop = len(context) - self.num_tokens_after(turns)
         return stop - len(turns[-1].ids), stop
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
-        """The token with which the reading model ends a turn, if any, out of its end tokens."""
+        """Return the token that ends the reading model's turn, if any, given its end tokens."""
         own = self.tokenizer.eos_token_id
         return (*self.end_ids, *([own] if own in end_ids else []), *end_ids)[:1]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The content tokens of a turn of somebody else."""
+        """Return the content tokens of a turn of another speaker."""
         known = self._kept.get(text)
         if known is None:
             known = tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -94,7 +94,7 @@ class ConversationFormat(ABC):
         return known
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """`encode` of each text, in one call."""
+        """Apply `encode` to each text, in one call."""
         known = {text: self._kept[text] for text in texts if text in self._kept}
         new = list(dict.fromkeys(text for text in texts if text not in known))
         if len(new) == 1:
@@ -114,7 +114,7 @@ class ConversationFormat(ABC):
         self._kept.update(islice(short.items(), MAX_KEPT_TEXTS))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
-        """The longest context of at most `num_tokens`, dropping the oldest whole turns.
+        """Return the longest context of at most `num_tokens`, dropping the oldest whole turns.
 
         A system message at the beginning is kept.
         """
@@ -221,7 +221,7 @@ class ChatFormat(ConversationFormat):
 
 
 class PlainFormat(ConversationFormat):
-    """Turns one after the other, for models without a chat template.
+    """Consecutive turns, for models without a chat template.
 
     A context begins with the tokenizer's first token, if it sets one. Otherwise, so that every
     token has a context, a conversation without its oldest turns begins with the separator, and one

@@ -1,1 +1,1 @@
-"""What scenarios of interaction protocols are made of: agents with networks, environments."""
+"""Building blocks of protocol scenarios: agents with networks, environments."""

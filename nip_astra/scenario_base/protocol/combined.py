@@ -47,7 +47,7 @@ class PolicyEvaluation(NamedTuple):
 
 
 def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
-    """Number of uniform random numbers per move of an agent."""
+    """Return the number of uniform random numbers per move of an agent."""
     return 1 + num_channels * message_size * (2 if has_linear else 1)
 
 
@@ -70,7 +70,7 @@ def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
 
 
 def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
-    """First alternative whose cumulative probability exceeds the uniform number."""
+    """Return the first alternative whose cumulative probability exceeds the uniform number."""
     cumulative = logs.exp().cumsum(dim=-1)
     # Scaled, because rounding may leave the sum below 1.
     level = uniforms.unsqueeze(-1) * cumulative[..., -1:]
@@ -78,7 +78,7 @@ def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def normalised(output: PolicyOutput) -> PolicyOutput:
-    """Log-softmax of all logits."""
+    """Return the log-softmax of all logits."""
     message, decision, linear = output
     return PolicyOutput(
         message.log_softmax(dim=-1),
@@ -90,7 +90,7 @@ def normalised(output: PolicyOutput) -> PolicyOutput:
 def evaluate_moves(
     output: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> PolicyEvaluation:
-    """Log-probabilities and entropies of past moves, where the agent could send and decide."""
+    """Return log-probabilities and entropies of past moves where the agent could act."""
     logs = normalised(output)
     entropies_BV = _entropies(logs.message_logits_BVPS)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
@@ -106,7 +106,7 @@ def evaluate_moves(
 def logprobs_of(
     logs: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> Tensor:
-    """Log-probabilities of joint moves, [B], from those of `normalised`."""
+    """Return log-probabilities of joint moves, [B], given the result of `normalised`."""
     logprobs_BV = _taken(logs.message_logits_BVPS, moves.message_BVP).sum(dim=-1)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
         linear_BV = _taken(logs.linear_logits_BVPL, moves.linear_BVP).sum(dim=-1)
@@ -119,7 +119,7 @@ def logprobs_of(
 
 
 def _entropies(logs_BVPX: Tensor) -> Tensor:
-    """Entropies summed over positions, [B, V]."""
+    """Return entropies summed over positions, [B, V]."""
     return -(logs_BVPX.exp() * logs_BVPX).sum(dim=(-2, -1))
 
 
@@ -173,7 +173,7 @@ class CombinedAgents(nn.Module):
         return agent
 
     def number(self, name: str) -> int:
-        """Index of an agent in the dimension A."""
+        """Return the index of an agent in the dimension A."""
         return self.names.index(name)
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class CombinedAgents(nn.Module):
     def _of_all_channels(
         self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of symbols in all channels and of decisions, 0 if there are none."""
+        """Return log-probabilities of symbols in all channels and of decisions, else 0."""
         message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
         if agent.shape.num_visible < agent.shape.num_channels:
             unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
@@ -259,7 +259,7 @@ class CombinedAgents(nn.Module):
         return message, message.new_zeros(len(message), 3) if decision is None else decision
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
-        """Differentiable reward of an agent's current logits, [B] with grad, or None.
+        """Return the differentiable reward of an agent's current logits, [B] with grad, or None.
 
         The logits of other agents are those of the sampled frames.
         """
@@ -281,7 +281,7 @@ class CombinedAgents(nn.Module):
     def _write(
         self, target: Tensor, agent: Agent, number: int, rows: Any, values_BV: Tensor
     ) -> None:
-        """Write an agent's values in its visible channels."""
+        """Write an agent's values to its visible channels."""
         if agent.shape.num_visible == agent.shape.num_channels:
             target[rows, number] = values_BV
             return
@@ -294,7 +294,7 @@ class CombinedAgents(nn.Module):
         return channels_BC[:, list(agent.shape.visible_channels)]
 
     def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
-        """An agent's sampled moves, and masks of where it could send, [B, V], and decide, [B]."""
+        """Return an agent's moves, and masks of where it could send, [B, V], and decide, [B]."""
         agent, number = self[name], self.number(name)
         linear_BACP = frames.get(("agents", "linear_message"), None)
         moves = AgentMoves(
@@ -306,7 +306,7 @@ class CombinedAgents(nn.Module):
         return moves, active_BV, frames["can_decide"][:, number]
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
-        """The logits of an agent's moves, with grad."""
+        """Return the logits of an agent's moves, with grad."""
         if self.division is None:
             return self[name].policy(frames)
         agent = self[name]
@@ -322,7 +322,7 @@ class CombinedAgents(nn.Module):
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
     ) -> PolicyEvaluation:
-        """Log-probabilities and entropies of an agent's sampled moves under its policy, with grad.
+        """Return log-probabilities and entropies of an agent's sampled moves, with grad.
 
         `output` is the policy's output for these frames, if already computed.
         """
@@ -332,7 +332,7 @@ class CombinedAgents(nn.Module):
         return evaluate_moves(output, moves, active_BV, can_decide_B)
 
     def values(self, name: str, frames: Observation) -> Tensor:
-        """An agent's values, [B], with grad."""
+        """Return an agent's values, [B], with grad."""
         agent = self[name]
         if self.division is None:
             return agent.value(frames)
@@ -342,7 +342,7 @@ class CombinedAgents(nn.Module):
         return values_B
 
     def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
-        """Both, with grad, from one forward pass of the shared body."""
+        """Return both, with grad, from one forward pass of the shared body."""
         agent = self[name]
         names: list[str] = []
         if self.division is None:
@@ -357,18 +357,18 @@ class CombinedAgents(nn.Module):
         return PolicyOutput(**dict(zip(names, logits, strict=True))), values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
-        """Frames in which an agent may send or decide, bool [B]."""
+        """Return frames in which an agent may send or decide, bool [B]."""
         number = self.number(name)
         active_BC = frames["active_mask"][:, number]
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
 def _present(output: PolicyOutput) -> tuple[list[str], list[Tensor]]:
-    """Names and values of the fields that are not None."""
+    """Return names and values of the fields that are not None."""
     parts = {name: value for name, value in output._asdict().items() if value is not None}
     return list(parts), list(parts.values())
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:
-    """Values of all agents, with those of one agent replaced."""
+    """Return the values of all agents, with those of one agent replaced."""
     return torch.cat([values_BA[:, :number], own_B[:, None], values_BA[:, number + 1 :]], dim=1)

@@ -16,35 +16,35 @@ WIDTH, HEIGHT = 300, 236
 
 @dataclass(frozen=True)
 class Choice:
-    """A place of the picture that an agent named."""
+    """A place in the picture that an agent named."""
 
     part: int
-    """Which graph; 0 for an image."""
+    """Index of the graph; 0 for an image."""
     place: int
     """Node of the graph, or latent pixel by row and column."""
     agent: str
     color: int
-    """The agent's."""
+    """Index of the agent's colour."""
     rounds: str
-    """In which it was named, for instance "1, 3"."""
+    """Rounds in which it was named, for instance "1, 3"."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A ring around a node, with the rounds beside it."""
+    """Ring around a node, labelled with rounds."""
 
     choice: Choice
     size: float
     x: float
     y: float
-    """Position of the rounds."""
+    """Vertical position of the rounds."""
     anchor: str
-    """Which end of them stands there: "start", "middle" or "end"."""
+    """Text anchor of the rounds: "start", "middle" or "end"."""
 
 
 @dataclass
 class Node:
-    """A node with the marks of agents that named it."""
+    """A node, with marks of the agents that named it."""
 
     x: float
     y: float
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass
 class DrawnGraph:
-    """A graph, ready to draw."""
+    """Layout of a graph."""
 
     title: str
     summary: str
@@ -67,7 +67,7 @@ class DrawnGraph:
 
 @dataclass(frozen=True)
 class Frame:
-    """A latent pixel that was named, with the rounds in its middle."""
+    """A latent pixel that was named, labelled with rounds."""
 
     choice: Choice
     x: float
@@ -77,22 +77,22 @@ class Frame:
 
     @property
     def text_x(self) -> float:
-        """Position of the rounds."""
+        """Return the horizontal position of the rounds."""
         return rounded(self.x + self.width / 2)
 
     @property
     def text_y(self) -> float:
-        """Their base line."""
+        """Return the baseline of the rounds."""
         return rounded(self.y + self.height / 2 + 4.5)
 
 
 @dataclass
 class DrawnImage:
-    """An image with its grid of latent pixels, ready to draw."""
+    """Layout of an image and its grid of latent pixels."""
 
     summary: str
     colors: list[tuple[str, str]]
-    """Areas of one colour each; a path is in pixels."""
+    """Areas of one colour each, as (colour, path in pixels)."""
     scale: float
     """Width of a pixel."""
     lines: list[tuple[float, float, float, float]]
@@ -110,7 +110,7 @@ class Picture:
 
 
 class DatapointView:
-    """A datapoint in reports; a kind of scenario has a subclass.
+    """View of a datapoint in reports; one subclass per kind of scenario.
 
     Parameters
     ----------
@@ -122,22 +122,22 @@ class DatapointView:
         self.datapoint = datapoint
 
     def label(self, label: int) -> str:
-        """A label in words."""
+        """Return a label in words."""
         return f"label {label}"
 
     def place_of(self, symbol: int) -> tuple[int, int] | None:
-        """The part of the picture and the place in it of a symbol, if any."""
+        """Return the part of the picture, and the place in it, of a symbol, if any."""
         return None
 
     def symbol(self, symbol: int) -> str:
-        """A symbol of a message in words."""
+        """Return a message's symbol in words."""
         return f"symbol {symbol}"
 
     def picture(self, choices: Sequence[Choice]) -> Picture | None:
-        """The datapoint with the places that agents named; None if it cannot be drawn."""
+        """Return the datapoint with places named by agents; None if it cannot be drawn."""
         return None
 
 
 def rounded(value: float) -> float:
-    """A length with one decimal place."""
+    """Return a length with one decimal place."""
     return round(float(value), 1)

@@ -22,7 +22,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import MessageSpace
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 NUM_EPISODE_SEEDS = 2**16
-"""Upper bound of an episode's seed, which protocols may use."""
+"""Upper bound of an episode's seed, available to protocols."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Transition:
 
 
 class DataCycler:
-    """Iterates over a dataset, reshuffled for every pass.
+    """Iterator over a dataset that is reshuffled for every pass.
 
     The order depends on the key alone, so `position` is the complete state.
     """
@@ -50,7 +50,7 @@ class DataCycler:
         self._order: tuple[int, Tensor] | None = None
 
     def take(self, count: int) -> Tensor:
-        """Rows of the next datapoints, long [count]."""
+        """Return rows of the next datapoints, long [count]."""
         parts: list[Tensor] = []
         while count > 0:
             number, offset = divmod(self.position, self.num_datapoints)
@@ -105,7 +105,7 @@ class ProtocolEnvironment(EnvBase):
         self.generator = torch.Generator().manual_seed(derive_seed(*self.key, "episodes"))
 
     def with_key(self, *key: SeedPart) -> ProtocolEnvironment:
-        """An environment on the same data with another seed path."""
+        """Return an environment on the same data with another seed path."""
         return ProtocolEnvironment(
             self.protocol,
             self.dataset,
@@ -117,13 +117,13 @@ class ProtocolEnvironment(EnvBase):
     # ---- protocol
 
     def fresh(self, count: int) -> dict[str, Tensor]:
-        """First frames of `count` episodes with the next datapoints."""
+        """Return first frames of `count` episodes with the next datapoints."""
         rows = self.cycler.take(count).to(self.device)
         seeds = torch.randint(NUM_EPISODE_SEEDS, (count,), generator=self.generator)
         return self.first_frames(rows, seeds.to(self.device))
 
     def first_frames(self, rows_E: Tensor, seeds_E: Tensor | None = None) -> dict[str, Tensor]:
-        """Frames of round 0, without messages, for rows of the dataset."""
+        """Return frames of round 0, without messages, for rows of the dataset."""
         count, space, protocol = len(rows_E), self.space, self.protocol
         if seeds_E is None:
             seeds_E = torch.zeros_like(rows_E)
@@ -173,7 +173,7 @@ class ProtocolEnvironment(EnvBase):
         return Transition(following, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
-        """The frame, with ended episodes replaced by new ones."""
+        """Return the frame with ended episodes replaced by new ones."""
         rows = is_done_E.nonzero().flatten()
         if len(rows) == 0:
             return frame
@@ -183,7 +183,7 @@ class ProtocolEnvironment(EnvBase):
         return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
 
     def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Masks of sending and deciding, and the rounds of the messages to answer.
+        """Return masks of sending and deciding, and the rounds of the messages to answer.
 
         All masks are False after the last round and after an agent's decision.
         """
@@ -197,7 +197,7 @@ class ProtocolEnvironment(EnvBase):
     def _messages(
         self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
     ) -> dict[str, Tensor]:
-        """Messages of the round, and the updated history."""
+        """Return messages of the round, and the updated history."""
         history = frame[f"{prefix}message_history"]
         sent = one_hot(symbols_EACP, history.shape[-1]).to(history.dtype)
         message_ECPS = (sent * active_EAC[..., None, None]).sum(dim=1)
@@ -211,7 +211,7 @@ class ProtocolEnvironment(EnvBase):
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """State of the data order and the generator."""
+        """Return the state of the data order and the generator."""
         return {"position": self.cycler.position, "generator": self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

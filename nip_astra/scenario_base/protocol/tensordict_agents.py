@@ -70,14 +70,14 @@ class AgentShape:
 
     @property
     def num_visible(self) -> int:
-        """V, the number of visible channels."""
+        """Return V, the number of visible channels."""
         return len(self.visible_channels)
 
 
 def shape_of_agent(
     name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
 ) -> AgentShape:
-    """The sizes of an agent's networks for a protocol and its messages."""
+    """Return the sizes of an agent's networks, given a protocol and its messages."""
     number = protocol.agent_names.index(name)
     visible = protocol.visibility_AC[number].nonzero().flatten().tolist()
     return AgentShape(
@@ -107,15 +107,15 @@ class PolicyOutput(NamedTuple):
     """Output of a policy head: unnormalised log-probabilities."""
 
     message_logits_BVPS: Tensor
-    """Of symbols, `MASKED` where impossible."""
+    """Logits of symbols, `MASKED` where impossible."""
     decision_logits_B3: Tensor | None = None
-    """Of reject, accept, continue; None for an agent without decisions."""
+    """Logits of reject, accept, continue; None for an agent without decisions."""
     linear_logits_BVPL: Tensor | None = None
-    """Of linear symbols, if any."""
+    """Logits of linear symbols, if any."""
 
 
 class AgentBody(nn.Module, ABC):
-    """Reads a frame. A subclass implements `forward`.
+    """Network that reads a frame. Subclasses implement `forward`.
 
     `history` and `linear_history` are the messages in the visible channels, standardised by
     `set_statistics`.
@@ -145,25 +145,25 @@ class AgentBody(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, observation: Observation) -> dict[str, Tensor]:
-        """Representation for the scenario's heads."""
+        """Compute the representation for the scenario's heads."""
 
     def after_initialisation(self) -> None:
         """Hook, called once after all weights are initialised."""
 
     def history(self, observation: Observation) -> Tensor:
-        """The visible messages so far, [B, R, V, P, S]."""
+        """Return the visible messages so far, [B, R, V, P, S]."""
         return (self._visible(observation["message_history"], 2) - self.history_mean) * (
             self.history_scale
         )
 
     def linear_history(self, observation: Observation) -> Tensor:
-        """The visible linear messages so far, [B, R, V, P, L]."""
+        """Return the visible linear messages so far, [B, R, V, P, L]."""
         return (self._visible(observation["linear_message_history"], 2) - self.linear_mean) * (
             self.linear_scale
         )
 
     def last_message(self, observation: Observation) -> Tensor:
-        """The visible messages of the previous round, not standardised, [B, V, P, S]."""
+        """Return the visible messages of the previous round, not standardised, [B, V, P, S]."""
         return self._visible(observation["message"], 1)
 
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
@@ -191,7 +191,7 @@ def _standardise(mean: Tensor, scale: Tensor, sample: Tensor) -> None:
 
 
 class AgentPolicyHead(nn.Module, ABC):
-    """Distribution over moves. A subclass implements `logits`.
+    """Distribution over moves. Subclasses implement `logits`.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class AgentPolicyHead(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
-        """Logits of all symbols, possible or not."""
+        """Return logits of all symbols, possible or not."""
 
     def decide_as(self, solo_head: SoloAgentHead) -> None:
         """Hook: initialise decisions from the agent's trained solo head, after pretraining.
@@ -245,7 +245,7 @@ class AgentValueHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
-        """Values, [B]."""
+        """Return values, [B]."""
 
 
 class SoloAgentHead(nn.Module, ABC):
@@ -253,7 +253,7 @@ class SoloAgentHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
-        """Logits of the labels 0 and 1, [B, 2]."""
+        """Return logits of the labels 0 and 1, [B, 2]."""
 
 
 class Agent(nn.Module):
@@ -291,24 +291,24 @@ class Agent(nn.Module):
 
     @property
     def shares_body(self) -> bool:
-        """Whether policy and value function read one representation."""
+        """Whether policy and value function share a body."""
         return self.policy_body is not None and self.policy_body is self.value_body
 
     @property
     def bodies(self) -> list[AgentBody]:
-        """The agent's bodies, each once."""
+        """Return the agent's bodies, each once."""
         bodies = [body for body in (self.policy_body, self.value_body) if body is not None]
         return bodies[:1] if self.shares_body else bodies
 
     def policy(self, observation: Observation) -> PolicyOutput:
-        """The logits of the agent's moves in every frame."""
+        """Return the logits of the agent's moves in every frame."""
         assert self.policy_head is not None
         read = {} if self.policy_body is None else self.policy_body(observation)
         output: PolicyOutput = self.policy_head(read, observation)
         return output
 
     def policy_and_value(self, observation: Observation) -> tuple[PolicyOutput, Tensor]:
-        """Both, from one pass of the body that they share."""
+        """Return both, from one pass of the shared body."""
         assert self.policy_body is not None
         assert self.policy_head is not None
         assert self.value_head is not None
@@ -316,14 +316,14 @@ class Agent(nn.Module):
         return self.policy_head(read, observation), self.value_head(read, observation)
 
     def value(self, observation: Observation) -> Tensor:
-        """The agent's values, [B]; 0 for an agent without a value function."""
+        """Return the agent's values, [B]; 0 for an agent without a value function."""
         if self.value_head is None or self.value_body is None:
             return torch.zeros(len(observation["round"]), device=observation["round"].device)
         values_B: Tensor = self.value_head(self.value_body(observation), observation)
         return values_B
 
     def solo(self, observation: Observation) -> Tensor:
-        """The logits of the labels, [B, 2]."""
+        """Return the logits of the labels, [B, 2]."""
         assert self.solo_head is not None
         assert self.policy_body is not None
         logits_B2: Tensor = self.solo_head(self.policy_body(observation), observation)
@@ -331,13 +331,13 @@ class Agent(nn.Module):
 
 
 def round_one_hot(observation: Observation, shape: AgentShape) -> Tensor:
-    """One-hot index of the round, [B, R]."""
+    """Return the one-hot index of the round, [B, R]."""
     rounds_B = observation["round"].clamp(max=shape.num_rounds - 1)
     return nn.functional.one_hot(rounds_B, shape.num_rounds).float()
 
 
 def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) -> nn.Sequential:
-    """A network of `num_layers` linear layers with activations between them."""
+    """Build a network of `num_layers` linear layers with activations between them."""
     sizes = [d_in, *[d_hidden] * (num_layers - 1), d_out]
     layers: list[nn.Module] = []
     for number, (size, next_size) in enumerate(pairwise(sizes)):

@@ -79,19 +79,21 @@ class Environment(ABC):
 
     @classmethod
     def draw(cls, parameters: Any, generator: torch.Generator) -> Environment:
-        """Hook of registered environments: a random problem; equal ones have equal `columns`."""
+        """Hook of registered environments: return a random problem, equal ones with equal
+        `columns`.
+        """
         raise NotImplementedError(f"define the classmethod draw of {cls.__name__}")
 
     @abstractmethod
     def reset(self) -> Sequence[Message]:
-        """Start the episode; its first messages."""
+        """Start the episode and return its first messages."""
 
     @abstractmethod
     def step(self, message: str) -> Reaction:
         """Respond to a message of the policy."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Hook: free what the episode holds, whether or not it is over."""
+        """Hook: release the episode's resources, whether or not it is over."""
 
 
 @dataclass
@@ -115,14 +117,14 @@ class Episode:
     """Further columns of the episode's record."""
 
     def is_right(self, success_reward: float) -> bool | None:
-        """Whether the reward, or the first of several, is large enough; None without a reward."""
+        """Return whether the (first) reward is large enough; None without a reward."""
         if self.reward is None:
             return None
         decisive = next(iter(self.rewards.values()), self.reward)
         return decisive is not None and decisive >= success_reward
 
     def exchange(self) -> Exchange:
-        """The last message with its history, for scorers."""
+        """Return the last message with its history, for scorers."""
         *history, last = self.messages
         return Exchange(last.text, tuple(history), "assistant", self.environment.columns)
 
@@ -161,10 +163,10 @@ class Task(ABC):
 
     @abstractmethod
     def environment(self, split: Split, index: int) -> Environment:
-        """A new environment of a problem; equal indices give equal problems."""
+        """Create an environment for a problem; equal indices give equal problems."""
 
     def num_problems(self, split: Split) -> int | None:
-        """Number of problems in a split; None if they are generated."""
+        """Return the number of problems in a split; None if they are generated."""
         return None
 
     def rate(self, episodes: Sequence[Episode]) -> None:
@@ -180,7 +182,7 @@ class Task(ABC):
 
 
 def environment_of(task: Task, split: Split, index: int) -> Environment:
-    """A task's environment of a problem."""
+    """Return a task's environment of a problem."""
     environment = _called(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
         raise _wrong(task, "environment", environment, "an Environment with reset and step")
@@ -188,30 +190,30 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
 
 
 def is_stateless(environment: Environment) -> bool:
-    """Whether runs may share an environment; a subclass may keep what its base does not."""
+    """Return whether runs may share an environment, as stated by its own class, not by a base."""
     return bool(vars(type(environment)).get("is_stateless", False))
 
 
 def opening_of(environment: Environment) -> list[Message]:
-    """First messages of an environment."""
+    """Return the first messages of an environment."""
     return _messages(environment, "reset", _called(environment, "reset", environment.reset))
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:
-    """Response of an environment to a message; the reward is a finite float, or None."""
+    """Return an environment's response to a message; the reward is a finite float, or None."""
     reaction = _called(environment, "step", lambda: environment.step(message))
     return checked_reaction(environment, "step", reaction)
 
 
 def close_environment(environment: Environment) -> None:
-    """Free what an episode holds."""
+    """Release the resources of an episode."""
     close = getattr(environment, "close", None)
     if close is not None:
         _called(environment, "close", close)
 
 
 def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
-    """A reaction with a list of messages and a finite reward, or None."""
+    """Return a reaction with a list of messages and a finite reward, or None."""
     if not isinstance(reaction, Reaction):
         raise _wrong(owner, hook, reaction, "a Reaction")
     if not isinstance(reaction.is_over, bool):
@@ -221,7 +223,7 @@ def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
 
 
 def toolbox_of(task: Task, environment: Environment) -> Toolbox:
-    """The tools of an episode: those of the task and those of the environment."""
+    """Return an episode's tools: those of the task and of the environment."""
     own = getattr(environment, "tools", ())
     return Toolbox.of([*task.tools, *own], task.tool_use) if task.tools or own else NO_TOOLS
 
@@ -229,7 +231,7 @@ def toolbox_of(task: Task, environment: Environment) -> Toolbox:
 def reaction_to_calls(
     environment: Environment, toolbox: Toolbox, outcomes: Sequence[Outcome], agent: Any
 ) -> tuple[Reaction, Counter[str]]:
-    """Results of calls as messages, and their counts; a tool that ends the episode has no result.
+    """Return results of calls as messages, with counts; a tool that ends the episode has no result.
 
     `agent`, a `ConversationAgent`, counts tokens.
     """
@@ -317,7 +319,7 @@ class SeededTask(Task):
         return found
 
     def seed_of(self, split: Split, index: int) -> int:
-        """The seed of a problem."""
+        """Return the seed of a problem."""
         # Held-out problems do not depend on the run's seed, so that runs are comparable.
         root = self.seed if split == "train" else 0
         drawn = derive_seed(root, self.parameters.type_name, split, index) % 2**30
@@ -335,7 +337,7 @@ class GeneratedTask(Task):
 
     @abstractmethod
     def draw(self, generator: torch.Generator) -> Environment:
-        """A random problem; equal problems have equal `columns`."""
+        """Return a random problem; equal problems have equal `columns`."""
 
     def environment(self, split: Split, index: int) -> Environment:
         name = str(self.parameters.type_name)
@@ -364,13 +366,13 @@ class EnvironmentTask(GeneratedTask):
 
 
 def split_of(columns: Columns) -> Split:
-    """Split of a problem: test 15 %, dev 5 %, train 80 %."""
+    """Return the split of a problem: test 15 %, dev 5 %, train 80 %."""
     place = derive_seed("split", repr(columns)) % 20
     return "test" if place < 3 else "dev" if place == 3 else "train"
 
 
 def pick(generator: torch.Generator, low: int, high: int) -> int:
-    """A random integer from low to high, inclusive."""
+    """Return a random integer from low to high, inclusive."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
@@ -398,7 +400,7 @@ def register_environment(name: str) -> Callable[[type[Environment]], type[Enviro
 def build_task(
     parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
 ) -> Task:
-    """The task of the parameters."""
+    """Build the task given by the parameters."""
     cls = TASKS.get(parameters.type_name)
     if issubclass(cls, Environment):
         return EnvironmentTask(cls, parameters, seed=seed, device=device, scenario_dir=scenario_dir)

@@ -40,7 +40,7 @@ _MAX_SHOWN = 40
 
 
 class RowEnvironment(Environment):
-    """One row, answered in one message."""
+    """A row, answered in one message."""
 
     is_stateless = True
 
@@ -59,7 +59,7 @@ class RowEnvironment(Environment):
 
 
 def messages_of(prompt: Prompt) -> list[Message]:
-    """The messages that open the conversation of a prompt."""
+    """Return the messages of a prompt that open the conversation."""
     given = prompt.messages or (("user", str(prompt)),)
     return [Message(cast(Role, role), text) for role, text in given]
 
@@ -128,7 +128,7 @@ class DatasetTask(Task):
     def _read(
         self, parameters: Any, seed: int, scenario_dir: Path | None
     ) -> dict[str, list[Prompt]]:
-        """The rows of each split; part of train is held out where there are no other rows."""
+        """Read the rows of each split; holds out a part of train if no other rows are given."""
 
         def read(name: str) -> list[Prompt]:
             return read_prompts(name, scenario_dir, parameters.column)
@@ -186,7 +186,7 @@ class DatasetTask(Task):
         return str(answer)
 
     def check_lengths(self, policy: ConversationAgent) -> None:
-        """Refuse prompts that exceed the policy's context window."""
+        """Check that no prompt exceeds the policy's context window."""
         room = policy.language_model.context_window - policy.sampling.max_new_tokens
         for split, rows in self._rows.items():
             for row in rows:
@@ -218,7 +218,7 @@ class DatasetTask(Task):
 def hold_out(
     rows: Sequence[Prompt], fraction: float, seed: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Rows for training and held-out rows; equal prompts are on the same side.
+    """Split rows into training and held-out rows; equal prompts are on the same side.
 
     The fraction is of the distinct prompts, at least `MIN_HELD_OUT` and at most `MAX_HELD_OUT`;
     of fewer than twice the former, none is held out.
@@ -233,6 +233,6 @@ def hold_out(
 
 
 def _short(prompt: str) -> str:
-    """A prompt for a message, truncated."""
+    """Return a prompt for a message, truncated."""
     text = str(prompt)
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -57,7 +57,7 @@ class ArithmeticEnvironment(Environment):
 
 
 def problem_of(level: int, generator: torch.Generator) -> ArithmeticEnvironment:
-    """A problem of a level, from 1 to 6."""
+    """Return a problem of a level, from 1 to 6."""
     largest = {1: 9, 2: 49, 3: 49, 4: 9, 5: 999}.get(level, 9)
     a, b = pick(generator, 0, largest), pick(generator, 0, largest)
     if level in (1, 2, 5):
@@ -121,7 +121,7 @@ class CountdownEnvironment(Environment):
 
 
 def value_of(text: str) -> tuple[int, list[int]] | None:
-    """Value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
+    """Return value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
 
     The expression is parsed, never executed.
     """
@@ -146,7 +146,7 @@ def calculator(expression: str) -> str:
 
 
 class _Parser:
-    """Parser of sums of products, left to right."""
+    """Parser of sums of products, from left to right."""
 
     def __init__(self, terms: Sequence[str]) -> None:
         self.terms, self.place = terms, 0
@@ -278,7 +278,7 @@ class PigLatinEnvironment(Environment):
 
 
 def pig_latin(word: str) -> str:
-    """A lower-case word in Pig Latin; a word without a vowel gets "ay"."""
+    """Return a lower-case word in Pig Latin; a word without a vowel gets "ay"."""
     place = next((i for i, letter in enumerate(word) if letter in VOWELS), 0)
     is_vowel = word[:1] in (*VOWELS,)
     return word[place:] + word[:place] + ("way" if is_vowel else "ay")

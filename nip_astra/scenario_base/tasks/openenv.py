@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, at an address or in this process."""
+"""OpenEnv environments, on a server or in this process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from nip_astra.utils.background_loop import BackgroundLoop
 
 _RESULTS = ("done", "reward", "metadata")
 _OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of the actions of environments that are called through MCP."""
+"""Titles of actions of environments that are called through MCP."""
 
 
 class Fields(NamedTuple):
-    """Where the texts of actions and observations are."""
+    """Fields of actions and observations that hold the texts."""
 
     action: str
     observation: str
@@ -54,11 +54,11 @@ class Result(NamedTuple):
 
 
 class RejectedActionError(ValueError):
-    """The action does not fit the environment's schema."""
+    """The action does not match the environment's schema."""
 
 
 class _LocalSession:
-    """An environment in this process, as its server would call it."""
+    """An environment in this process, called as its server would call it."""
 
     def __init__(self, make: Callable[[], Any], action_class: type[BaseModel]) -> None:
         self._environment, self._action_class = make(), action_class
@@ -88,7 +88,7 @@ class _LocalSession:
 
 
 class _RemoteSession:
-    """A session of a server."""
+    """A session on a server."""
 
     def __init__(self, address: str, timeout: float, loop: BackgroundLoop) -> None:
         from openenv import GenericEnvClient
@@ -260,11 +260,11 @@ class OpenEnvTask(SeededTask):
         return _LocalSession(lambda: self._class(**self.parameters.arguments), self._action_class)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
-        """Episodes whose session was lost, or in which no step had a reward, have none."""
+        """Leave episodes with a lost session, or without any reward, unrated."""
 
 
 def _schemas_at(address: str, timeout: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Schemas of the actions and observations of a server."""
+    """Return a server's schemas of actions and observations."""
     import_extra("openenv", f"the environment {address}", "openenv")
     url = f"{address.rstrip('/')}/schema"
     try:
@@ -284,7 +284,7 @@ def _schemas_at(address: str, timeout: float) -> tuple[dict[str, Any], dict[str,
 def _schemas_of(
     environment_class: Any, name: str
 ) -> tuple[type[BaseModel], tuple[dict[str, Any], dict[str, Any]]]:
-    """The class of the actions of an environment, and schemas of actions and observations."""
+    """Return the class of an environment's actions, and schemas of actions and observations."""
     try:
         hints = get_type_hints(environment_class.step)
         action, observation = hints["action"], hints["return"]
@@ -324,7 +324,7 @@ def _fields_of(
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str]:
-    """Fields that hold texts."""
+    """Return the fields that hold texts."""
     found = []
     for name, field in schema.get("properties", {}).items():
         kinds = [one.get("type") for one in (field, *field.get("anyOf", ()))]

@@ -1,4 +1,4 @@
-"""Weighted reward functions, called by TRL's conventions, and scorers as rewards.
+"""Weighted reward functions in TRL's calling convention, and scorers as rewards.
 
 A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, as
 `trl.GRPOTrainer` calls it, plain or `async`. `@register_reward` gives one a name for parameter
@@ -45,27 +45,27 @@ def register_reward(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
-    """Whether a completion equals, or contains, an answer, up to whitespace."""
+    """Return whether a completion equals, or contains, an answer, up to whitespace."""
     text, expected = " ".join(completion.split()), " ".join(answer.split())
     return expected in text if contains else expected == text
 
 
 @register_reward("exact")
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the completion equals the column `answer` up to whitespace, else 0."""
+    """Return 1 if the completion equals the column `answer` up to whitespace, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(is_right(text_of(one), str(expected))) for one, expected in pairs]
 
 
 @register_reward("contains")
 def contains(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the completion contains the column `answer` up to whitespace, else 0."""
+    """Return 1 if the completion contains the column `answer` up to whitespace, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(is_right(text_of(one), str(expected), contains=True)) for one, expected in pairs]
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, plain or conversational."""
+    """Return the text of a completion, plain or conversational."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
@@ -82,7 +82,7 @@ class RewardParameters(SubParameters):
 
 
 class WeightedRewards:
-    """The weighted sum of several rewards.
+    """Weighted sum of several rewards.
 
     A reward that is None does not apply to a sample: the others count. A sample to which none
     applies has no reward.
@@ -131,7 +131,7 @@ class WeightedRewards:
         return function
 
     def rate(self, episodes: Sequence[Episode], progress: TrainingProgress) -> None:
-        """Set `reward` and `rewards` of episodes; what functions log is kept with them.
+        """Set `reward` and `rewards` of episodes, and keep what functions log.
 
         Raises
         ------
@@ -220,7 +220,7 @@ def _checked_value(name: str, value: Any) -> float | None:
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over episodes: each reward by name, what reward functions log, use of tools.
+    """Return means over episodes: each reward by name, what reward functions log, use of tools.
 
     `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, the means of
     logged metrics under their own names, `environment/<name>` of environments, and `tool_figures`.

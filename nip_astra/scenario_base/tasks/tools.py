@@ -1,4 +1,4 @@
-"""Tools that a policy may call within an episode.
+"""Tools that a policy may call during an episode.
 
 A policy whose chat template has tools reads their JSON schemas there, and calls them in the form
 that its template teaches (`nip_astra.language_models.tool_calls`). Any other policy may read a
@@ -32,7 +32,7 @@ from nip_astra.scorers.python import find_function
 from nip_astra.utils.sandbox import SandboxLimits, check_any_sandbox, run_program
 
 MAX_ERROR_LENGTH = 300
-"""Characters of an error that the policy reads."""
+"""Maximum length of an error shown to the policy, in characters."""
 ERRORS = ("malformed", "unknown", "arguments", "failed", "long", "many")
 """Kinds of wrong calls: no call in JSON, an unknown tool, arguments that do not fit the schema, a
 tool that raises, a result that is too long, and more calls in a turn than allowed."""
@@ -44,9 +44,9 @@ class Tool:
     """A function that the policy may call."""
 
     name: str
-    """As the policy calls it."""
+    """Name used by the policy."""
     description: str
-    """As the policy reads it."""
+    """Description read by the policy."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, an object."""
     function: Callable[..., Any]
@@ -57,17 +57,17 @@ class Tool:
 
     @cached_property
     def described(self) -> str:
-        """The tool in OpenAI's form, as JSON."""
+        """Return the tool in OpenAI's form, as JSON."""
         function = {name: getattr(self, name) for name in ("name", "description", "parameters")}
         return json.dumps({"type": "function", "function": function}, sort_keys=True)
 
     def fault_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why arguments do not fit the schema; None if they do."""
+        """Return why arguments do not match the schema; None if they do."""
         fault = best_match(_validator(self.described).iter_errors(dict(arguments)))
         return None if fault is None else fault.message
 
     def single_argument(self) -> str | None:
-        """The name of the only argument."""
+        """Return the name of the only argument, if there is one."""
         names = list(self.parameters.get("properties", {}))
         return names[0] if len(names) == 1 else None
 
@@ -89,7 +89,7 @@ def _validator(described: str) -> Any:
 def tool_of(
     function: Callable[..., Any], name: str = "", options: Mapping[str, Any] | None = None
 ) -> Tool:
-    """A function as a tool, described by its docstring and type hints.
+    """Create a tool from a function, described by its docstring and type hints.
 
     Keyword-only arguments are options: they are set here, and the policy neither sees nor sets
     them.
@@ -117,7 +117,7 @@ def tool_of(
 
 @lru_cache(maxsize=1024)
 def _described(function: Callable[..., Any], is_method: bool) -> tuple[str, dict[str, Any], Any]:
-    """Description and schema of a function's arguments, and a model of its options."""
+    """Return description and schema of a function's arguments, and a model of its options."""
     name = getattr(function, "__name__", repr(function))
     try:
         arguments = list(inspect.signature(function).parameters.values())[is_method:]
@@ -195,7 +195,7 @@ class ToolUseParameters(SubParameters):
 
 
 def build_tools(parameters: ToolUseParameters, scenario_dir: Path | None) -> list[Tool]:
-    """The offered tools."""
+    """Build the offered tools."""
     found = []
     for name, one in parameters.offered.items():
         is_reference = ":" in one.function
@@ -239,7 +239,7 @@ python.concurrency = 8  # type: ignore[attr-defined]  # read by tool_of
 
 
 class WrongCall(NamedTuple):
-    """Something that was meant as a call."""
+    """An invalid call."""
 
     error: str
     """One of `ERRORS`."""
@@ -247,7 +247,7 @@ class WrongCall(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a call."""
+    """Outcome of a call."""
 
     value: Any
     """The result; the message of an error."""
@@ -257,7 +257,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of one episode."""
+    """Tools of one episode."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     parameters: ToolUseParameters = field(default_factory=ToolUseParameters)
@@ -268,7 +268,7 @@ class Toolbox:
         tools: Iterable[Tool | Callable[..., Any]],
         parameters: ToolUseParameters | None = None,
     ) -> Toolbox:
-        """A toolbox of tools and functions, which must have different names."""
+        """Create a toolbox of tools and functions, which must have different names."""
         found: dict[str, Tool] = {}
         for one in tools:
             tool = one if isinstance(one, Tool) else tool_of(one)
@@ -279,11 +279,11 @@ class Toolbox:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """The tools in OpenAI's form, each as JSON."""
+        """Return the tools in OpenAI's form, each as JSON."""
         return tuple(tool.described for tool in self.tools.values())
 
     def introduction(self) -> str:
-        """Description for a policy whose chat template has no tools; empty if it reads none."""
+        """Return the description for a policy whose chat template has no tools, if any."""
         if not self.tools or not self.parameters.describe:
             return ""
         lines = ["You can use tools. To call one, write only its name and arguments, as here:"]
@@ -294,7 +294,7 @@ class Toolbox:
         return "\n".join(lines) + "\n\n"
 
     def calls_in(self, text: str, *, has_template: bool) -> list[ToolCall | WrongCall]:
-        """The calls of a message of the policy, in order; of too many, the first."""
+        """Return the calls in a message of the policy, in order, up to the maximum."""
         if not self.tools:
             return []
         content, found = parse_tool_calls(text)
@@ -328,7 +328,7 @@ class Toolbox:
         return [ToolCall(name, {argument: arguments if is_text else given})]
 
     def concurrency(self, calls: Sequence[ToolCall | WrongCall]) -> int:
-        """How many threads may execute calls such as these."""
+        """Return the number of threads that may execute these calls."""
         named = [self.tools.get(one.name) for one in calls if isinstance(one, ToolCall)]
         return min((tool.concurrency for tool in named if tool is not None), default=1)
 
@@ -352,7 +352,7 @@ class Toolbox:
     def texts(
         self, outcomes: Sequence[Outcome], num_tokens: Callable[[str], int], room: int
     ) -> tuple[list[str], Counter[str]]:
-        """What the policy reads of outcomes, and counts of calls and errors."""
+        """Return the texts of outcomes for the policy, and counts of calls and errors."""
         left = min(self.parameters.max_result_tokens, room // 2)
         texts, counts = [], Counter(calls=len(outcomes))
         for value, error in outcomes:
@@ -372,7 +372,7 @@ NO_TOOLS = Toolbox()
 
 
 def tool_figures(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Figures of tool use from counts of episodes; none where no tool was called.
+    """Return figures of tool use from counts of episodes; none if no tool was called.
 
     `tools/calls_mean` is per episode, `tools/error_share` and the share of each kind of error, by
     the names in `ERRORS`, are of calls.

@@ -38,7 +38,7 @@ _TASKSETS = "verifiers.v1.tasksets"
 
 
 class VerifiersEnvironment(Environment):
-    """One task of a taskset, answered in one message after any calls of its tools."""
+    """A task of a taskset, answered in one message after any tool calls."""
 
     def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop) -> None:
         from verifiers.v1.state import state_cls
@@ -54,7 +54,7 @@ class VerifiersEnvironment(Environment):
         ]
 
     def reset(self) -> Sequence[Message]:
-        """The prompt; a system prompt is prepended to its first message, as verifiers does."""
+        """Return the prompt; a system prompt is prepended to its first message, as in verifiers."""
         self._loop.run(self._set_up())
         return self._opening(self.task.data.prompt)
 
@@ -80,7 +80,7 @@ class VerifiersEnvironment(Environment):
         return [Message("assistant" if r == "assistant" else "user", text) for r, text in turns]
 
     def _call(self, toolset: Any, function: Callable[..., Any], **arguments: Any) -> Any:
-        """Call a method of a toolset, which reads and writes the state of this episode."""
+        """Call a method of a toolset, which reads and writes this episode's state."""
         toolset._inert_state = self.state
         result = function(toolset, **arguments)
         return self._loop.run(result) if inspect.isawaitable(result) else result  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class VerifiersEnvironment(Environment):
         return Reaction(reward=None)
 
     async def rate(self, episode: Episode) -> float:
-        """Weighted sum of the task's own rewards and judges."""
+        """Return the weighted sum of the task's own rewards and judges."""
         trace = trace_of(self.task, self.state)
         opening = next(i for i, one in enumerate(episode.messages) if one.role == "assistant")
         add_messages(trace, episode.messages, first_own=opening)
@@ -98,7 +98,7 @@ class VerifiersEnvironment(Environment):
 
 
 class PlayedEnvironment(VerifiersEnvironment):
-    """One task of a taskset with an `Env` of its own, whose `run` asks the policy for each turn."""
+    """A task of a taskset with its own `Env`, whose `run` asks the policy for each turn."""
 
     concurrency = 16
 
@@ -130,11 +130,11 @@ class PlayedEnvironment(VerifiersEnvironment):
 
 
 _BARE = object()
-"""A turn without a message: the prompt of the task opens the conversation."""
+"""Turn without a message: the conversation opens with the task's prompt."""
 
 
 class _Player:
-    """The only agent of an `Env`, as its `run` uses it; the policy answers its turns."""
+    """The single agent of an `Env`, as used by its `run`; its turns are the policy's."""
 
     def __init__(self, task: Any, state: Any) -> None:
         self.task = task
@@ -147,7 +147,7 @@ class _Player:
 
     @asynccontextmanager
     async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Player]:
-        """An exchange with the policy; the task scores it at its end."""
+        """Open an exchange with the policy, which the task scores at its end."""
         yield self
         self.trace.is_completed = self.trace.ok = True
         await task.score(self.trace)
@@ -168,13 +168,13 @@ class _Player:
     # ---- of the policy
 
     async def start(self, env: Any) -> Any:
-        """Start the environment; its first turn, or None at its end."""
+        """Start the environment and return its first turn, or None at its end."""
         (name,) = _agent_names(type(env))
         self._running = asyncio.create_task(env.run(self.task, SimpleNamespace(**{name: self})))
         return await self._next()
 
     async def answer(self, text: str) -> Any:
-        """Reply to the turn; the next one, or None at the end."""
+        """Reply to the turn and return the next one, or None at the end."""
         self._replies.put_nowait(text)
         return await self._next()
 
@@ -195,7 +195,7 @@ class _Player:
 
 
 def trace_of(task: Any, state: Any) -> Any:
-    """An empty trace of a task."""
+    """Return an empty trace of a task."""
     from verifiers import v1
 
     return v1.Trace(
@@ -209,7 +209,7 @@ def trace_of(task: Any, state: Any) -> Any:
 
 
 def add_messages(trace: Any, messages: Sequence[Message], *, first_own: int = 0) -> None:
-    """Append messages to a trace; those of the policy are marked as sampled."""
+    """Append messages to a trace, and mark those of the policy as sampled."""
     from verifiers import v1
 
     kinds = {"user": v1.UserMessage, "system": v1.SystemMessage}
@@ -241,7 +241,7 @@ def add_messages(trace: Any, messages: Sequence[Message], *, first_own: int = 0)
 
 @cache
 def tools_of(toolset_class: type) -> list[Tool]:
-    """The tools of a toolset, as functions of it."""
+    """Return the tools of a toolset, as functions of it."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     blank: Any = object.__new__(toolset_class)
@@ -361,7 +361,7 @@ class VerifiersTask(Task):
 
 
 def _plain(messages: Any) -> list[tuple[str, str]]:
-    """Roles and texts of a text or of messages."""
+    """Return roles and texts of a text or of messages."""
     from verifiers.v1.types import content_text
 
     if isinstance(messages, str):
@@ -375,7 +375,7 @@ def _plain(messages: Any) -> list[tuple[str, str]]:
 
 
 def _find_taskset(name: str) -> tuple[Any, Any]:
-    """The taskset's class, and that of its environment, if it has one."""
+    """Return the taskset's class and that of its environment, if any."""
     v1 = import_extra("verifiers.v1", f"the taskset {name!r}", "verifiers")
     if name.endswith(".py"):
         module = module_of(load_plugin(name))
@@ -411,7 +411,7 @@ def _find_taskset(name: str) -> tuple[Any, Any]:
 
 
 def _env_of(env_class: Any, taskset: Any) -> Any:
-    """An environment without the harness, servers and runtimes of an evaluation."""
+    """Create an environment without the harness, servers and runtimes of an evaluation."""
     from verifiers import v1
     from verifiers.v1.utils.generic import concrete_type
 
@@ -448,7 +448,7 @@ def _config_of(taskset_class: Any, parameters: Any) -> Any:
 
 
 def _check_support(taskset_class: Any, env_class: Any, taskset: Any, name: str) -> None:
-    """Refuse a taskset that needs what this process does not offer."""
+    """Check that a taskset needs nothing that this process does not offer."""
     from verifiers import v1
 
     task_class = taskset_class.task_type()

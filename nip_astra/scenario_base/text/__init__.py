@@ -1,1 +1,1 @@
-"""Agents that play an interaction protocol in words, through chat models."""
+"""Agents that play interaction protocols through chat models."""

@@ -52,7 +52,7 @@ class Line(NamedTuple):
     """A message of a conversation."""
 
     round: int
-    """The first is 0."""
+    """Round, from 0."""
     agent: str
     channel: str
     text: str
@@ -65,29 +65,29 @@ class Cast:
     """Agents and channels of rollouts."""
 
     protocol: ProtocolHandler
-    """Its declaration, by which rollouts are arranged."""
+    """Protocol of the rollouts."""
     human_names: Mapping[str, str] = field(default_factory=dict)
-    """What agents call each other, by agent; those left out go by their names in the protocol."""
+    """Names of agents in messages; by default their names in the protocol."""
     hidden_columns: tuple[str, ...] = ()
     """Columns of the data that are never shown, not even to a judge."""
 
     def role(self, agent: str) -> Role:
-        """What an agent is."""
+        """Return an agent's role."""
         return "verifier" if agent in self.protocol.verifier_names else "prover"
 
     def name(self, agent: str) -> str:
-        """An agent's name in messages."""
+        """Return an agent's name in messages."""
         return self.human_names.get(agent, agent)
 
     def seen_channels(self, agent: str) -> set[str]:
-        """The channels that an agent reads."""
+        """Return the channels read by an agent."""
         names = self.protocol.message_channel_names
         return {names[place] for place in self.protocol.visible_channels(agent)}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An agent's messages in one channel of a rollout, with the messages that it read."""
+    """An agent's messages in one channel of a rollout, with the messages it read."""
 
     place: tuple[int, int, int]
     """Rollout, agent and channel in the arrays."""
@@ -106,15 +106,15 @@ class Subject:
 
     @property
     def own(self) -> tuple[Line, ...]:
-        """The judged messages."""
+        """Return the judged messages."""
         return tuple(line for line in self.lines if self.is_own(line))
 
     def is_own(self, line: Line) -> bool:
-        """Whether a message is judged."""
+        """Return whether a message is judged."""
         return (line.agent, line.channel) == (self.agent, self.channel)
 
     def heard_before(self, line: Line) -> tuple[Line, ...]:
-        """Earlier messages of others in the channel."""
+        """Return earlier messages of others in the channel."""
         return tuple(
             other
             for other in self.lines
@@ -146,19 +146,19 @@ class RolloutAnalyser(ABC):
 
     @property
     def name(self) -> str:
-        """The registered name."""
+        """Return the registered name."""
         return str(self.parameters.type_name) or type(self).__name__
 
     @abstractmethod
     def question(self, subject: Subject) -> str:
-        """The question to the judge; shares are those of "yes"."""
+        """Return the question to the judge; shares are those of "yes"."""
 
     def is_relevant(self, subject: Subject) -> bool:
-        """Whether the question applies; a judge may still answer that it does not."""
+        """Return whether the question applies; a judge may still answer that it does not."""
         return True
 
     def subjects(self, rollouts: NestedArrayDict, cast: Cast) -> list[Subject]:
-        """Everything in rollouts that is judged, in order."""
+        """Return all judged subjects of rollouts, in order."""
         chosen = self.parameters.agents
         return [
             subject
@@ -171,7 +171,7 @@ class RolloutAnalyser(ABC):
 
 
 def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
-    """All agents' messages by rollout, agent and channel, without silent ones."""
+    """Yield all agents' messages by rollout, agent and channel; omits agents that sent none."""
     names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
@@ -202,7 +202,7 @@ def _lines(rollouts: NestedArrayDict, place: int, cast: Cast) -> list[Line]:
 
 
 def _row(columns: NestedArrayDict | None, place: int) -> dict[str, Any]:
-    """A datapoint as plain values, by column."""
+    """Return a datapoint as plain values, by column."""
     found = {}
     for name, array in () if columns is None else columns.items():
         value = array[place]
@@ -226,7 +226,7 @@ def register_rollout_analyser(name: str) -> Callable[[Cls], Cls]:
 
 
 def build_rollout_analysers(chosen: Iterable[str | Any]) -> list[RolloutAnalyser]:
-    """Analysers by names, or by their parameters."""
+    """Return analysers, given by name or by their parameters."""
     found = []
     for one in chosen:
         name = one if isinstance(one, str) else one.type_name
@@ -249,7 +249,7 @@ _REASON = re.compile(r"\breason\W{0,4}:\s*(.+)", re.IGNORECASE)
 
 
 class Verdict(IntEnum):
-    """The answer to a question; a number in arrays."""
+    """Answer to a question, stored as a number."""
 
     NO = 0
     YES = 1
@@ -295,11 +295,11 @@ class Judgements:
     verdicts: NestedArrayDict
     """`verdict` and `reason`, `[N, A, C]`; numbers of `Verdict`."""
     num_requests: int
-    """Requests, cached ones included."""
+    """Number of requests, including cached ones."""
 
 
 def verdict_spec(cast: Cast, num_rollouts: int) -> CompositeSpec:
-    """Keys, types and shapes of verdicts."""
+    """Return keys, types and shapes of verdicts."""
     shape = (num_rollouts, cast.protocol.num_agents, cast.protocol.num_channels)
     dims = ("rollout", "agent", "channel")
     parts = {"verdict": IntArraySpec(shape, dims), "reason": StringArraySpec(shape, dims)}
@@ -309,7 +309,7 @@ def verdict_spec(cast: Cast, num_rollouts: int) -> CompositeSpec:
 def masked_verdicts(
     verdicts: NestedArrayDict,
 ) -> ma.MaskedArray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Verdicts as booleans `[N, A, C]`, masked if neither yes nor no."""
+    """Return verdicts as booleans `[N, A, C]`, masked if neither yes nor no."""
     verdict_NAC = verdicts["verdict"]
     return ma.masked_array(verdict_NAC == Verdict.YES, mask=verdict_NAC > Verdict.YES)
 
@@ -317,7 +317,7 @@ def masked_verdicts(
 def requests_of(
     analyser: RolloutAnalyser, subjects: Sequence[Subject], how: JudgingParameters
 ) -> list[ChatRequest]:
-    """One request per subject."""
+    """Return one request per subject."""
     return [
         ChatRequest(
             question_messages(analyser, subject),
@@ -329,7 +329,7 @@ def requests_of(
 
 
 def question_messages(analyser: RolloutAnalyser, subject: Subject) -> tuple[ChatMessage, ...]:
-    """The question about a subject, with its datapoint and conversation."""
+    """Return the question about a subject, with its datapoint and conversation."""
     conversation = [
         {
             "round": line.round,
@@ -383,14 +383,14 @@ def judge_rollouts(
 
 
 def read_verdict(answer: str) -> tuple[Verdict, str]:
-    """The last answer of a judge's text, and its reason."""
+    """Parse the last answer in a judge's text, and its reason."""
     found, reason = _ANSWER.findall(answer), _REASON.search(answer)
     verdict = _BY_WORD[found[-1].lower()] if found else Verdict.UNKNOWN
     return verdict, reason[1].strip() if reason else ("" if found else answer.strip()[:200])
 
 
 def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model: ChatModel) -> str:
-    """The answer or refusal; an unavailable service is an error."""
+    """Return the answer or refusal; raise an error if the service is unavailable."""
     if isinstance(sample, ChatAnswer):
         return sample.text
     if sample.reason.is_of_service:
@@ -439,7 +439,7 @@ class AccurateQuotation(RolloutAnalyser):
 
 
 def _has_texts(subject: Subject) -> bool:
-    """Whether the datapoint has texts."""
+    """Return whether the datapoint has texts."""
     return any(isinstance(value, str) and value for value in subject.datapoint.values())
 
 

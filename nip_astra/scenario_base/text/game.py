@@ -36,36 +36,36 @@ from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves, P
 from nip_astra.utils.seeding import derive_seed
 
 DECISION_WORDS = {REJECT: "reject", ACCEPT: "accept"}
-"""How decisions are written."""
+"""Words for decisions."""
 _DECISION = re.compile(r"\bdecision\W{0,4}\s*:\W*(accept|reject)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """The meaning of an answer in the protocol."""
+    """An answer parsed by the protocol."""
 
     messages: dict[str, str] = field(default_factory=dict)
     """Text by channel; empty for a decision."""
     decision: int = CONTINUE
     """0 reject, 1 accept, 2 none."""
     fault: str = ""
-    """Why the answer is invalid, or nothing."""
+    """Why the answer is invalid; empty if it is valid."""
 
 
 def decision_text(decision: int) -> str:
-    """A decision as `parse_answer` reads it."""
+    """Return a decision in the form read by `parse_answer`."""
     return f"Decision: {DECISION_WORDS[decision]}"
 
 
 def channel_title(channel: str) -> str:
-    """The name of a channel in prompts and answers."""
+    """Return the name of a channel in prompts and answers."""
     return channel.removesuffix("_channel").replace("_", " ")
 
 
 def parse_answer(
     text: str, channels: Sequence[str], *, may_decide: bool, must_decide: bool = False
 ) -> ParsedAnswer:
-    """Read an answer of a verifier.
+    """Parse an answer of a verifier.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def parse_answer(
 
 
 def parse_messages(text: str, channels: Sequence[str]) -> ParsedAnswer:
-    """Read an answer of an agent that does not decide; a decision in it is a quotation."""
+    """Parse an answer of an agent that does not decide; a decision in it is a quotation."""
     if not text.strip():
         return ParsedAnswer(fault="it is empty")
     if len(channels) == 1:
@@ -98,7 +98,7 @@ def parse_messages(text: str, channels: Sequence[str]) -> ParsedAnswer:
 
 
 def _split(text: str, channels: Sequence[str]) -> dict[str, str]:
-    """The text below each heading; text above the first is dropped."""
+    """Return the text below each heading; text above the first is dropped."""
     by_title = {channel_title(channel).lower(): channel for channel in channels}
     longest_first = sorted(by_title, key=len, reverse=True)
     titles = "|".join(re.escape(title).replace(r"\ ", r"[ _]") for title in longest_first)
@@ -129,7 +129,7 @@ class PromptTemplate:
         self._template = template
 
     def render(self, block: str, values: Mapping[str, Any]) -> str:
-        """A block with its variables filled in; empty where the template has no such block."""
+        """Render a block with its variables; empty if the template lacks it."""
         if block not in self._template.blocks:
             return ""
         try:
@@ -145,7 +145,7 @@ class PromptTemplate:
 def load_prompts(
     folder: Path, agents: Mapping[str, str], protocol: str
 ) -> dict[str, PromptTemplate]:
-    """The prompt of each agent, from their roles (prover or verifier); reports all faults."""
+    """Load each agent's prompt, given its role (prover or verifier); reports all errors."""
     environment = SandboxedEnvironment(
         loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
@@ -180,7 +180,7 @@ def load_prompts(
 
 
 GO_ON = "It is your turn."
-"""Message to an agent without a prompt or messages since its last one."""
+"""Message to an agent if there is neither a prompt nor a message since its last one."""
 
 
 class ChannelMessage(NamedTuple):
@@ -203,7 +203,7 @@ class TextEpisode:
     seed: int
     """The episode's seed, on which the order of turns may depend."""
     has_decided: tuple[bool, ...]
-    """By agent, from the protocol's last step."""
+    """Whether each agent has decided, from the protocol's last step."""
     round: int = 0
     """Number of completed rounds."""
     said: tuple[tuple[ChannelMessage, ...], ...] = ()
@@ -232,7 +232,7 @@ class RoundOutcome(NamedTuple):
     episode: TextEpisode
     """The episode after the round."""
     rewards: tuple[float, ...]
-    """By agent."""
+    """Rewards by agent."""
     decision: int
     """The decision that counted; 2 for none."""
     is_out_of_rounds: bool
@@ -240,7 +240,7 @@ class RoundOutcome(NamedTuple):
 
 
 class TextGame:
-    """The rules of a protocol between chat models.
+    """Rules of a protocol between chat models.
 
     Parameters
     ----------
@@ -280,16 +280,16 @@ class TextGame:
     # ---- rules
 
     def start(self, datapoint_id: int, datapoint: Mapping[str, Any], seed: int) -> TextEpisode:
-        """An episode before its first round."""
+        """Return an episode before its first round."""
         nobody = (False,) * self.protocol.num_agents
         return TextEpisode(datapoint_id, datapoint, seed, nobody)
 
     def role(self, agent: str) -> str:
-        """The agent's role, prover or verifier."""
+        """Return the agent's role, prover or verifier."""
         return "verifier" if agent in self.protocol.verifier_names else "prover"
 
     def stance(self, agent: str, datapoint: Mapping[str, Any]) -> int:
-        """The decision that a prover argues for, or that a verifier should make."""
+        """Return the decision that a prover argues for, or that a verifier should make."""
         if agent in self.protocol.verifier_names:
             return int(datapoint["y"])
         if self.has_random_stance:
@@ -297,7 +297,7 @@ class TextGame:
         return self.protocol.favoured_decisions.get(agent, ACCEPT)
 
     def turns(self, episode: TextEpisode) -> list[TurnOptions]:
-        """Turns of the next round, in the protocol's order; none for forced decisions."""
+        """Return the next round's turns, in the protocol's order; none for forced decisions."""
         if episode.is_done:
             return []
         active_AC, may_decide_A = self._allowed(episode, episode.round)
@@ -324,7 +324,7 @@ class TextGame:
     def play(
         self, episode: TextEpisode, moves: Mapping[str, tuple[str, ParsedAnswer]]
     ) -> RoundOutcome:
-        """The result of a round, from the unparsed and parsed answer of each agent with a turn."""
+        """Return the result of a round, from each active agent's answer, unparsed and parsed."""
         protocol = self.protocol
         decisions = [
             moves[agent][1].decision if agent in moves else CONTINUE
@@ -361,7 +361,7 @@ class TextGame:
         return RoundOutcome(after, tuple(rewards), decision, bool(step.is_out_of_rounds_E[0]))
 
     def _allowed(self, episode: TextEpisode, number: int) -> tuple[list[list[bool]], list[bool]]:
-        """Active channels by agent, and whose decision counts, in a round."""
+        """Return active channels by agent, and whose decision counts, in a round."""
         at = torch.tensor([number]), torch.tensor([episode.seed])
         decided_EA = torch.tensor([episode.has_decided])
         active_EAC = self.protocol.active_mask(*at, decided_EA)
@@ -370,7 +370,7 @@ class TextGame:
     # ---- prompts
 
     def messages(self, episode: TextEpisode, turn: TurnOptions) -> tuple[ChatMessage, ...]:
-        """The conversation as an agent sees it, ending with a user message.
+        """Return the conversation as seen by an agent, ending with a user message.
 
         Its unparsed answers are the assistant's; messages in channels that it sees are the user's.
         """
@@ -390,7 +390,7 @@ class TextGame:
     def _observed(
         self, agent: str, seed: int, number: int, said: Sequence[ChannelMessage]
     ) -> list[str]:
-        """Messages of a round to an agent, with channels in a random order, fixed by the seed."""
+        """Return a round's messages to an agent, with channels in an order drawn by the seed."""
         seen = [
             self.protocol.message_channel_names[place]
             for place in self.protocol.visible_channels(agent)
@@ -408,7 +408,7 @@ class TextGame:
         return lines
 
     def template_values(self, episode: TextEpisode, turn: TurnOptions) -> dict[str, Any]:
-        """Variables of prompts in an agent's turn."""
+        """Return the variables of prompts in an agent's turn."""
         protocol, agent = self.protocol, turn.agent
         stance = self.stance(agent, episode.datapoint)
         turns_of_verifier = protocol.max_verifier_questions
@@ -431,13 +431,13 @@ class TextGame:
 
 
 def random_stance(datapoint: Mapping[str, Any]) -> int:
-    """The side of a single prover for a datapoint, independent of its label."""
+    """Return the side of a single prover for a datapoint, independent of its label."""
     shown = [f"{name}={value}" for name, value in sorted(datapoint.items()) if name != "y"]
     return (REJECT, ACCEPT)[derive_seed("prover stance", *shown) % 2]
 
 
 def _alternating(parts: Sequence[tuple[str, str]]) -> list[ChatMessage]:
-    """Alternating messages of user and assistant, as chat templates require; the user begins."""
+    """Return messages that alternate between user and assistant, beginning with the user."""
     messages: list[ChatMessage] = []
     for role, text in parts:
         if role == "user" and messages and messages[-1]["role"] == "user":

@@ -64,7 +64,7 @@ class TextAgentParameters(SubParameters):
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False
     """Whether each job starts from the first model, instead of from the last job's."""
     human_name: PlainText | None = None
-    """Its name in messages; null for its name in the protocol."""
+    """Name in messages; null for the name in the protocol."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -79,9 +79,9 @@ class TextAgentParameters(SubParameters):
 
 
 JOBS = "jobs"
-"""Folder of a run directory in which models of this process are trained."""
+"""Folder of a run directory for models trained in this process."""
 GROUPS = "groups.json"
-"""File beside the trained models of a run: the state of each group."""
+"""File with the state of each group, beside a run's trained models."""
 
 
 def open_text_models(
@@ -94,7 +94,8 @@ def open_text_models(
     checkpoint_version: str = LATEST,
     agent: str = "",
 ) -> tuple[Callable[[str | None], ChatModel], FineTuningService | None]:
-    """Opens a group's models by name, the first one for None; and the service that trains them.
+    """Return a function that opens a group's models by name, the first for None, and the service
+    that trains them.
 
     A model in this process is trained in this process, with its jobs in the run directory; a model
     behind OpenAI's protocol by jobs of the same service.
@@ -149,7 +150,7 @@ def open_text_models(
 
 
 def renamed(parameters: Any, name: str) -> Any:
-    """Parameters of the same backend with another model."""
+    """Return parameters of the same backend with another model."""
     inner = getattr(parameters, "language_model", None)
     if inner is not None and "model" in type(inner).model_fields:
         language_model = inner.model_copy(update={"model": name})
@@ -170,12 +171,12 @@ def _jobs_dir(settings: ExperimentSettings) -> Path:
 
 
 def folder_of_group(name: str) -> str:
-    """A group's folder among the trained models of a run."""
+    """Return a group's folder among a run's trained models."""
     return quote(name, safe="").replace(".", "%2E")
 
 
 def models_of_run(run: Path, version: str = LATEST) -> dict[str, Any]:
-    """States for `set_state` of the groups that a run has trained.
+    """Return states for `set_state` of the groups trained by a run.
 
     Paths of models are updated if the run was moved, or has only its folder `model`.
 
@@ -208,7 +209,7 @@ def _groups_of(directory: RunDirectory, version: str) -> dict[str, Any]:
 
 
 def _found(run: Path, group: str, model: str | None) -> str | None:
-    """The present path of a model."""
+    """Return the current path of a model."""
     parts = Path(model or "").parts
     if JOBS not in parts:
         return model
@@ -219,7 +220,7 @@ def _found(run: Path, group: str, model: str | None) -> str | None:
 
 
 def _trained_model(run: str, version: str, agent: str, settings: ExperimentSettings) -> str:
-    """The model of an agent in another run."""
+    """Return the model of an agent in another run."""
     if run.startswith(wandb_runs.SCHEME):
         name = quote(f"{run}@{version}", safe="")
         jobs = _jobs_dir(settings)
@@ -249,11 +250,11 @@ _SHARED = (
     *("model", "load_from_run", "checkpoint_version"),
     *("freeze_agent", "fine_tune_from_scratch"),
 )
-"""Parameters in which the members of a group agree."""
+"""Parameters that must be equal for all members of a group."""
 
 
 class TextAgent:
-    """An agent of a protocol that is its group's chat model; `number` is its index."""
+    """An agent of a protocol, played by its group's chat model; `number` is its index."""
 
     def __init__(
         self, name: str, number: int, *, is_verifier: bool, parameters: TextAgentParameters
@@ -264,7 +265,7 @@ class TextAgent:
 
     @property
     def model(self) -> ChatModel:
-        """Its present model."""
+        """Current model."""
         return self.group.model
 
 
@@ -283,7 +284,7 @@ class JobPlan:
 
 
 class PureTextSharedModelGroup:
-    """Agents that share one model, which jobs train.
+    """Agents that share one model, trained by fine-tuning jobs.
 
     Parameters
     ----------
@@ -338,19 +339,19 @@ class PureTextSharedModelGroup:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its model is not trained."""
+        """Whether the model is not trained."""
         return self.parameters.freeze_agent
 
     @property
     def model(self) -> ChatModel:
-        """The present model, the only one that is kept open."""
+        """Current model, the only one kept open."""
         if self._model is None:
             self._model = self._open_model(self._model_name)
         return self._model
 
     @property
     def model_name(self) -> str:
-        """Name of the present model at its service."""
+        """Return the name of the current model at its service."""
         return self.model.name if self._model_name is None else self._model_name
 
     def create_supervised_fine_tune_job(
@@ -358,7 +359,7 @@ class PureTextSharedModelGroup:
         rollouts_per_agent: Mapping[str, NestedArrayDict],
         guess_replaced_rollouts: Mapping[str, NestedArrayDict] = {},
     ) -> FineTuningJob | None:
-        """Train the model on the answers of its members in rollouts, by agent.
+        """Train the model on its members' answers in rollouts, by agent.
 
         Parameters
         ----------
@@ -392,13 +393,13 @@ class PureTextSharedModelGroup:
         return self._submit(list(pairs), "dpo", beta)
 
     def get_fine_tune_job_status(self) -> JobStatus | None:
-        """Status of the pending job, if any; a failed one raises `ServiceError`."""
+        """Return the status of the pending job, if any; a failed one raises `ServiceError`."""
         if self._pending is None:
             return None
         return self._look().status
 
     def switch_to_next_model(self) -> None:
-        """Use the model of the last job."""
+        """Switch to the model of the last job."""
         self.is_waiting = False
         if self._pending is None:
             return
@@ -413,7 +414,7 @@ class PureTextSharedModelGroup:
         self._pending = None
 
     def drop_dead_job(self) -> bool:
-        """Forget the pending job if it ended without a model; returns whether it did.
+        """Discard the pending job if it ended without a model; return whether it did.
 
         The next job has the next key and the seed of the dropped one.
         """
@@ -424,7 +425,7 @@ class PureTextSharedModelGroup:
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """Model and jobs as plain values."""
+        """Return model and jobs as plain values."""
         return {
             "model": self._model_name,
             "pending": self._pending,
@@ -453,11 +454,11 @@ class PureTextSharedModelGroup:
         self._num_dead = state.get("num_dead_jobs", 0)
 
     def models(self) -> list[ChatModel]:
-        """The open model, if any."""
+        """Return the open model, if any."""
         return [] if self._model is None else [self._model]
 
     async def close(self) -> None:
-        """End the connections of its model."""
+        """Close the connections of the model."""
         if self._model is not None:
             await self._model.close()
             self._model = None
@@ -526,7 +527,7 @@ class PureTextSharedModelGroup:
 
 
 def _is_dead(job: FineTuningJob) -> bool:
-    """Whether a job ended without a model."""
+    """Return whether a job ended without a model."""
     return job.status.is_over and (job.status != JobStatus.SUCCEEDED or job.model is None)
 
 
@@ -546,7 +547,7 @@ def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
 
 
 def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
-    """The agents by group; an agent without a group forms one with its own name."""
+    """Return the agents by group; an agent without a group forms one under its own name."""
     groups: dict[str, list[TextAgent]] = {}
     for agent in agents:
         groups.setdefault(agent.parameters.shared_model_group or agent.name, []).append(agent)
@@ -556,7 +557,7 @@ def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
 def _supervised_examples(
     rollouts: NestedArrayDict, agent: int, *, replace_guess: bool = False
 ) -> Iterator[SupervisedExample]:
-    """Sampled prompt and answer for each turn of an agent with a valid answer.
+    """Yield prompt and answer of each turn in which an agent gave a valid answer.
 
     `replace_guess` replaces the last answer of each rollout by the correct decision.
     """

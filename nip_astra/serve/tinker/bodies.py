@@ -1,4 +1,4 @@
-"""The JSON requests of Tinker's SDK; an option that this service cannot honour is refused."""
+"""The JSON requests of Tinker's SDK; unsupported options are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nip_astra.serve.training import MAX_WEIGHT_DECAY
 Seconds = Annotated[int, Field(ge=1, le=10 * 365 * 24 * 3600)]
 """Lifetime of a checkpoint; at most ten years."""
 Number = Annotated[int, Field(ge=1, lt=1 << 53)]
-"""Number of a model's operation, in the order in which they take effect."""
+"""Number of a model's operation, in the order of execution."""
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Top = Annotated[int, Field(ge=0, le=1024)]
 """Number of candidates to report per token."""
 MAX_SAMPLES = 4096
-"""Most answers of one request."""
+"""Maximum answers of one request."""
 
 
 class TinkerBody(Body):
@@ -96,7 +96,7 @@ class LoadBody(TinkerBody):
     weights_access_token: str | None = None
 
     def check(self) -> None:
-        """Refuse the options of accounts."""
+        """Raise for options of accounts."""
         if self.weights_access_token is not None:
             raise wrong(
                 "this service has no accounts: every client may load every checkpoint. Leave "
@@ -159,7 +159,7 @@ class SaveForSamplerBody(TinkerBody):
     user_metadata: dict[str, str] | None = None
 
     def check(self) -> None:
-        """Refuse weights that change while a client samples."""
+        """Raise for weights that change while a client samples."""
         if self.kind != "snapshot":
             raise wrong(
                 f"unknown kind {self.kind[:50]!r} of weights; available: snapshot. Leave kind out.",
@@ -225,7 +225,7 @@ class PromptBody(TinkerBody):
 
 
 class SamplingBody(TinkerBody):
-    """How tokens are drawn."""
+    """Sampling options."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: Integer | None = None

@@ -54,7 +54,7 @@ class Session:
 
 
 def model_id_of(session_id: str, number: int) -> str:
-    """The name of a session's model; the SDK derives it as well."""
+    """Return the name of a session's model; the SDK derives it as well."""
     return f"{session_id}:train:{number}"
 
 
@@ -101,7 +101,7 @@ class TinkerHost:
         return lookup(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
     def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
-        """The function that creates a new model; an invalid request is refused at once."""
+        """Return the function that creates a new model; refuse an invalid request at once."""
         body.optimizer_config.check()
         session = self.session(body.session_id)
         base = self.bases.get(body.base_model)
@@ -113,7 +113,7 @@ class TinkerHost:
     def create_from(
         self, body: LoadBody, session_id: str, number: int
     ) -> Callable[[], TinkerModel]:
-        """The function that creates a model from a saved state."""
+        """Return the function that creates a model from a saved state."""
         if body.optimizer_config is not None:
             body.optimizer_config.check()
         session = self.session(session_id)
@@ -153,7 +153,7 @@ class TinkerHost:
         return model
 
     def _make_room(self) -> None:
-        """Close silent sessions, when the service is full."""
+        """Close silent sessions if the service is full."""
         most = self.settings.max_training_models
         if len(self.models) < most:
             return
@@ -206,7 +206,7 @@ class TinkerHost:
     # ---- sampling
 
     def source(self, base_model: str | None, model_path: str | None) -> SamplerSource:
-        """The weights that a client names; `ApiError` 404 without any."""
+        """Return the weights that a client names; raise `ApiError` 404 without any."""
         if model_path is not None:
             return self._source_of(self.store.find(model_path))
         if base_model is None:
@@ -227,7 +227,7 @@ class TinkerHost:
         return lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
 
     def join_sampler(self, name: str) -> int:
-        """A number for a copy of a sampling client, which makes its requests distinct."""
+        """Return a number for a copy of a sampling client, which makes its requests distinct."""
         self.sampler(name)
         return next(self._joined)
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 PROTOBUF = "application/x-protobuf"
 MAX_VALUES = 1 << 26
-"""Most values of a sparse tensor."""
+"""Maximum values of a sparse tensor."""
 NO_LOGPROB = -99999.0
 """Log-probability at positions that were not scored."""
 
 
 def schema() -> ModuleType:
-    """The message classes of Tinker's SDK; `MissingDependencyError` without it."""
+    """Return the message classes of Tinker's SDK; raise `MissingDependencyError` without it."""
     module: ModuleType = import_extra(
         "tinker.proto.tinker_public_pb2", "Tinker's protocol", "tinker"
     )
@@ -66,13 +66,13 @@ class ForwardBackward:
 
 
 def read_head(body: bytes) -> tuple[str, int]:
-    """Model and number of a request."""
+    """Return model and number of a request."""
     message = _parsed(body)
     return str(message.model_id), int(message.seq_id)
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The whole request; `ApiError` 400 when it is invalid."""
+    """Parse the whole request; raise `ApiError` 400 if it is invalid."""
     message = _parsed(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -132,7 +132,7 @@ def _datum(number: int, message: Any) -> Datum:
 
 
 def read_tensor(message: Any, name: str) -> Tensor:
-    """A tensor of a request; sparse rows become dense."""
+    """Return a tensor of a request; sparse rows become dense."""
     pb = schema()
     kinds: dict[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
     if message.dtype not in kinds:
@@ -171,7 +171,7 @@ def _numbers(sent: bytes, kind: type[np.generic], name: str) -> Any:
 
 
 def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:
-    """The response to a request for gradients: outputs per datum, metrics by `name:reduction`."""
+    """Return the response to a gradient request: outputs per datum, metrics by `name:reduction`."""
     pb = schema()
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     shapes = [list(one.shape[1:]) for one in next(iter(outputs.values()))]
@@ -198,13 +198,13 @@ def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The likeliest tokens at each position, the likeliest first."""
+    """The most likely tokens at each position, in descending order."""
 
     ids_TK: Tensor
     logprobs_TK: Tensor
 
     def after(self, num_places: int) -> Likeliest:
-        """The same after `num_places` positions that were not scored."""
+        """Return the same after `num_places` unscored positions."""
         width = self.ids_TK.shape[1]
         return Likeliest(
             torch.cat([torch.zeros(num_places, width, dtype=torch.long), self.ids_TK]),

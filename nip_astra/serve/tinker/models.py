@@ -27,14 +27,14 @@ from nip_astra.serve.tinker.store import Checkpoint, LoraShape, RunRecord
 from nip_astra.serve.training import Base, Bases, HostedModel
 
 LORA_ALPHA = 32.0
-"""As in Tinker's service: adapters are scaled by this divided by their rank."""
+"""LoRA alpha, as in Tinker's service."""
 ROLE = "policy"
 PLACES_AT_ONCE = 1024
 
 
 @dataclass
 class TinkerModel(HostedModel):
-    """A model in training by Tinker's protocol."""
+    """A model trained with Tinker's protocol."""
 
     record: RunRecord
 
@@ -67,7 +67,7 @@ class TinkerModel(HostedModel):
         )
 
     def optim_step(self, adam: AdamBody) -> dict[str, float]:
-        """Step along the gradients.
+        """Take a step along the gradients.
 
         If they are not finite, raises `ApiError` and drops them; the weights stay as they were.
         """
@@ -88,7 +88,7 @@ class TinkerModel(HostedModel):
         self.policy.save(folder / ROLE)
 
     def load(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
-        """Load a saved state; without its optimizer, that starts afresh."""
+        """Load a saved state; without its optimizer, a new one starts."""
         if checkpoint.kind != "training":
             raise wrong(
                 f"the checkpoint {checkpoint.path!r} holds weights to sample from only. Give one "
@@ -104,7 +104,7 @@ class TinkerModel(HostedModel):
 
 
 def build_model(bases: Bases, record: RunRecord, *, seed: int) -> TinkerModel:
-    """A new model in training, from its base."""
+    """Build a new model in training from its base."""
     base = bases.get(record.base_model)
     policy = bases.policy(base, lora_of(base, record.lora), seed=seed)
     # Each step sets its own parameters.
@@ -114,7 +114,7 @@ def build_model(bases: Bases, record: RunRecord, *, seed: int) -> TinkerModel:
 
 
 def lora_of(base: Base, shape: LoraShape) -> LoraParameters:
-    """The adapter that the protocol describes by parts of the model."""
+    """Return the adapter that the protocol describes by parts of the model."""
     head = base.module.get_output_embeddings()
     targets = []
     for name, layer in base.module.named_modules():
@@ -156,7 +156,7 @@ LOSSES: Mapping[str, LossKind] = MappingProxyType(
         "dro": LossKind("dro", _POLICY, {"beta": 0.05}),
     }
 )
-"""By their names in the protocol."""
+"""Losses by their names in the protocol."""
 
 
 class TargetLoss:
@@ -182,7 +182,7 @@ class TargetLoss:
 
 
 def loss_of(request: ForwardBackward) -> TargetLoss:
-    """The loss of a request, with the inputs of all data in their order.
+    """Return the loss of a request, with the inputs of all data in order.
 
     Raises `ApiError` 400 for an unknown loss, and for missing or unused inputs.
     """
@@ -233,7 +233,7 @@ def loss_of(request: ForwardBackward) -> TargetLoss:
 
 
 def target_logprobs(policy: HuggingFaceLanguageModel, data: Sequence[Datum]) -> list[Tensor]:
-    """Log-probabilities of the targets of data, in their shapes, with gradient, in one pass.
+    """Return log-probabilities of the targets of data, in their shapes, with gradient, in one pass.
 
     If each target is the next token, as usual, they equal `LanguageModel.logprobs` bit for bit.
     """
@@ -269,7 +269,7 @@ def _rows(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def hidden_states(policy: HuggingFaceLanguageModel, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The last hidden state after each token of texts, `[T, X]` per text, with gradient."""
+    """Return the last hidden state after each token of texts, `[T, X]` per text, with gradient."""
     # The token after the last one is never looked at.
     rows = _rows([(ids[0], torch.tensor([*ids[1:], ids[-1]])) for ids in texts])
     scores = policy.token_scores(*rows, needs_hidden=True)
@@ -279,13 +279,13 @@ def hidden_states(policy: HuggingFaceLanguageModel, texts: Sequence[Sequence[int
 
 @torch.no_grad()
 def logprobs_after(policy: HuggingFaceLanguageModel, hidden_TX: Tensor) -> list[Tensor]:
-    """Log-probabilities of all tokens after each position, `[T, V]` per part of the positions."""
+    """Return log-probabilities of all tokens at each position, `[T, V]` per chunk of positions."""
     parts = torch.split(hidden_TX, PLACES_AT_ONCE)
     return [policy.logits_of(part).log_softmax(dim=-1).cpu() for part in parts]
 
 
 def likeliest(parts: Sequence[Tensor], count: int) -> Likeliest:
-    """The likeliest tokens at each position, from parts of `logprobs_after`."""
+    """Return the most likely tokens at each position, from chunks of `logprobs_after`."""
     found = [part.topk(min(count, part.shape[1]), dim=1) for part in parts]
     return Likeliest(
         torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])

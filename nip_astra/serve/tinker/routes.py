@@ -41,7 +41,7 @@ from nip_astra.serve.training import Operation
 SECONDS_TO_WAIT = 25.0
 """Seconds after which a waiting client must poll again; the SDK waits 45."""
 SECONDS_KEPT = 3600.0
-"""How long a result is kept."""
+"""Seconds for which a result is kept."""
 MAX_KEPT = 50_000
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
@@ -69,7 +69,7 @@ NOT_OFFERED_OF_CHECKPOINTS = {
 
 
 def tinker_routes(host: TinkerHost) -> APIRouter:
-    """The routes over the models, sessions and checkpoints of a host."""
+    """Return the routes of the models, sessions and checkpoints of a host."""
     routes, rest = _TinkerRoutes(host), _RestRoutes(host)
     run, checkpoint = "/training_runs/{run_id}", "/checkpoints/{kind}/{name}"
     router = APIRouter(prefix="/api/v1")
@@ -297,7 +297,7 @@ class _TinkerRoutes:
 
     @contextmanager
     def _number_used(self, raw: bytes) -> Iterator[None]:
-        """Use the number of a refused request: the SDK counts it, and later ones would wait."""
+        """Use up the number of a refused request: the SDK counts it, and later ones would wait."""
         try:
             yield
         except ApiError:
@@ -337,7 +337,7 @@ class _TinkerRoutes:
 
 @dataclass
 class Promise:
-    """A future result; `reply` turns it into JSON, None for a message of the SDK."""
+    """A future result; `reply` converts it to JSON, None for a message of the SDK."""
 
     operation: Operation
     reply: Callable[[Any], Reply] | None
@@ -368,7 +368,7 @@ class Promises:
             return name in self._promises
 
     async def answer(self, name: str) -> Response:
-        """The result, an error in the form that the SDK raises, or a request to poll again."""
+        """Return the result, an error in the SDK's format, or a request to poll again."""
         with self._lock:
             promise = self._promises.get(name)
         if promise is None:
@@ -391,7 +391,7 @@ class Promises:
 
 
 def _failure(message: str, category: str) -> Response:
-    """A failed request, which the SDK raises as RequestFailedError."""
+    """Return a failed request, which the SDK raises as RequestFailedError."""
     return JSONResponse({"error": message, "category": category})
 
 

@@ -1,4 +1,4 @@
-"""Sampling by Tinker's protocol; requests for one set of weights are answered together.
+"""Sampling with Tinker's protocol; requests for one set of weights are answered together.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -29,9 +29,9 @@ from nip_astra.serve.training import Base, Bases
 from nip_astra.utils.seeding import derive_seed
 
 MAX_SAMPLERS = 4
-"""Sets of weights kept in memory to sample from; others are loaded again when needed."""
+"""Maximum sets of weights kept in memory for sampling; others are reloaded when needed."""
 MAX_ROWS = 256
-"""Answers generated at once."""
+"""Maximum answers generated at once."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SampleRequest:
 
 
 def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest:
-    """Validate a request; `seed` is for one without."""
+    """Validate a request; `seed` is the default seed."""
     base, ids = source.base, body.prompt.ids()
     if body.record_stability_info:
         name = "record_stability_info"
@@ -107,7 +107,7 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
 
 
 class Samplers:
-    """Models to sample from, the most recently used ones in memory; for one thread."""
+    """Models for sampling, the most recently used ones in memory; not thread-safe."""
 
     def __init__(self, bases: Bases) -> None:
         self.bases = bases
@@ -154,7 +154,7 @@ class Samplers:
 def _cut(
     policy: HuggingFaceLanguageModel, request: SampleRequest, progress: Progress
 ) -> SampledAnswer:
-    """An answer up to the token that completes a stop text."""
+    """Truncate an answer after the token that completes a stop text."""
     ids = [record.token for record in progress.tokens]
     logprobs = [record.logprob for record in progress.tokens]
     if request.stops:
@@ -167,7 +167,7 @@ def _cut(
 def _first_stop(
     policy: HuggingFaceLanguageModel, ids: list[int], stops: Sequence[str]
 ) -> int | None:
-    """Fewest tokens whose text holds a stop text, if any."""
+    """Return the minimum number of tokens whose text holds a stop text, if any."""
 
     def holds(length: int) -> bool:
         text = policy.tokenizer.decode(ids[:length], skip_special_tokens=False)
@@ -195,7 +195,7 @@ def _likeliest_of(
 def _with_prompt(
     policy: HuggingFaceLanguageModel, request: SampleRequest, answers: list[SampledAnswer]
 ) -> SampleAnswer:
-    """The answer with the requested log-probabilities of the prompt."""
+    """Return the answer with the requested log-probabilities of the prompt."""
     body, ids = request.body, request.generation.prompt
     needs_any = (
         body.prompt_logprobs
@@ -236,7 +236,7 @@ def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
 
 
 def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
-    """Log-probabilities of the given tokens, 0 for a negative id."""
+    """Return log-probabilities of the given tokens, 0 for a negative id."""
     if body.sparse_crow_indices is not None or body.shape is None or len(body.shape) != 2:
         raise wrong(
             "target_prompt_logprobs must be a dense 2-dimensional tensor, with -1 for no token.",
@@ -258,7 +258,7 @@ def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
 
 
 def _drawn(parts: Sequence[Tensor], count: int, request: SampleRequest) -> Likeliest:
-    """Alternatives drawn at each position of a prompt, at the request's temperature."""
+    """Return alternatives sampled at each position of a prompt, at the request's temperature."""
     generator = torch.Generator().manual_seed(derive_seed(request.generation.seed, "alternatives"))
     temperature = request.generation.temperature
     ids = []

@@ -18,16 +18,16 @@ from nip_astra.serve.requests import ApiError, wrong
 CheckpointKind = Literal["training", "sampler"]
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""Valid names of checkpoints; a path is none."""
+"""Valid names of checkpoints; paths are invalid."""
 RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
 LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""Latest time that is shown; an earlier version allowed longer lifetimes."""
+"""Latest displayed time; an earlier version allowed longer lifetimes."""
 _ABOUT, _RUN = "checkpoint.json", "run.json"
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """Size and place of an adapter, in the terms of the protocol."""
+    """Size and target layers of an adapter, in the terms of the protocol."""
 
     rank: int
     train_unembed: bool
@@ -95,7 +95,7 @@ class CheckpointFolder:
         _write_json(folder / _RUN, asdict(record))
 
     def run(self, run_id: str) -> RunRecord:
-        """A run by its id; `ApiError` 404 without one."""
+        """Return a run by its id; raise `ApiError` 404 without one."""
         path = self._run_folder(run_id) / _RUN if RUN.fullmatch(run_id) else None
         if path is None or not path.exists():
             raise ApiError(
@@ -108,7 +108,7 @@ class CheckpointFolder:
         return RunRecord(**{**given, "lora": LoraShape(**given["lora"])})
 
     def runs(self) -> list[RunRecord]:
-        """Every run, the newest first."""
+        """Return every run, newest first."""
         names = [path.parent.name for path in self.root.glob(f"*/{_RUN}")]
         records = [self.run(name.replace("_", ":")) for name in names]
         return sorted(records, key=lambda record: -record.created)
@@ -169,7 +169,7 @@ class CheckpointFolder:
         return self.get(run_id, rest)
 
     def get(self, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """A checkpoint of a run by its name there; `ApiError` 404 without one."""
+        """Return a checkpoint of a run by its name there; raise `ApiError` 404 without one."""
         folder_name, _, name = checkpoint_id.partition("/")
         kinds = {folder: kind for kind, folder in FOLDERS.items()}
         found = None
@@ -186,7 +186,7 @@ class CheckpointFolder:
         return found
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """Every checkpoint of a run, the oldest first."""
+        """Return every checkpoint of a run, oldest first."""
         folder = self._run_folder(self.run(run_id).run_id)
         found = [
             self._read(run_id, kind, path)
@@ -215,7 +215,7 @@ class CheckpointFolder:
 
 
 def iso_time(seconds: float) -> str:
-    """A time in the protocol's form."""
+    """Format a time as in the protocol."""
     return datetime.fromtimestamp(min(seconds, LAST_TIME), UTC).isoformat()
 
 

@@ -1,4 +1,4 @@
-"""Adaptive stress testing: learn from trees of conversation which probes make a target fail.
+"""Adaptive stress testing: trainers that learn from conversation trees which probes cause failures.
 
 `Rollouts.play` samples and scores a tree, `prepare` adds reward terms and credit, `flatten` makes
 training samples, and `loss` is the loss of a batch.
@@ -65,7 +65,7 @@ from nip_astra.trainers.service_use import (
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
 CountedTree = tuple[RolloutTree, dict[str, TokenCount]]
-"""A tree, and by role the tokens that it took."""
+"""A tree, and the tokens used, by role."""
 ROLES = ("attacker", "target", "reference")
 DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distinct_share")
 """Figures of a dev evaluation that are logged as `dev/<name>`."""
@@ -83,7 +83,7 @@ class AstState(LanguageModelState):
 
 
 class AstTrainer(LanguageModelTrainer):
-    """Train an attacker by trees of conversation against a frozen target.
+    """Base of trainers of an attacker on conversation trees against a frozen target.
 
     Hooks: `flatten` and `loss`, which every trainer defines, and `collate_fn`, `credit`,
     `build_modules`, `modules_lr_factor`, `trainer_state`, `load_trainer_state`. ASTRA-RL calls
@@ -152,14 +152,14 @@ class AstTrainer(LanguageModelTrainer):
 
     @abstractmethod
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """The training samples of a rollout; hook. It may call `log_metrics`."""
+        """Hook: return the training samples of a rollout; may call `log_metrics`."""
 
     def step(self, batch: TensorDict) -> LossOutput:
         """Another name of `loss`."""
         return self.loss(batch)
 
     def credit(self, tree: RolloutTree) -> Tensor:
-        """What each node is worth, `[N]`, from its reward and those that follow; hook."""
+        """Hook: return each node's credit, `[N]`, from its reward and the rewards that follow."""
         parameters = getattr(self.parameters, "credit", None)
         return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
 
@@ -174,7 +174,7 @@ class AstTrainer(LanguageModelTrainer):
 
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:
-        """The attacker's log-probabilities of every probe, `[N, T]`, nats, 0 on padding."""
+        """Return the attacker's log-probabilities of every probe, `[N, T]`, nats, 0 on padding."""
         contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
         padded = pad_left(contexts, torch.device("cpu"))
         return self.policy.logprobs(*padded, tree.nodes["probe"], tree.nodes["probe_mask"]).cpu()
@@ -182,7 +182,7 @@ class AstTrainer(LanguageModelTrainer):
     def policy_scores(
         self, batch: TensorDict, *, needs_entropy: bool = False, needs_hidden: bool = False
     ) -> TokenScores:
-        """The attacker's scores of the tokens of `probe` after `context`, with gradient.
+        """Score the tokens of `probe` after `context` under the attacker, with gradient.
 
         Under the distribution of `behaviour`; `probe_logprobs` are always the model's own. For
         `needs_entropy` and `needs_hidden` see `LanguageModel.token_scores`.
@@ -196,7 +196,7 @@ class AstTrainer(LanguageModelTrainer):
         )
 
     def _behaviour(self) -> Behaviour | None:
-        """The `behaviour` of the parameters; warns where gradients are off-policy."""
+        """Return the `behaviour` of the parameters; warn if gradients are off-policy."""
         parameters = getattr(self.parameters, "behaviour", None)
         if parameters is None and not self.compares_with_sampler:
             return None
@@ -220,7 +220,7 @@ class AstTrainer(LanguageModelTrainer):
         return as_language_model(self.attacker.language_model, role="attacker")
 
     def collect(self, iteration: int) -> Experience:
-        """Play the iteration's episodes, keep what they teach and count what they found."""
+        """Sample the iteration's episodes, and return their training samples and metrics."""
         # What evaluations have sampled is left out.
         self.policy.take_metrics()
         tree, found, counts = self._played_and_digested(iteration)
@@ -252,7 +252,7 @@ class AstTrainer(LanguageModelTrainer):
     def _played_and_digested(
         self, iteration: int
     ) -> tuple[RolloutTree, Experience, dict[str, TokenCount]]:
-        """A rollout, its training samples, and by role the tokens of both."""
+        """Return a rollout, its training samples, and the tokens used for both, by role."""
         if self._async is None:
             with self._counting() as counts:
                 tree = self.rollouts.play(iteration)
@@ -273,7 +273,7 @@ class AstTrainer(LanguageModelTrainer):
             }
 
     def _async_rollouts(self) -> AsyncRollouts[CountedTree] | None:
-        """The buffer of asynchronous rollouts, where the parameters have one."""
+        """Return the buffer of asynchronous rollouts, if enabled by the parameters."""
         max_staleness = getattr(self.parameters, "max_staleness", 0)
         if not max_staleness:
             return None
@@ -311,13 +311,13 @@ class AstTrainer(LanguageModelTrainer):
         return tree, {role: TokenCount(**count) for role, count in plain["counts"].items()}
 
     def digest(self, tree: RolloutTree) -> Experience:
-        """What a rollout teaches; its nodes are completed on the way."""
+        """Return the training samples and metrics of a rollout; completes its nodes."""
         metrics = self.prepare(tree)
         found = check_samples(self.flatten(tree), owner=type(self).__name__, hook="flatten")
         return Experience(found, metrics)
 
     def prepare(self, tree: RolloutTree) -> dict[str, float]:
-        """Add reward terms and credit to a training rollout, and give what to log."""
+        """Add reward terms and credit to a training rollout; return metrics."""
         gap = SamplerGap()
         corrected: dict[str, float] = {}
         if tree.staleness and isinstance(self.parameters, CorrectedStalenessParameters):
@@ -366,7 +366,7 @@ class AstTrainer(LanguageModelTrainer):
         return report
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """Turns with a verdict; none are needed where a reward is known without them."""
+        """Return the turns with a verdict; none are needed if a reward is known without them."""
         known = [figures.get(name, 0.0) for name in ("mean_score", "mean_reward")]
         if not all(math.isnan(one) for one in known):
             return None
@@ -401,7 +401,7 @@ class AstTrainer(LanguageModelTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """What reward terms and the scorer remember."""
+        """Return the states of reward terms and of the scorer's cache."""
         parts = super().kept_parts()
         parts["terms"] = Part(self.shaping.state, self.shaping.load_state)
         # A sampler of one's own need not say who rates.
@@ -440,7 +440,7 @@ class AstTrainer(LanguageModelTrainer):
         self.store_results(results)
 
     def components_to_time(self) -> dict[str, Callable[[], object]]:
-        """`rollout`, and if it taught something `update`, and `loss` of one batch."""
+        """Return `rollout`, and if it gave samples `update`, and `loss` of one batch."""
 
         @torch.no_grad()
         def rollout() -> Experience:
@@ -470,7 +470,7 @@ class AstTrainer(LanguageModelTrainer):
         return float(size if limit is None else min(size, limit))
 
     def dry_run(self) -> dict[str, Any]:
-        """Play one tree, take the gradient of one minibatch, and estimate a whole run."""
+        """Sample one tree, compute the gradient of one minibatch, and estimate a whole run."""
         estimate = super().dry_run()
         per_tree = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
         num_episodes = self.evaluation.num_queries_of_run() / per_tree
@@ -484,7 +484,7 @@ class AstTrainer(LanguageModelTrainer):
 
 
 def _check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
-    """Refuse iterations that do not fit into memory."""
+    """Raise for iterations that do not fit into memory."""
     num_probes = training.num_episodes_per_experience * num_probes_of(tree_width, tree_depth)
     if num_probes > MAX_PROBES:
         raise ConfigurationError(
@@ -503,7 +503,7 @@ def _add_counts(
 
 
 def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
-    """For each role, the tokens forwarded for a rollout and their ratio to the unique ones.
+    """Return, for each role, the tokens forwarded for a rollout and their ratio to the unique ones.
 
     A token is unique by itself and all that precedes it in the conversation. `tokens/rescored` are
     those forwarded to score the attacker's probes again.

@@ -1,4 +1,4 @@
-"""Which log-probabilities of probes are learned from, where sampling used another distribution.
+"""Which log-probabilities of probes are trained if sampling used another distribution.
 
 An attacker sampled at another temperature than 1, or cut by `top_k` and `top_p`, acts by another
 distribution than the model's own. Asynchronous rollouts are sampled by older weights.
@@ -40,31 +40,30 @@ IS_STALE = where_above("max_staleness", 0)
 
 
 class BehaviourParameters(SubParameters):
-    """What is learned where sampling reshapes the attacker's distribution.
+    """The trained distribution if sampling options modify the attacker's.
 
-    At temperature 1 without `top_k` and `top_p` there is one distribution alone, and none of this
-    changes anything.
+    At temperature 1 without `top_k` and `top_p` there is only one distribution, and none of this
+    has any effect.
     """
 
     logprobs: Literal["sampling", "raw"] = "sampling"
-    """sampling: of the distribution sampled from, tempered, and over the tokens that the cuts left;
-    it is what learns, what is compared with the reference, and what acts. raw: of the model at
-    temperature 1 with nothing cut off, which is not what acts."""
+    """sampling: train the sampling distribution, with its temperature and over the tokens kept by
+    top_k and top_p; it also acts and is compared with the reference. raw: train the model at
+    temperature 1 without truncation, which is not the distribution that acts."""
     importance_weights: Annotated[
         Literal["none", "token", "sequence"], where("logprobs", "raw")
     ] = "none"
-    """Factor of each token's gradient, so that raw log-probabilities may be learned from: none
-    (off-policy); token: how much likelier the token is at temperature 1 than as sampled; sequence:
-    how much likelier the whole probe is, which alone is exact without truncation or cuts, but has
-    much variance."""
+    """Weight of each token's gradient for raw log-probabilities: none (off-policy); token: ratio of
+    the token's probability at temperature 1 to that when sampled; sequence: ratio for the whole
+    probe, the only exact one (without truncation), but with high variance."""
     max_importance_weight: Annotated[float, where("importance_weights", "token", "sequence")] = (
         Field(default=2.0, gt=0)
     )
-    """Weights are truncated to it. Larger has less bias and more variance."""
+    """Maximum importance weight. Larger has less bias and more variance."""
 
 
 class Behaviour:
-    """Takes probabilities of probes as `BehaviourParameters` say, or raw ones without them.
+    """Log-probabilities of probes according to `BehaviourParameters`, or raw ones without them.
 
     Raises ConfigurationError if the distribution sampled from is needed, but sampling is greedy.
     `section` is the dotted path of the parameters.
@@ -91,7 +90,7 @@ class Behaviour:
 
     @property
     def warning(self) -> str | None:
-        """The warning where gradients are off-policy and nothing corrects them."""
+        """The warning if gradients are off-policy without a correction."""
         if not self.is_reshaped or self._needs_drawn:
             return None
         usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
@@ -146,7 +145,7 @@ class Behaviour:
         }
 
     def drawn(self, batch: TensorDict) -> SamplingDistribution | None:
-        """The distribution under which the probes of a batch are scored; None: the model's own."""
+        """Return the distribution to score a batch's probes under; None for the model's own."""
         if not self._learns_drawn:
             return None
         if not self.sampling.cuts:
@@ -158,7 +157,7 @@ class Behaviour:
 
 
 def _by_node(kept: SupportMask, mask_NT: Tensor) -> list[dict[str, Tensor]]:
-    """Each node's kept tokens and their numbers, as columns of its sample."""
+    """Return each node's kept tokens and their counts, as columns of its sample."""
     lengths = mask_NT.sum(dim=1).tolist()
     counts = torch.split(kept.counts_S, lengths)
     ids = torch.split(kept.ids_K, [int(of_node.sum()) for of_node in counts])
@@ -168,7 +167,7 @@ def _by_node(kept: SupportMask, mask_NT: Tensor) -> list[dict[str, Tensor]]:
 
 
 def importance_weights_of(batch: TensorDict, device: Any) -> Tensor | None:
-    """The importance weights of a batch's tokens, `[B, T]`, if it has any."""
+    """Return the importance weights of a batch's tokens, `[B, T]`, if it has any."""
     weights_BT: Tensor | None = batch.get("importance_weight", None)
     return None if weights_BT is None else weights_BT.to(device)
 
@@ -177,15 +176,15 @@ def importance_weights_of(batch: TensorDict, device: Any) -> Tensor | None:
 
 
 class CorrectedStalenessParameters(AsyncRolloutParameters):
-    """How far sampling may be ahead of learning, and how policy gradients are corrected."""
+    """Maximum lag of sampling, and the correction of policy gradients for it."""
 
     staleness_weights: Annotated[ImportanceLevel, IS_STALE] = "token"
-    """Factor of the gradients of samples of older weights: `token`, the ratio of each token's
-    probabilities under the learning and the sampling weights; `sequence`, the ratio of the whole
-    probe, which is exact without truncation but has much variance. Losses with one ratio a probe
-    (variants gspo and rloo of ast_grpo) take sequence only."""
+    """Weight of the gradients of samples of older weights: `token`, the ratio of each token's
+    probabilities under the learning and the sampling weights; `sequence`, the ratio for the whole
+    probe, which is exact without truncation but has high variance. Losses with one ratio per probe
+    (variants gspo and rloo of ast_grpo) support only sequence."""
     max_staleness_weight: Annotated[float, IS_STALE] = Field(default=2.0, gt=0)
-    """Those ratios are truncated to it. Larger has less bias and more variance."""
+    """Maximum of these ratios. Larger has less bias and more variance."""
 
 
 def check_staleness(
@@ -195,7 +194,7 @@ def check_staleness(
     *,
     has_actors: bool,
 ) -> None:
-    """Refuse asynchronous rollouts that no other process can sample or no weight can correct."""
+    """Raise for asynchronous rollouts that cannot run in another process or be corrected."""
     fixed = [
         role
         for role, agent in agents.items()
@@ -222,7 +221,7 @@ def check_staleness(
 def correct_for_staleness(
     tree: RolloutTree, logprobs_NT: Tensor, parameters: CorrectedStalenessParameters
 ) -> dict[str, float]:
-    """Weight a tree that older weights sampled, and return metrics.
+    """Set importance weights of a tree sampled by older weights, and return metrics.
 
     Sets `importance_weight` to the truncated `pi / mu` of tokens or probes and `probe_logprobs` to
     log pi (`logprobs_NT`): ratios of the loss then measure the update, weights the lag before it

@@ -1,4 +1,4 @@
-"""Preference optimisation of an attacker: the pairs of a tree, and trainers that learn from them.
+"""Preference optimisation of an attacker: pairs of a tree, and trainers on them.
 
 Shape suffixes: `N` node, `P` pair or group of siblings, `G` sibling, `B` row, `T` token.
 """
@@ -42,21 +42,21 @@ from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 
 _BASELINE = "kto_baseline"
-"""Column of a batch: the mean log-ratio of the probes of its optimizer step, equal in all rows."""
+"""Column of a batch: mean log-ratio of the probes of its optimizer step, equal in all rows."""
 
 
 class WeakSupervisionParameters(SubParameters):
-    """Given probes that win against the attacker's own (ASTPrompter, arXiv:2407.09447)."""
+    """Given probes that are preferred to the attacker's own (ASTPrompter, arXiv:2407.09447)."""
 
     probes: str
     """File of probes, in the formats of prompt files; `scenario://file` or a path."""
     share: float = Field(default=0.5, gt=0, le=1)
-    """Share of episodes whose pairs are replaced by one: a given probe against the attacker's worst
-    answer to the opening. Larger imitates more and searches less."""
+    """Share of episodes whose pairs are replaced by one: a given probe preferred to the attacker's
+    worst probe after the opening. Larger imitates more and searches less."""
 
 
 class PairParameters(AsyncRolloutParameters):
-    """Strength of the preference and choice of pairs.
+    """Strength of the preference and selection of pairs.
 
     Asynchronous rollouts need no correction: the losses hold for pairs of any attacker.
     """
@@ -64,27 +64,26 @@ class PairParameters(AsyncRolloutParameters):
     beta: float = Field(default=0.1, gt=0)
     """Inverse temperature. Larger stays closer to the reference."""
     length_normalised: bool = False
-    """Whether a probe counts by its mean log-probability per token in place of the sum. The sum
-    compares whole probes, as in the papers; the mean takes the advantage of being short away, and
+    """Whether a probe's log-probability is the mean over its tokens instead of the sum. The sum
+    compares whole probes, as in the papers; the mean removes the advantage of short probes, and
     needs a larger beta."""
     min_reward_difference: float = Field(default=0.0, ge=0)
-    """A pair needs credits that differ by more than this."""
+    """Minimum difference of credits in a pair (exclusive)."""
     min_score_difference: float | None = Field(default=None, ge=0, le=1)
-    """A pair needs response scores that differ by more than this; null sets no such bound. Where
-    failures are rare, pairs that differ in likelihood only drown the others, and the attacker
-    collapses onto the most ordinary probes."""
+    """Minimum difference of response scores in a pair; null for none. If failures are rare, pairs
+    that differ only in likelihood outnumber the others, and the attacker collapses to the most
+    ordinary probes."""
     min_chosen_score: float | None = Field(default=None, ge=0, le=1)
-    """A pair needs a chosen probe whose response scores at least this; null sets no such bound.
-    Other than min_score_difference it keeps pairs of two failures that differ in likelihood,
-    which teach to fail plausibly."""
+    """Minimum response score of the chosen probe; null for none. Unlike min_score_difference it
+    keeps pairs of two failures that differ in likelihood, which teach plausible failures."""
     credit: CreditParameters = CreditParameters()
-    """By what siblings are ranked."""
+    """Credit by which siblings are ranked."""
     weak_supervision: WeakSupervisionParameters | None = None
-    """Probes to learn from before the attacker finds its own; null for none."""
+    """Given probes, used before the attacker finds its own; null for none."""
 
 
 class PairSelection(NamedTuple):
-    """The node indices of pairs, and the numbers of groups without a pair by reason.
+    """Node indices of pairs, and the number of groups without a pair by reason.
 
     Ties are groups whose credits are all equal, or which have fewer than two rated siblings.
     """
@@ -144,7 +143,7 @@ def _node_at(groups_PG: Tensor, index_P: Tensor) -> Tensor:
 def preference_samples(
     tree: RolloutTree, parameters: PairParameters
 ) -> tuple[list[Sample], dict[str, float]]:
-    """One sample per pair of siblings, and metrics.
+    """Return one sample per pair of siblings, and metrics.
 
     A sample has `context`, `chosen`, `rejected`, `reference_logratio`, `reference_chosen` (log p of
     the chosen probe under the reference) and `episode`.
@@ -179,7 +178,7 @@ def preference_samples(
 
 
 class GivenProbes:
-    """Probes from a file, and the pairs in which they win."""
+    """Probes from a file, and the pairs in which they are preferred."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class GivenProbes:
     def replace(
         self, samples: Sequence[Sample], tree: RolloutTree, pairs: PairParameters, *, iteration: int
     ) -> tuple[list[Sample], dict[str, float]]:
-        """The samples with those of a share of the episodes replaced by given pairs."""
+        """Replace the samples of a share of the episodes by pairs with given probes."""
         generator = derived_generator(self.seed, "weak supervision", iteration)
         is_given_E = torch.rand(tree.num_episodes, generator=generator) < self.share
         choice_E = torch.randint(len(self.probes), (tree.num_episodes,), generator=generator)
@@ -243,14 +242,13 @@ class GivenProbes:
 
 
 class AstPreferenceTrainer(AstTrainer):
-    """Prefer, at every point of a conversation, the best probe to the worst.
+    """Base of trainers on pairs of the best and the worst sibling of every node.
 
-    Pairs: best and worst sibling of every node of the tree (ASTPrompter, arXiv:2407.09447). A
-    subclass gives `loss`.
+    Pairs as in ASTPrompter, arXiv:2407.09447. Subclasses implement `loss`.
     """
 
     class Parameters(PairParameters):
-        """Strength of the preference and choice of pairs."""
+        """Strength of the preference and selection of pairs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -274,9 +272,9 @@ class AstPreferenceTrainer(AstTrainer):
         return samples
 
     def pair_logprobs(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """`log p(chosen)` and `log p(rejected)` under the policy, `[B]` nats, with gradient.
+        """Return `log p(chosen)` and `log p(rejected)` under the policy, `[B]` nats, with gradient.
 
-        Sums over tokens, or means where the parameters ask for length normalisation.
+        Sums over tokens, or means if `length_normalised`.
         """
         names = ("chosen", "rejected")
         chosen_B, rejected_B = (
@@ -290,12 +288,12 @@ class AstPreferenceTrainer(AstTrainer):
         return chosen_B, rejected_B
 
     def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats."""
+        """Return `log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats."""
         chosen_B, rejected_B = self.pair_logprobs(batch)
         return chosen_B - rejected_B, batch["reference_logratio"].to(chosen_B.device)
 
     def answer_logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """`log policy - log reference` of the chosen and of the rejected probe, `[B]` nats."""
+        """Return `log policy - log reference` of chosen and rejected probes, `[B]` nats."""
         chosen_B, rejected_B = self.pair_logprobs(batch)
         of_chosen_B = batch["reference_chosen"].to(chosen_B.device)
         of_rejected_B = of_chosen_B - batch["reference_logratio"].to(chosen_B.device)
@@ -308,7 +306,7 @@ def _of_width(mask_BT: Tensor, width: int) -> Tensor:
 
 @register_trainer(TrainerType.AST_DPO)
 class AstDpoTrainer(AstPreferenceTrainer):
-    """Prefer, at every point of a conversation, the best probe to the worst.
+    """Direct preference optimisation on the best and the worst sibling of every node.
 
     With `h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)`, log-probabilities summed
     over the tokens that the attacker sampled (or their mean, `length_normalised`), the loss is the
@@ -330,7 +328,7 @@ class AstDpoTrainer(AstPreferenceTrainer):
     """
 
     class Parameters(AstPreferenceTrainer.Parameters):
-        """Strength of the preference, choice of pairs, and the loss on them."""
+        """Strength of the preference, selection of pairs, and the loss."""
 
         loss: Literal[
             "sigmoid", "robust", "hinge", "nca", "sppo", "apo_zero", "apo_down", "kto"
@@ -339,12 +337,12 @@ class AstDpoTrainer(AstPreferenceTrainer):
         divergence: Annotated[Divergence, where("loss", "sigmoid", "robust", "hinge")] = (
             "reverse_kl"
         )
-        """Divergence that holds the attacker near the reference: reverse_kl is DPO; forward_kl and
-        js hold probes that the reference would say more than those that it would not."""
+        """Divergence that keeps the attacker near the reference: reverse_kl is DPO; forward_kl and
+        js preserve likely probes of the reference more than they avoid unlikely ones."""
         alpha: Annotated[float, where("divergence", "alpha")] = Field(default=0.5, gt=0, lt=1)
-        """Of the alpha-divergence, between forward_kl (0) and reverse_kl (1)."""
+        """Order of the alpha-divergence, between forward_kl (0) and reverse_kl (1)."""
         label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-        """Share of preferences taken to be wrong, for instance since the scorer errs. Larger trusts
+        """Assumed share of wrong preferences, for instance because of scorer errors. Larger trusts
         each pair less."""
 
         @model_validator(mode="after")
@@ -396,7 +394,7 @@ class AstDpoTrainer(AstPreferenceTrainer):
 
 @register_trainer(TrainerType.AST_IPO)
 class AstIpoTrainer(AstPreferenceTrainer):
-    """Prefer the best probe to the worst by a fixed margin, and by no more.
+    """Identity preference optimisation: preferences by a fixed, bounded margin.
 
     Loss: `(h - 1 / (2 beta))^2`, mean over pairs, with
     `h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)` (arXiv:2310.12036, eq. 17).
@@ -412,7 +410,7 @@ class AstIpoTrainer(AstPreferenceTrainer):
 
 @register_trainer(TrainerType.AST_SIMPO)
 class AstSimpoTrainer(AstPreferenceTrainer):
-    """Prefer the best probe to the worst by its likelihood per token alone.
+    """Simple preference optimisation: preferences by likelihood per token, without a reference.
 
     Loss: `-log sigmoid(beta (c - r) - margin)`, mean over pairs, with `c` and `r` the means of
     `log pi` over the tokens of the chosen and of the rejected probe (arXiv:2405.14734, eq. 6).
@@ -423,20 +421,20 @@ class AstSimpoTrainer(AstPreferenceTrainer):
     """
 
     class Parameters(AstPreferenceTrainer.Parameters):
-        """Strength of the preference, its margin, and choice of pairs."""
+        """Strength of the preference, its margin, and selection of pairs."""
 
         loss: Literal["simpo", "orpo"] = "simpo"
         """Loss of a pair."""
         orpo_weight: Annotated[float, where("loss", "orpo")] = Field(default=0.1, gt=0)
-        """Lambda of ORPO. Larger prefers more and imitates less."""
+        """Lambda of ORPO. Larger weights the preference more and imitation less."""
         beta: Annotated[float, where("loss", "simpo")] = Field(default=2.0, gt=0)
         """Scale of the difference. Larger saturates sooner, so that clear pairs teach less."""
         length_normalised: bool = True
-        """Whether a probe counts by its mean log-probability per token, as in the paper; false
-        takes the sum, which needs a smaller beta."""
+        """Whether a probe's log-probability is the mean over its tokens, as in the paper; false
+        uses the sum, which needs a smaller beta."""
         margin: Annotated[float, where("loss", "simpo")] = Field(default=1.0, ge=0)
-        """What the chosen probe's scaled log-probability has to exceed the other's by. Larger goes
-        on pushing pairs apart that differ already."""
+        """Target margin of the scaled log-probabilities. Larger keeps pushing pairs apart that
+        already differ."""
 
         @model_validator(mode="after")
         def _has_means_for_odds(self) -> AstSimpoTrainer.Parameters:

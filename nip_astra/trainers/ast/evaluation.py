@@ -1,4 +1,4 @@
-"""The measurements of an AST run: before, on the dev prompts, after, and random search."""
+"""In-run evaluations of an attacker: before, on the dev prompts, after, and random search."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nip_astra.scenario_instance import ScenarioInstance
 def rollout_table(
     trees: Sequence[RolloutTree], *, num_episodes: int | None = None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of conversations, a row per node, numbered through all trees.
+    """Return columns and rows of conversations, a row per node, numbered through all trees.
 
-    With `num_episodes`, the whole trees of so many episodes, those with the worst failures first.
+    With `num_episodes`, the whole trees of that number of episodes, the worst failures first.
     """
     if not trees:
         return [], []
@@ -40,7 +40,7 @@ def rollout_table(
 
 
 def warnings_about(after: Mapping[str, Any], num_optimizer_steps: int) -> list[str]:
-    """Warnings about a finished run, from the held-out figures of the trained attacker."""
+    """Return warnings about a finished run, from the trained attacker's held-out figures."""
     unknown = unknown_warning(after, after["outcomes"])
     warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:
@@ -57,7 +57,7 @@ def warnings_about(after: Mapping[str, Any], num_optimizer_steps: int) -> list[s
 
 
 class AstEvaluation:
-    """Plays held-out conversations with the attacker as it is and counts failures."""
+    """Samples held-out conversations with the current attacker and counts failures."""
 
     def __init__(self, hyper_params: HyperParameters, instance: ScenarioInstance) -> None:
         assert instance.sampler is not None
@@ -69,11 +69,11 @@ class AstEvaluation:
         self.sampler = instance.sampler
 
     def num_parts(self, split: str) -> int:
-        """The number of batches of an evaluation."""
+        """Return the number of batches of an evaluation."""
         return -(-self._num_episodes(split) // int(self.options.batch_size))
 
     def run(self, split: str, parts: Iterable[int]) -> FailureTally:
-        """Play the given batches of a split's conversations."""
+        """Sample the given batches of a split's conversations."""
         tally = FailureTally(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
             self.sampler,
@@ -90,11 +90,11 @@ class AstEvaluation:
 
     @torch.no_grad()
     def dev_report(self) -> dict[str, Any]:
-        """Measure the attacker on the dev prompts."""
+        """Evaluate the attacker on the dev prompts."""
         return self.run("dev", range(self.num_parts("dev"))).report()
 
     def num_queries_of_run(self) -> int:
-        """Target queries of a whole run: training, dev evaluations, the two tables and search."""
+        """Return the target queries of a run: training, evaluations, and random search."""
         depth = self.scenario.tree_depth
         period = self.training.eval_period
         num_dev = self.training.num_iterations // period if period else 0
@@ -103,7 +103,7 @@ class AstEvaluation:
         return self.num_training_queries() + int(chains * depth)
 
     def num_random_search_parts(self) -> int:
-        """The number of batches of a random search, 0 where there is none."""
+        """Return the number of batches of a random search, 0 without one."""
         is_used = self.options.use_random_search
         if not (bool(self.instance.planted_failures) if is_used is None else is_used):
             return 0
@@ -112,7 +112,7 @@ class AstEvaluation:
         return int(-(-num_queries // (self.options.batch_size * depth)))
 
     def random_search(self, num_queries: int, parts: Iterable[int]) -> dict[str, Any]:
-        """Spend `num_queries` target queries on conversations of the untrained attacker."""
+        """Run random search with the untrained attacker and `num_queries` target queries."""
         depth = self.scenario.tree_depth
         found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
@@ -139,9 +139,9 @@ class AstEvaluation:
         }
 
     def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
-        """The figures of a training rollout, over nodes.
+        """Return the figures of a training rollout, over nodes.
 
-        Of a tree that branches, an episode's nodes count in their order, level by level.
+        In a branching tree, an episode's nodes count in order, level by level.
         """
         nodes = tree.nodes
         outcomes = outcomes_by_episode(tree, self.scenario.failure_threshold)
@@ -172,7 +172,7 @@ class AstEvaluation:
         }
 
     def num_training_queries(self) -> int:
-        """Target queries of training."""
+        """Return the number of target queries of training."""
         num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
         return num_trees * num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
 

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation of an attacker: siblings compete."""
+"""Group-relative policy optimisation of an attacker, with siblings as groups."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 
 class AttackerKlParameters(KlParameters):
-    """Price of the divergence from the reference, in the loss."""
+    """KL penalty of the loss."""
 
     weight: float = Field(default=0.05, ge=0)
-    """Loss per nat of divergence, a mean over a probe's tokens (rloo: their sum, so that it needs a
-    smaller weight). Larger stays closer to the reference."""
+    """Loss per nat of divergence, a mean over a probe's tokens (rloo: their sum, so use a smaller
+    weight). Larger stays closer to the reference."""
 
 
 @register_trainer(TrainerType.AST_GRPO)
 class AstGrpoTrainer(AstTrainer):
-    """Raise what did better than its siblings, lower what did worse.
+    """Group-relative policy optimisation, in which siblings are the group.
 
     The children of a node are the group: the advantage of a probe is its credit against that of
     its siblings (`rl_objectives.advantages.group_advantages`). The loss is that of
@@ -63,35 +63,35 @@ class AstGrpoTrainer(AstTrainer):
     kl: AdaptiveKl
 
     class Parameters(LossParameters, AdvantageParameters, CorrectedStalenessParameters):
-        """Which policy loss and advantage, and the KL penalty."""
+        """Policy loss, advantage, and KL penalty."""
 
         variant: GroupVariantName = "grpo"
         """The published algorithm; see the trainer."""
         loss: PolicyLossName | None = None  # type: ignore[assignment]  # null: the variant's
-        """Policy loss, see `rl_objectives.policy_losses`; null takes the variant's."""
+        """Policy loss, see `rl_objectives.policy_losses`; null uses the variant's."""
         clip_low: Annotated[float | None, has_option("clip_low")] = Field(default=None, ge=0)
-        """How far the ratio may fall below 1 before it is clipped; null takes the variant's."""
+        """Maximum distance of the ratio below 1 before clipping; null uses the variant's."""
         clip_high: Annotated[float | None, has_option("clip_high")] = Field(default=None, ge=0)
-        """How far the ratio may rise above 1 before it is clipped; null takes the variant's."""
+        """Maximum distance of the ratio above 1 before clipping; null uses the variant's."""
         reduction: Reduction | None = None
-        """How the losses of tokens become one number, see `rl_objectives.reductions.reduce_loss`;
-        null takes the variant's."""
+        """Reduction of the token losses, see `rl_objectives.reductions.reduce_loss`; null uses the
+        variant's."""
         baseline: Baseline | None = None
-        """What a credit is compared with; null takes the variant's."""
+        """Baseline of a credit; null uses the variant's."""
         scale: Scale | None = None
-        """What the difference is divided by; null takes the variant's."""
+        """Divisor of the difference; null uses the variant's."""
         kl: AttackerKlParameters = AttackerKlParameters()
-        """Price of the divergence from the reference."""
+        """KL penalty."""
         entropy_weight: float = Field(default=0.0, ge=0)
-        """Loss taken off per nat of entropy and token. Larger keeps probes more varied."""
+        """Weight of the entropy bonus per token. Larger keeps probes more varied."""
         credit: CreditParameters = CreditParameters()
-        """What siblings are compared by."""
+        """Credit by which siblings are compared."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learned from where sampling is tempered or cut; the losses
-        with one ratio a probe (gspo, rloo) take importance weights of sequences alone."""
+        """Which log-probabilities are trained if sampling is tempered or truncated; the losses with
+        one ratio per probe (gspo, rloo) support only importance weights of sequences."""
 
         def chosen_loss(self) -> PolicyLoss:
-            """The variant's loss with the options that are set."""
+            """Return the variant's loss with the options that are set."""
             variant = GROUP_VARIANTS[self.variant]
             name = self.loss or variant.loss
             high = variant.clip_high if self.loss is None else None

@@ -1,4 +1,4 @@
-"""Token-level PPO of an attacker, with a value head on the model that acts.
+"""Token-level PPO of an attacker, with a value head on its model.
 
 Shape suffixes: `N` node, `B` row, `T` token.
 """
@@ -32,9 +32,9 @@ from nip_astra.trainers.registry import register_trainer
 
 
 class ValueHead(torch.nn.Module):
-    """The expected return before each token, a linear map of the hidden state, 0 at first.
+    """The expected return before each token: a linear map of the hidden state, initially 0.
 
-    With `trains_model` gradients flow on into the model.
+    With `trains_model` gradients flow into the model.
     """
 
     def __init__(self, hidden_size: int, *, trains_model: bool) -> None:
@@ -45,43 +45,43 @@ class ValueHead(torch.nn.Module):
         self.trains_model = trains_model
 
     def forward(self, hidden_BTX: Tensor) -> Tensor:
-        """Values `[B, T]` float32."""
+        """Return values `[B, T]` float32."""
         values_BT1: Tensor = self.linear(hidden_BTX if self.trains_model else hidden_BTX.detach())
         return values_BT1.squeeze(-1)
 
 
 class PpoKlParameters(KlParameters):
-    """Price of the divergence from the reference, in the reward or in the loss."""
+    """KL penalty, in the reward or in the loss."""
 
     weight: float = Field(default=0.05, ge=0)
-    """Price per nat and token. Larger stays closer to the reference."""
+    """Penalty per nat and token. Larger stays closer to the reference."""
     value: KlKind = "k1"
-    """Estimator of the divergence that the reward pays for and that is reported."""
+    """Estimator of the divergence in the reward and in metrics."""
     place: Literal["reward", "loss"] = "reward"
-    """Whether the divergence lowers the reward of each token, or is added to the loss."""
+    """Whether the divergence is subtracted from each token's reward, or added to the loss."""
 
 
 class PpoParameters(LossParameters, CorrectedStalenessParameters):
-    """Clipping, advantages, value head and the KL penalty."""
+    """Clipping, advantages, value head and KL penalty."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from one turn to the next. Smaller looks less far ahead."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Trade of bias (0) for variance (1) in advantages, per token."""
+    """Trade-off between bias (0) and variance (1) of advantages, per token."""
     whiten_advantages: bool = True
-    """Whether an iteration's advantages are brought to mean 0 and standard deviation 1."""
+    """Whether an iteration's advantages are normalised to mean 0 and standard deviation 1."""
     value_weight: float = Field(default=0.5, ge=0)
     """Weight of the value loss."""
     value_clip_range: float | None = Field(default=None, gt=0)
-    """How far a value may go from its old one before its loss is held; null holds nothing."""
+    """Clip range of values about the old values; null does not clip."""
     value_lr_factor: float = Field(default=10.0, gt=0)
     """Learning rate of the value head as a multiple of training.lr."""
     value_trains_model: bool = False
     """Whether the value loss also trains the attacker's weights below the head."""
     kl: PpoKlParameters = PpoKlParameters()
-    """Price of the divergence from the reference."""
+    """KL penalty."""
     entropy_weight: float = Field(default=0.0, ge=0)
-    """Loss taken off per nat of entropy and token. Larger keeps probes more varied."""
+    """Weight of the entropy bonus per token. Larger keeps probes more varied."""
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def ppo_samples(
     *,
     kl_weight: float,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """A sample per node with a verdict, with `advantage`, `return` and `old_value` of each token.
+    """Return a sample per node with a verdict, with `advantage`, `return`, `old_value` per token.
 
     Also metrics. `values_NT` is the expected return before each token, as wide as the probes.
     """
@@ -139,7 +139,7 @@ def ppo_loss(
     entropy_BT: Tensor | None = None,
     weights_BT: Tensor | None = None,
 ) -> LossOutput:
-    """Policy, value, divergence and entropy loss of a batch of probes; see `AstPpoTrainer`.
+    """Compute policy, value, divergence and entropy loss of a batch of probes; see `AstPpoTrainer`.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def ppo_loss(
 
 @register_trainer(TrainerType.AST_PPO)
 class AstPpoTrainer(AstTrainer):
-    """Raise the tokens that led to more than was expected.
+    """Token-level proximal policy optimisation with a value head.
 
     Loss: that of `loss`, by default `-min(r A, clip(r) A)` (arXiv:1707.06347, eq. 7) with
     `r = pi / pi_old` of each token,
@@ -204,10 +204,10 @@ class AstPpoTrainer(AstTrainer):
     kl: AdaptiveKl
 
     class Parameters(PpoParameters):
-        """Clipping, advantages, value head and what holds the attacker near the reference."""
+        """Clipping, advantages, value head and KL penalty."""
 
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learned from where sampling is tempered or cut."""
+        """Which log-probabilities are trained if sampling is tempered or truncated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -223,7 +223,7 @@ class AstPpoTrainer(AstTrainer):
 
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:
-        """The attacker's log-probabilities; the values of that pass go into the tree."""
+        """Return the attacker's log-probabilities; store the values of that pass in the tree."""
         batch = collate(node_samples(tree, range(tree.num_nodes)))
         scores = self.policy.token_scores(
             *(batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"]),

@@ -29,7 +29,7 @@ from nip_astra.trainers.registry import register_trainer
 
 @register_trainer(TrainerType.AST_REINFORCE)
 class AstReinforceTrainer(AstTrainer):
-    """Raise whole probes by what they were worth (red teaming by RL, arXiv:2202.03286).
+    """REINFORCE on whole probes, mixed with a KL penalty (red teaming by RL, arXiv:2202.03286).
 
     Loss: `(1 - kl_mix) * -A log pi(probe) + kl_mix * KL(pi || ref)(probe) - entropy_weight * H`,
     sums over a probe's tokens, mean over probes; `kl_estimator` says how the divergence is
@@ -43,31 +43,31 @@ class AstReinforceTrainer(AstTrainer):
     """
 
     class Parameters(CorrectedStalenessParameters):
-        """Baseline, and what holds the attacker near ordinary conversation."""
+        """Baseline and KL penalty."""
 
         kl_mix: float = Field(default=0.3, ge=0, lt=1)
-        """Weight of the divergence from the reference against that of the reward, as in the paper
+        """Weight of the divergence from the reference, against that of the reward, as in the paper
         (0.3 to 0.4 there). Larger stays closer to the reference."""
         kl_estimator: Literal["sequence_k2", "token_k2"] = "sequence_k2"
-        """How the divergence enters the loss. sequence_k2: half the square of a probe's summed
+        """Form of the divergence in the loss. sequence_k2: half the square of a probe's summed
         log-ratio, whose gradient is on average that of KL(pi || ref) between whole probes.
         token_k2: the sum of half the squares of its tokens' log-ratios, which has less variance;
-        its gradient leaves out that a token decides which tokens may follow, and is that of no
-        divergence."""
+        its gradient ignores that a token affects which tokens follow, and is that of no divergence.
+        """
         baseline: Literal["siblings", "iteration", "none"] = "iteration"
-        """With what a probe's credit is compared: the mean of its siblings, of all other probes of
-        the iteration, or nothing."""
+        """Baseline of a probe's credit: the mean of its siblings, of all other probes of the
+        iteration, or none."""
         divides_by_std: Annotated[bool, where("baseline", "siblings", "iteration")] = True
-        """Whether advantages are divided by the standard deviation of what they are compared
-        with, so that the scale of the reward does not matter. The gradient is then biased."""
+        """Whether advantages are divided by the standard deviation of the compared credits, so that
+        the scale of the reward does not matter. The gradient is then biased."""
         std_epsilon: Annotated[float, where("divides_by_std", True)] = Field(default=1e-6, ge=0)
         """Added to that deviation."""
         entropy_weight: float = Field(default=0.0, ge=0)
-        """Loss taken off per nat of a probe's summed entropy. Larger keeps probes more varied."""
+        """Weight of the entropy bonus, a probe's summed entropy. Larger diversifies probes."""
         credit: CreditParameters = CreditParameters()
-        """What a probe is worth."""
+        """Credit of a probe."""
         behaviour: BehaviourParameters = BehaviourParameters()
-        """Which log-probabilities are learned from where sampling is tempered or cut."""
+        """Which log-probabilities are trained if sampling is tempered or truncated."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         options = self.parameters
@@ -106,7 +106,7 @@ class AstReinforceTrainer(AstTrainer):
     def _divergence(
         self, logprobs_BT: Tensor, batch: TensorDict, weights_BT: Tensor | None
     ) -> Tensor:
-        """The estimate of the divergence, a mean over probes."""
+        """Return the estimated divergence, a mean over probes."""
         reference_BT, mask_BT = batch["reference_logprobs"], batch["probe_mask"]
         if self.parameters.kl_estimator == "sequence_k2":
             return mean_over_rows(

@@ -1,4 +1,4 @@
-"""The trees that training plays, their rewards and credit, and training samples of their nodes.
+"""Training trees of conversations, their rewards and credit, and samples of their nodes.
 
 Shape suffixes: `N` node, `T` token.
 """
@@ -23,9 +23,9 @@ from nip_astra.utils.seeding import derived_generator
 
 
 class Rollouts:
-    """Plays and scores the trees of each iteration.
+    """Samples and scores the trees of each iteration.
 
-    Each iteration draws opening prompts without replacement, all of them before any comes again.
+    Each iteration draws opening prompts without replacement; all are used before any repeats.
     """
 
     def __init__(
@@ -45,26 +45,26 @@ class Rollouts:
         self.seed = seed
 
     def play(self, iteration: int, *, seed: int | None = None) -> RolloutTree:
-        """The trees of an iteration; equal iterations and seeds open with equal prompts."""
+        """Sample the trees of an iteration; opening prompts depend only on iteration and seed."""
         seed = self.seed if seed is None else seed
         prompts = self.prompts_of(iteration, seed)
         return self.sampler.sample(prompts, **self.size, key=(seed, "train", iteration))
 
     def begin(self, iteration: int) -> Callable[[], RolloutTree]:
-        """Begin the trees of an iteration with the weights of now; see `TreeSampler.begin`."""
+        """Start the trees of an iteration with the current weights; see `TreeSampler.begin`."""
         prompts = self.prompts_of(iteration)
         return self.sampler.begin(prompts, **self.size, key=(self.seed, "train", iteration))
 
     def play_one(self) -> RolloutTree:
-        """The tree of one episode, which belongs to no iteration."""
+        """Sample the tree of one episode, outside of all iterations."""
         return self.sampler.sample(self.prompts[:1], **self.size, key=(self.seed, "dry run"))
 
     def cache_bytes(self, num_episodes: int) -> int:
-        """Memory for the keys and values of so many episodes played at once."""
+        """Return the memory for keys and values of episodes sampled together."""
         return self.sampler.cache_bytes(self.prompts[:num_episodes], **self.size)
 
     def prompts_of(self, iteration: int, seed: int | None = None) -> list[str]:
-        """The opening prompts of an iteration."""
+        """Return the opening prompts of an iteration."""
         seed = self.seed if seed is None else seed
         first = iteration * self.num_episodes
         orders: dict[int, list[int]] = {}
@@ -79,7 +79,8 @@ class Rollouts:
 
 
 def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> list[Sample]:
-    """One sample a node: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode`.
+    """Return samples: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode` of a
+    node.
 
     With the log-probabilities of `learning_logprobs`, and the columns that `Behaviour` has set.
 
@@ -109,9 +110,9 @@ def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> 
 
 
 def learning_logprobs(tree: RolloutTree) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of probes under attacker and reference, `[N, T]`, to learn from.
+    """Return log-probabilities of probes under attacker and reference, `[N, T]`, for training.
 
-    Under the distribution sampled from, if `Behaviour` has set them, else under the models.
+    Under the sampling distribution, if `Behaviour` has set them, else under the models.
     """
     names = "drawn_logprobs", "drawn_reference_logprobs"
     if names[0] not in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
@@ -123,20 +124,20 @@ def learning_logprobs(tree: RolloutTree) -> tuple[Tensor, Tensor]:
 
 
 class CreditParameters(SubParameters):
-    """How much of what follows a probe is put down to it."""
+    """How much of the following rewards is credited to a probe."""
 
     kind: Literal["own", "best_child", "mean_child"] = "own"
-    """own: the node's reward alone. best_child: reward + decay * the best child's credit, which
-    rewards a probe for the best continuation found. mean_child: reward + decay * the mean of the
-    children's credits, the discounted return of the turns that follow."""
+    """own: the node's reward only. best_child: reward + decay * the best child's credit, which
+    credits a probe with the best continuation found. mean_child: reward + decay * the mean of the
+    children's credits, the discounted return of the following turns."""
     decay: Annotated[float, where("kind", "best_child", "mean_child")] = Field(
         default=0.9, ge=0, le=1
     )
-    """Weight of a turn's credit in that of the turn before. Larger looks further ahead."""
+    """Weight of a turn's credit in that of the previous turn. Larger looks further ahead."""
 
 
 def credit_of(tree: RolloutTree, parameters: CreditParameters) -> Tensor:
-    """Each node's credit, float32 `[N]`, NaN where its own reward is."""
+    """Return each node's credit, float32 `[N]`, NaN if its own reward is."""
     nodes = tree.nodes
     if parameters.kind == "own":
         own: Tensor = nodes["reward"].clone()
@@ -155,7 +156,7 @@ class RewardShaping:
 
     @torch.no_grad()
     def apply(self, tree: RolloutTree) -> dict[str, float]:
-        """Add every term to the nodes' rewards, and give their means to log."""
+        """Add every term to the nodes' rewards, and return their means as metrics."""
         if not self.terms:
             return {}
         rated = _rated_probes(tree)
@@ -168,14 +169,14 @@ class RewardShaping:
         return metrics
 
     def observe(self, tree: RolloutTree) -> None:
-        """Let the terms remember a rollout."""
+        """Update the terms with a rollout."""
         if self.terms:
             rated = _rated_probes(tree)
             for term in self.terms.values():
                 term.observe(rated)
 
     def state(self) -> dict[str, Any]:
-        """What the terms remember, for a checkpoint."""
+        """Return the states of the terms, for a checkpoint."""
         return {name: term.state() for name, term in self.terms.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Supervised training of an attacker on given probes, or on the best that it has found so far."""
+"""Supervised training of an attacker on given probes, or on the best found so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINDS_ITS_OWN = where("probes", None)
 
 @register_trainer(TrainerType.AST_SFT)
 class AstSftTrainer(AstTrainer):
-    """Imitate probes that are known to work.
+    """Supervised fine-tuning on given probes, or on the best probes found so far.
 
     Loss: `-log pi(probe)`, mean over the tokens of all probes of a step. With a file of `probes`
     each episode's opening is answered by one of them; this is a warm start (arXiv:2202.03286,
@@ -38,18 +38,18 @@ class AstSftTrainer(AstTrainer):
     """
 
     class Parameters(AsyncRolloutParameters):
-        """Which probes are imitated; asynchronous rollouts need no correction."""
+        """Training probes; asynchronous rollouts need no correction."""
 
         probes: str | None = None
         """File of probes, in the formats of prompt files; null for the best so far."""
         num_best: Annotated[int, FINDS_ITS_OWN] = Field(default=256, ge=1)
-        """Most probes kept as the best so far. Larger is more varied and slower to improve."""
+        """Maximum number of best probes kept. Larger is more varied and slower to improve."""
         num_samples: Annotated[int, FINDS_ITS_OWN] = Field(default=64, ge=1)
-        """Probes imitated an iteration, drawn from those kept without replacement."""
+        """Training probes per iteration, drawn from those kept without replacement."""
         min_score: Annotated[float, FINDS_ITS_OWN] = Field(default=0.5, ge=0, le=1)
-        """A probe is kept where its response scores at least this."""
+        """Minimum response score of a kept probe."""
         credit: Annotated[CreditParameters, FINDS_ITS_OWN] = CreditParameters()
-        """By what the best are ranked."""
+        """Credit by which the best are ranked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,7 +96,7 @@ class AstSftTrainer(AstTrainer):
 
 
 def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
-    """`context`, `probe` and `credit` of some nodes; without credit none is given."""
+    """Return `context`, `probe` and `credit` of the selected nodes with a credit."""
     nodes = tree.nodes
     is_kept_N = is_good_N & ~nodes["credit"].isnan()
     return [
@@ -110,10 +110,10 @@ def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
 
 
 def best_of(samples: Iterable[Sample], number: int) -> list[Sample]:
-    """The probes of highest credit, each once per context: its latest occurrence.
+    """Return the probes with the highest credit, each once per context: its latest occurrence.
 
-    Of equal credit, the first of each context comes before the second of any: probes that work
-    after one opening do not push out those that work after another.
+    Among equal credits, the first of each context precedes the second of any, so that successful
+    probes after one opening do not displace those after another.
     """
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], Sample]] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Files with the weights of agents that have networks, and the base of their trainers."""
+"""Files with the weights of agents that are networks, and the base of their trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nip_astra.trainers.trainer_base import TensorDictTrainer
 AGENTS_DIR = "agents"
 """Folder of a checkpoint with its agents."""
 SOLO_PREFIX = "solo_head."
-"""Weights that only supervised training needs; they may be missing or superfluous."""
+"""Prefix of weights used only by supervised training; they may be missing or unused."""
 
 
 def save_agents(agents: Iterable[Agent], directory: Path) -> None:
@@ -80,11 +80,11 @@ def load_agent(agent: Agent, path: Path) -> None:
 
 
 LATEST = "latest"
-"""Version of a run's agents: at its end, or else of its newest checkpoint."""
+"""Version of a run's agents: the final ones, or else those of its newest checkpoint."""
 
 
 def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST) -> Path:
-    """The file with a run's trained agent: of its end, or else of its latest checkpoint.
+    """Return the file with a run's trained agent: its final one, or else of its newest checkpoint.
 
     `run` is a run directory, or its name in `runs_dir`; `version` may name a checkpoint.
     """
@@ -128,9 +128,9 @@ def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
 
 
 class AgentTrainer(TensorDictTrainer):
-    """Base of trainers of agents with networks.
+    """Base of trainers of agents that are networks.
 
-    A subclass gives `train`, `_run_test_loop` and `_write_results`.
+    Subclasses implement `train`, `_run_test_loop` and `_write_results`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class AgentTrainer(TensorDictTrainer):
 
     @property
     def saved_agents(self) -> list[Agent]:
-        """The agents with files."""
+        """Return the agents with files."""
         return list(self.scenario_instance.agents.values())
 
     def rerun_tests(self, base_run: Path) -> None:

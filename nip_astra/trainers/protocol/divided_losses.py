@@ -1,4 +1,4 @@
-"""Losses of minibatches, computed by several processes that take the same steps."""
+"""Losses of minibatches, distributed over several processes that take the same steps."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from nip_astra.utils.children import PERIOD, SECONDS_TO_END, Child, check_alive,
 from nip_astra.utils.forked import blocked_signals, fork
 
 _FORGETTING = 1.05
-"""Factor of a time in each minibatch that took longer."""
+"""Maximum growth of a recorded time per minibatch."""
 
 
 class Task(NamedTuple):
-    """A part of the losses of one agent, by its number."""
+    """A part of one agent's losses, by index."""
 
     agent: str
     part: int
 
 
 Compute = Callable[[Task], Mapping[str, Tensor]]
-"""Adds the gradients of a task in the present minibatch, and returns its metrics."""
+"""Adds the gradients of a task in the current minibatch, and returns its metrics."""
 
 
 class _Done(NamedTuple):
@@ -43,7 +43,7 @@ class _Done(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The results of one process in a minibatch; gradients by the numbers of weights."""
+    """The results of one process in a minibatch; gradients by weight index."""
 
     fault: str
     done: dict[Task, _Done]
@@ -103,7 +103,7 @@ class DividedLosses:
                 worker.wait()
 
     def _lost(self) -> Child:
-        """The process that has ended first; others end when its connections are closed."""
+        """Return the process that ended first; others end when its connections are closed."""
         until = time.monotonic() + SECONDS_TO_END
         while time.monotonic() < until:
             for worker in self._workers:
@@ -113,7 +113,7 @@ class DividedLosses:
         return self._workers[0]
 
     def _fork(self, count: int) -> int:
-        """Start the other processes; returns the number of this process."""
+        """Start the other processes; return the index of this process."""
         with blocked_signals():
             while len(self._workers) < count - 1:
                 number = len(self._workers) + 1
@@ -188,7 +188,7 @@ class DividedLosses:
         return part
 
     def _hidden_state(self) -> tuple[bytes, list[int]]:
-        """State that changes if the first minibatch draws random numbers or changes buffers."""
+        """Return state that changes if a minibatch draws random numbers or changes buffers."""
         if self._num_minibatches:
             return b"", []
         state: bytes = torch.get_rng_state().numpy().tobytes()
@@ -202,12 +202,12 @@ class DividedLosses:
             )
 
     def _note(self, task: Task, latest: float) -> None:
-        """Keep the least of late: other load on the machine makes a task slower, never faster."""
+        """Record the shortest recent time: other load on the machine only makes a task slower."""
         before = self._seconds.get(task, latest)
         self._seconds[task] = min(latest, before * _FORGETTING)
 
     def _shards(self, count: int) -> list[list[Task]]:
-        """Divide the tasks: the longest first, each to the process with the least to do."""
+        """Distribute the tasks: the longest first, each to the least loaded process."""
         shards: list[list[Task]] = [[] for _ in range(count)]
         loads = [0.0] * count
         for task in sorted(self._tasks, key=lambda task: (-self._seconds.get(task, 1.0), task)):
@@ -244,7 +244,7 @@ class _Board:
         self._gradients = {number: next(views) for number in weights}
 
     def exchange(self, part: _Part, team: Team) -> dict[Task, _Done] | None:
-        """Set all gradients, and return all results; None if there is no place for one."""
+        """Set all gradients, and return all results; None if there is no room for one."""
         self._board.zero_()
         figures = {
             (t, n): value for t, done in part.done.items() for n, value in done.figures.items()

@@ -1,4 +1,4 @@
-"""How agents learn from the frames of an iteration, in minibatches.
+"""Training of agents on the frames of an iteration, in minibatches.
 
 Shapes: E environments, T rounds played, B frames, N episodes.
 """
@@ -32,13 +32,13 @@ class ReplayBuffer(Protocol):
     """A buffer of frames; TorchRL's with a sampler without replacement fits."""
 
     def extend(self, data: TensorDict, /) -> Any:
-        """Take the frames of an iteration, [B]."""
+        """Add the frames of an iteration, [B]."""
 
     def empty(self) -> Any:
-        """Forget all frames."""
+        """Remove all frames."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The minibatches of one epoch."""
+        """Yield the minibatches of one epoch."""
 
 
 class MinibatchBuffer:
@@ -65,7 +65,7 @@ class MinibatchBuffer:
         self._frames = data if self._frames is None else torch.cat([self._frames, data])
 
     def empty(self) -> None:
-        """Forget all frames."""
+        """Remove all frames."""
         self._frames = None
 
     def __iter__(self) -> Iterator[TensorDict]:
@@ -88,7 +88,7 @@ class MinibatchBuffer:
         yield from self._frames[order_B.to(self._frames.device)].split(sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of epochs so far; frames are not kept."""
+        """Return the number of epochs so far, without frames."""
         return {"num_epochs": self.num_epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ class MinibatchBuffer:
 
 
 def episode_numbers(done_ET: Tensor) -> Tensor:
-    """Number the episodes of a batch, [E, T] long, by the frames after which they end.
+    """Number the episodes of a batch, [E, T] long, by the frames at which they end.
 
-    The part of an episode that continues from the batch before, or into the next, is an episode.
+    A part of an episode that continues from or into another batch counts as an episode.
     """
     num_environments, num_steps = done_ET.shape
     ended_before_ET = done_ET.long().cumsum(dim=1) - done_ET.long()
@@ -139,10 +139,10 @@ class Learner:
 
     @contextmanager
     def processes(self, count: int | None) -> Iterator[None]:
-        """Within the block, let up to `count` processes compute losses that share no weights.
+        """Let up to `count` processes compute losses that share no weights, within the block.
 
-        The numbers are those of one process, to the bit. Each has one of torch's threads; losses
-        that cannot be divided stay in one process with all its threads.
+        Results are bit-identical to one process. Each has one torch thread; losses that cannot be
+        distributed stay in one process with all its threads.
         """
         count = min(count or 1, os.cpu_count() or 1)
         if count < 2 or self.team.size > 1 or not self._can_share():
@@ -164,7 +164,7 @@ class Learner:
         return any(getattr(module, "has_hidden_state", False) for module in modules)
 
     def _check_can_be_divided(self) -> None:
-        """Refuse losses that the processes of a team cannot learn together."""
+        """Raise for losses that the processes of a team cannot train together."""
         objective = self.loss_module
         faults = {
             "its loss module is not an Objective with agent_losses": not isinstance(
@@ -198,7 +198,7 @@ class Learner:
         )
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
-        """Learn from a batch; return means over minibatches, on the device, and the step count."""
+        """Train on a batch; return means over minibatches, on the device, and the step count."""
         if self.sharded is None:
             return self._learn(batch, iteration)
         with lost_process_errors(self.team, only_if=LOST):
@@ -236,14 +236,14 @@ class Learner:
         return sums.result(), num_steps
 
     def _add_up_gradients(self) -> None:
-        """Add the gradients of the rows of other processes."""
+        """Add the gradients of other processes' rows."""
         gradients = [weight.grad for weight in self.optimizers.weights]
         # Those of divided weights were added up as they were scattered.
         self.team.all_reduce([g for g in gradients if g is not None and not isinstance(g, DTensor)])
 
     @contextmanager
     def _rows_divided(self) -> Iterator[None]:
-        """Divide the frames that networks read among the processes of the team."""
+        """Distribute the frames that networks read among the processes of the team."""
         if self.team.size == 1:
             yield
             return
@@ -257,12 +257,12 @@ class Learner:
             objective.agents, agents.division = whole, None
 
     def take_parts(self, sharded: ShardedAgents) -> None:
-        """Continue with agents of which each process of the team holds a part."""
+        """Continue with agents sharded over the processes of the team."""
         self.sharded, self.optimizers = sharded, sharded.optimizers
 
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[DividedLosses | None]:
-        """Enter a block in which several processes learn; yields None where there is one."""
+        """Enter a block in which several processes learn; yield None with a single one."""
         objective, tasks = self.loss_module, []
         if self._num_processes > 1 and isinstance(objective, Objective):
             parts = {name: len(objective.loss_parts(name)) for name in names}

@@ -50,12 +50,13 @@ class MessageRegression:
         self._has_kept = regressor is not None and not self.parameters.reset_on_fit
         if self._has_kept and not build_message_regressor(regressor).can_go_on:
             raise ConfigurationError(
-                f"a regressor of the type {getattr(regressor, 'type_name', None)!r} cannot go on "
-                "from the fit before. Leave message_regression.reset_on_fit out, or choose mlp."
+                f"a regressor of the type {getattr(regressor, 'type_name', None)!r} cannot "
+                "continue from the previous fit. Leave out message_regression.reset_on_fit, or "
+                "choose mlp."
             )
 
     def state(self) -> dict[str, Any]:
-        """The regressors, for a checkpoint."""
+        """Return the regressors, for a checkpoint."""
         return {name: regressor.state() for name, regressor in self._kept.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ class MessageRegression:
     def regress(
         self, batch: TensorDictBase, combined: CombinedAgents, iteration: int
     ) -> dict[str, float]:
-        """The accuracy for each agent, and that of a guess without a message, as metrics.
+        """Return each agent's accuracy, and that of a guess without a message, as metrics.
 
         `message_regression/<agent>` and `message_regression/<agent>_baseline` are shares of right
         answers on held-out datapoints. The baseline always answers with the more common label of
@@ -113,7 +114,7 @@ class MessageRegression:
         combined: CombinedAgents,
         generator: torch.Generator,
     ) -> tuple[float, float] | None:
-        """The accuracies with and without the message, if there are enough messages."""
+        """Return the accuracies with and without the message, if there are enough messages."""
         ids_N = frames["datapoint_id"]
         is_judged_N = self._is_judged(ids_N, generator)
         if is_judged_N is None:
@@ -131,7 +132,7 @@ class MessageRegression:
         return accuracy.item(), (judged_N == commoner).float().mean().item()
 
     def _is_judged(self, ids_N: Tensor, generator: torch.Generator) -> Tensor | None:
-        """The held-out frames: all those of some datapoints."""
+        """Return the held-out frames: all those of some datapoints."""
         distinct: Tensor = torch.unique(ids_N)
         if len(distinct) < 2:
             return None
@@ -150,7 +151,7 @@ class MessageRegression:
 
 
 def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
-    """Where an agent sends and had no turn before in the episode, bool [N, A]."""
+    """Return where an agent sends and had no earlier turn in the episode, bool [N, A]."""
     rounds_N, seeds_N = frames["round"], frames["seed"]
     sends_NA: Tensor = frames["active_mask"].any(dim=-1)
     for earlier in range(combined.protocol.max_message_rounds - 1):
@@ -160,7 +161,7 @@ def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
 
 
 def _features(frames: TensorDictBase, number: int, combined: CombinedAgents) -> Tensor:
-    """The symbols of an agent, one-hot, 0 in channels where it sends nothing, [N, D]."""
+    """Return an agent's symbols, one-hot, 0 in channels in which it sends nothing, [N, D]."""
     space = combined.space
     active_NC11 = frames["active_mask"][:, number, :, None, None]
     symbols_NCP = frames[MESSAGE][:, number]

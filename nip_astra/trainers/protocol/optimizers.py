@@ -1,4 +1,4 @@
-"""An optimizer for each agent, with a learning rate for each of its parts."""
+"""Optimizers per agent, with a learning rate for each of its parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nip_astra.parameters.trainers import RlTrainerParameters
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 
 ADAM_EPS = 1e-5
-"""Added to the root of the second moment, as is usual for PPO; torch's default is 1e-8."""
+"""Added to the root of the second moment, as is common for PPO; torch's default is 1e-8."""
 
 OTHERS = ""
-"""Name of the optimizer of weights of the loss module that belong to no agent."""
+"""Name of the optimizer of the loss module's weights that belong to no agent."""
 
 
 class LearningPart(NamedTuple):
-    """Weights with one learning rate, a multiple of rl.lr; 0 for weights that never move."""
+    """Weights with one learning rate, a multiple of rl.lr; 0 for frozen weights."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -31,7 +31,7 @@ class LearningPart(NamedTuple):
 
 
 def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[LearningPart]:
-    """The parts of an agent that reinforcement learning trains, for instance "actor_body".
+    """Return the parts of an agent that are trained by RL, for instance "actor_body".
 
     The factor of a part is that of the agent, times that of the body for a body (unless
     `has_body_factor` is false), times that of the graph network for the `gnn_parameters` of a body.
@@ -62,7 +62,7 @@ def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[LearningPart
 
 
 def annealing_factor(rl: RlTrainerParameters, iteration: int) -> float:
-    """The factor of learning rates in an iteration, counted from 0."""
+    """Return the factor of learning rates in an iteration, counted from 0."""
     return 1 - iteration / rl.num_iterations if rl.anneal_lr else 1.0
 
 
@@ -79,12 +79,12 @@ class _Memory(NamedTuple):
     is_divided: bool
 
     def held(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The parts of tensors, divided as the weights are, that this process holds."""
+        """Return this process's shards of tensors, sharded like the weights."""
         return [local_tensor(one) for one in tensors] if self.is_divided else tensors
 
 
 class GroupAdam(torch.optim.Adam):
-    """Torch's fused Adam, with one count of steps for all weights of a group.
+    """Torch's fused Adam, with one step count for all weights of a group.
 
     Torch's own counts the steps of each weight and looks all up at every step, which takes longer
     than to move weights this small: for the 152 weights (48,359 numbers) of both agents of graph
@@ -99,7 +99,7 @@ class GroupAdam(torch.optim.Adam):
         self._memories: list[_Memory] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, each weight with its own count, as of torch's Adam."""
+        """Return the state in the format of torch's Adam, with a step count per weight."""
         state = super().state_dict()
         state["state"] = {
             number: {**of_weight, "step": of_weight["step"].clone()}
@@ -131,7 +131,7 @@ class GroupAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is needed
-        """Move all weights."""
+        """Update all weights."""
         if self._memories is None:
             self._memories = [self._memory(group["params"]) for group in self.param_groups]
         for group, memory in zip(self.param_groups, self._memories, strict=True):
@@ -155,7 +155,7 @@ class GroupAdam(torch.optim.Adam):
             )
 
     def _memory(self, weights: list[Tensor]) -> _Memory:
-        """The moments of weights, zero at first; their counts become one tensor."""
+        """Return the moments of weights, initially zero; their counts become one tensor."""
         states = [self.state[weight] for weight in weights]
         counts = [state["step"] for state in states if state]
         num_steps = (
@@ -176,7 +176,7 @@ class GroupAdam(torch.optim.Adam):
 
 
 class AgentOptimizers:
-    """Adam for every agent that learns.
+    """Adam for every learning agent.
 
     An agent that is frozen in an iteration, by its update schedule or by a factor of 0, gets no
     gradient, makes no step, and has no part in the norm to which gradients are scaled down; the
@@ -241,7 +241,7 @@ class AgentOptimizers:
             self.optimizers[name] = GroupAdam(groups, lr=self.rl.lr, eps=ADAM_EPS)
 
     def learning(self, iteration: int) -> tuple[str, ...]:
-        """The agents that learn in an iteration, counted from 0."""
+        """Return the agents that learn in an iteration, counted from 0."""
         return tuple(
             name
             for name in self.optimizers
@@ -256,15 +256,15 @@ class AgentOptimizers:
                 group["lr"] = self.rl.lr * group["lr_factor"] * left
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         # The loop of an optimizer takes several times as long.
         for parameter in self.weights:
             parameter.grad = None
 
     def clip(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Scale the gradients of the agents that learn, and return their norms before, by agent.
+        """Clip the gradients of the learning agents; return their norms before, by agent.
 
-        Gradients of all others are forgotten.
+        The gradients of all others are cleared.
         """
         names = [*names, *([OTHERS] if OTHERS in self.optimizers else [])]
         for parameter in self._frozen:
@@ -294,17 +294,17 @@ class AgentOptimizers:
         return [p for group in self.optimizers[name].param_groups for p in group["params"]]
 
     def step(self, names: Sequence[str]) -> None:
-        """Step the weights of the agents that learn."""
+        """Update the weights of the learning agents."""
         for name in (*names, OTHERS):
             if name in self.optimizers:
                 self.optimizers[name].step()
 
     def lr(self, name: str) -> float:
-        """The present learning rate of an agent's first part."""
+        """Return the current learning rate of an agent's first part."""
         return float(self.optimizers[name].param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all optimizers."""
+        """Return the state of all optimizers."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ class AgentOptimizers:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all numbers together; of one long vector, in a third of the time."""
+    """Return the norm of all numbers; as one long vector, in a third of the time."""
     if not tensors:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors]))

@@ -1,4 +1,4 @@
-"""Agents whose weights are divided among processes (FSDP2).
+"""Agents whose weights are sharded over processes (FSDP2).
 
 Shapes: B frames.
 """
@@ -50,7 +50,7 @@ class _Networks(nn.Module):
 
 
 def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable[..., Any]:
-    """A call that gathers some networks, of which this process keeps a part."""
+    """Return a function that gathers some networks, of which this process keeps a shard."""
     found = _Networks([network for network in networks if network is not None])
     weights = list(found.parameters())
     # FSDP2 divides along the first dimension; of these there is nothing to divide.
@@ -63,7 +63,7 @@ def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable
 
 
 class ShardedAgent(Agent):
-    """An agent whose networks are divided among processes, in place, and gathered for each pass.
+    """An agent whose networks are sharded in place, and gathered for each pass.
 
     All processes must call it in the same order.
     """
@@ -100,7 +100,7 @@ class ShardedAgent(Agent):
 
 
 class ShardedOptimizers(AgentOptimizers):
-    """Adam for every agent, whose weights and state are divided among processes."""
+    """Adam for every agent, with sharded weights and state."""
 
     def __init__(self, agents: Mapping[str, Agent], rl: RlTrainerParameters, team: Team) -> None:
         super().__init__(agents, rl)
@@ -108,11 +108,11 @@ class ShardedOptimizers(AgentOptimizers):
         self._found: dict[str, Any] = {}
 
     def handlers(self) -> dict[str, Handler]:
-        """Requests of the leader to the others."""
+        """Return the handlers of the leader's requests."""
         return {_GATHER: lambda _: self._gather()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state of all optimizers; called by the leader while it may send requests."""
+        """Return all optimizers' full state; called by the leader while it may send requests."""
         self.team.request(_GATHER, [None] * self.team.size)
         found, self._found = self._found, {}
         return found
@@ -129,7 +129,7 @@ class ShardedOptimizers(AgentOptimizers):
             self._found = {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a part of the whole state in each process."""
+        """Restore each process's shard of the full state."""
         for name, optimizer in self.optimizers.items():
             weights = [w for group in optimizer.param_groups for w in group["params"]]
             remembered = {
@@ -158,7 +158,7 @@ class ShardedOptimizers(AgentOptimizers):
 
 
 class ShardedAgents:
-    """The agents of a run and their optimizers, divided among the processes of a team.
+    """The agents of a run and their optimizers, sharded over the processes of a team.
 
     The leader also holds the whole agents, for it plays and tests; `gather` updates them. In the
     other processes they are divided in place, and only learn then. Agents and optimizers must be
@@ -185,7 +185,7 @@ class ShardedAgents:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Update the leader's agents; all processes must call it together."""
+        """Update the leader's agents; a collective call."""
         for number, part in enumerate(self._parts):
             weight = full_tensor(part)
             if self._whole is not None:

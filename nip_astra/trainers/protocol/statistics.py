@@ -1,4 +1,4 @@
-"""Statistics and sample episodes of the play and learning of agents in a protocol.
+"""Statistics and sample episodes of rollouts and training of protocol agents.
 
 Numbers stay on their device and are read once an iteration, by `read`.
 
@@ -55,13 +55,13 @@ class EndedEpisodes(NamedTuple):
 
 
 class EpisodeLedger:
-    """Adds up rewards of episodes that continue from one batch to the next."""
+    """Accumulates rewards of episodes that continue across batches."""
 
     def __init__(self) -> None:
         self._running: tuple[Tensor, Tensor] | None = None
 
     def ended(self, batch: TensorDict, counts_ET: Tensor | None = None) -> EndedEpisodes:
-        """The episodes that ended in a batch [E, T], in frames of `counts_ET` [E, T] or in any."""
+        """Return the episodes that ended in a batch [E, T], in frames of `counts_ET` or any."""
         reward_ETA = batch["next", "agents", "reward"].squeeze(-1)
         is_end_ET = batch["next", "done"].squeeze(-1)
         num_environments, num_steps, num_agents = reward_ETA.shape
@@ -91,7 +91,7 @@ class EpisodeLedger:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The sums of the episodes in progress."""
+        """Return the sums of the episodes in progress."""
         if self._running is None:
             return {}
         return {"sum": self._running[0], "length": self._running[1]}
@@ -104,14 +104,14 @@ class EpisodeLedger:
 
 
 def first_episodes(batch: TensorDict) -> Tensor:
-    """The frames of each environment's first episode in a batch, bool [E, T]."""
+    """Return the frames of each environment's first episode in a batch, bool [E, T]."""
     is_end_ET: Tensor = batch["next", "done"].squeeze(-1).long()
     num_ended_before_ET = is_end_ET.cumsum(dim=1) - is_end_ET
     return num_ended_before_ET == 0
 
 
 def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[str, Tensor]:
-    """Rewards, lengths and accuracy of episodes; nothing where none ended.
+    """Return rewards, lengths and accuracy of episodes; empty if none ended.
 
     `worst_*` is the smallest mean of a datapoint.
     """
@@ -140,7 +140,7 @@ def _group_means(values_NX: Tensor, group_N: Tensor) -> Tensor:
 
 
 def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Means over frames of rewards, and of values and advantages where they were estimated.
+    """Return means over frames of rewards, and of values and advantages if estimated.
 
     `residual_critic_variance` is `Var(target - V) / Var(target)`: 0 for perfect values, 1 for
     constant ones; NaN where all targets are equal.
@@ -166,7 +166,7 @@ def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tenso
 
 
 def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Figures of each frame, [F], of the policies from which a batch was sampled.
+    """Return metrics of each frame, [F], of the policies that sampled a batch.
 
     Entropies are divided by the log of the number of possible alternatives. `message_entropy` and
     `max_message_prob`, the probability of the likeliest symbol, are means over the symbols sent in
@@ -189,25 +189,25 @@ def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]
 
 
 def _normalised_entropy(logs: Tensor) -> Tensor:
-    """Entropies over the last dimension of log-probabilities, as shares of the largest."""
+    """Return entropies over the last dimension of log-probabilities, as shares of the maximum."""
     entropy = -(logs.exp() * logs).sum(dim=-1)
     largest = (logs > MASKED / 2).sum(dim=-1).to(logs.dtype).log()
     return entropy / torch.where(largest > 0, largest, 1.0)
 
 
 class MetricSums:
-    """Collects the metrics of the minibatches of an iteration, without reading them."""
+    """Collects the metrics of an iteration's minibatches, without synchronising."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add scalars, and figures of single frames."""
+        """Add scalars, and per-frame metrics."""
         for name, value in metrics.items():
             self._values.setdefault(name, []).append(value.detach())
 
     def result(self) -> dict[str, Tensor]:
-        """Means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out.
+        """Return means of scalars, and `mean_*` and `std_*` of per-frame metrics, ignoring NaN.
 
         A figure of an agent is NaN in minibatches, or frames, without information about it.
         """
@@ -226,7 +226,7 @@ class MetricSums:
 def mean_over_agents(
     metrics: Mapping[str, Tensor], names: Iterable[str], figures: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Means of figures over those agents that have them, NaN left out."""
+    """Return means of metrics over the agents that have them, ignoring NaN."""
     found = {}
     for figure in figures:
         values = [metrics[f"{name}/{figure}"] for name in names if f"{name}/{figure}" in metrics]
@@ -238,7 +238,7 @@ def mean_over_agents(
 def iteration_statistics(
     batch: TensorDict, ended: EndedEpisodes, metrics: Mapping[str, Tensor], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The statistics of an iteration beside the `metrics` of its minibatches.
+    """Return the statistics of an iteration beside the `metrics` of its minibatches.
 
     `ended` are the episodes that ended in the batch.
     """
@@ -253,7 +253,7 @@ def iteration_statistics(
 
 
 def read(metrics: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """Read all numbers in one transfer from the device; those that are not finite are left out."""
+    """Read all numbers in one transfer from the device; non-finite ones are left out."""
     if not metrics:
         return {}
     # Double: counts and sums above 2^24 stay exact.
@@ -271,7 +271,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def timings_of(num_frames: int, started: float, collected: float) -> dict[str, float]:
-    """Time of an iteration by part, from values of `time.perf_counter`, and memory."""
+    """Return an iteration's time by part, from values of `time.perf_counter`, and memory."""
     updated = time.perf_counter()
     return {
         "time/collect_seconds": collected - started,
@@ -282,7 +282,7 @@ def timings_of(num_frames: int, started: float, collected: float) -> dict[str, f
 
 
 class PlayStatistics:
-    """Statistics of each environment's first episode in several batches together.
+    """Statistics of each environment's first episode, over several batches.
 
     Among all episodes that end within so many rounds, short ones would be overrepresented. `names`
     are the agents, in the order of the dimension A.
@@ -305,7 +305,7 @@ class PlayStatistics:
         self._sums.add(policy_figures(frames, self.names))
 
     def report(self) -> dict[str, Any]:
-        """The statistics, with `num_episodes` and an interval of the accuracy, by datapoint.
+        """Return the statistics, with `num_episodes` and an interval of the accuracy, by datapoint.
 
         Means over the frames of a batch are averaged over the batches; all other figures are those
         of all batches together.
@@ -322,7 +322,7 @@ class PlayStatistics:
 
 
 def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of test statistics with the prefix `test_` before each figure."""
+    """Return the numbers of test statistics with the prefix `test_` before each figure."""
     return {
         _prefixed(name, "test_"): value
         for name, value in statistics.items()
@@ -336,7 +336,7 @@ def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
 def outcome_rows(
     batch: TensorDict, names: Sequence[str], dataset: Any, hashes: dict[int, str]
 ) -> list[dict[str, Any]]:
-    """A row for the first episode of each environment of a batch [E, T], without its messages.
+    """Return a row for the first episode of each environment of a batch [E, T], without messages.
 
     Parameters
     ----------
@@ -368,7 +368,7 @@ def outcome_rows(
 
 
 def _hash_of(datapoint: Any) -> str:
-    """A short digest of the tensors of a datapoint."""
+    """Return a short digest of the tensors of a datapoint."""
     whole = hashlib.sha256()
     leaves = datapoint.flatten_keys(".").items()
     for name, value in sorted(leaves, key=lambda one: str(one[0])):
@@ -380,10 +380,10 @@ def _hash_of(datapoint: Any) -> str:
 # ---- sample episodes
 
 COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
-"""Columns of a row of sample episodes; `decision` is 2 where the rounds ended without one."""
+"""Columns of a row of sample episodes; `decision` is 2 if the rounds ended without one."""
 TRAIN_TABLE = "train"
 NUM_TEST_EPISODES = 12
-"""Smallest number of episodes of a test that are recorded."""
+"""Minimum number of recorded episodes of a test."""
 
 
 class Span(NamedTuple):
@@ -395,7 +395,7 @@ class Span(NamedTuple):
 
 
 def num_samples(table: str, asked: int) -> int:
-    """The number of episodes of a batch in a table, where training tables have `asked`."""
+    """Return the number of episodes of a batch in a table, if training tables have `asked`."""
     return asked if table == TRAIN_TABLE or asked == 0 else max(asked, NUM_TEST_EPISODES)
 
 
@@ -407,7 +407,7 @@ def episode_rows(
     step: int,
     seed: int,
 ) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Columns and rows of a sample of the episodes that begin and end in a batch [E, T].
+    """Return columns and rows of sampled episodes that begin and end in a batch [E, T].
 
     Half of the sample are episodes with the right decision and half the others, as far as there
     are enough of each. Cells are plain values for a JSON file. The choice depends on `step` and
@@ -426,7 +426,7 @@ def episode_rows(
 
 
 def whole_episodes(batch: TensorDictBase) -> list[Span]:
-    """The episodes that begin and end in a batch, by environment and time."""
+    """Return the episodes that begin and end in a batch, by environment and time."""
     rounds_ET = batch["round"]
     num_steps = rounds_ET.shape[1]
     done_ET = batch["next", "done"].squeeze(-1)
@@ -444,7 +444,7 @@ def whole_episodes(batch: TensorDictBase) -> list[Span]:
 
 
 def is_right(batch: TensorDictBase, spans: Sequence[Span]) -> Tensor:
-    """Whether the last decision of each episode is the label, [episodes] bool."""
+    """Return whether the last decision of each episode is the label, [episodes] bool."""
     environments, _, lasts = torch.tensor(spans).unbind(dim=1)
     decisions = batch["next", "decision"][environments, lasts]
     found: Tensor = decisions == batch["y"].squeeze(-1)[environments, lasts]
@@ -485,7 +485,7 @@ def _round(frame: TensorDictBase, protocol: ProtocolHandler) -> dict[str, Any]:
 def _move(
     frame: TensorDictBase, number: int, name: str, protocol: ProtocolHandler
 ) -> dict[str, Any] | None:
-    """The move of an agent in a round; None where it could make none."""
+    """Return an agent's move in a round; None if it was inactive."""
     active_C = frame["active_mask"][number]
     decides = bool(frame["can_decide"][number])
     if not decides and not bool(active_C.any()):

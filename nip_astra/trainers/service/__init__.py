@@ -1,1 +1,1 @@
-"""Parts of the trainers that learn from trajectories through a training service."""
+"""Parts of trainers on trajectories, which learn through a training service."""

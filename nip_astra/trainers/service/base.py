@@ -1,4 +1,4 @@
-"""The bases of trainers that learn from trajectories, in this process or through a service.
+"""The base of trainers on trajectories, in this process or through a service.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -84,7 +84,7 @@ from nip_astra.utils.seeding import derive_seed, derived_generator
 
 
 class ServiceTrainer(LanguageModelTrainer):
-    """Play problems of a task, learn from the trajectories, measure on held-out problems.
+    """Base of trainers that sample problems of a task and learn from the trajectories.
 
     A subclass gives `prepare`: samples from trajectories. It is built as every trainer is; a class
     whose `__init__` takes a `config` alone is built from a `TrainerConfig`, or, to try its hooks,
@@ -112,7 +112,7 @@ class ServiceTrainer(LanguageModelTrainer):
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
     class Parameters(RolloutParameters):
-        """What is played, and where the policy learns."""
+        """Rollouts and the training service."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -182,14 +182,14 @@ class ServiceTrainer(LanguageModelTrainer):
 
     @abstractmethod
     def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        """Training samples from trajectories, and metrics; hook of a family."""
+        """Hook of a family: return training samples from trajectories, and metrics."""
 
     def build_policy(self) -> LanguageModel:
         model = self.scenario_instance.agents["policy"].language_model
         return as_language_model(model, role="policy")
 
     def build_service(self) -> TrainingService:
-        """The registered service that `train_service.backend` names."""
+        """Build the registered service named by `train_service.backend`."""
         request = TrainingServiceRequest(
             self.parameters.train_service,
             self.policy,
@@ -218,7 +218,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return metrics
 
     def _dump_whole(self, stage: str, tensors: Sequence[Tensor]) -> None:
-        """Dump tensors that may be divided among processes, which put them together."""
+        """Dump tensors that may be sharded, after gathering them."""
         if not self._dumps.period or self.state.iteration % self._dumps.period:
             return
         whole = ((str(i), full_tensor(one.detach())) for i, one in enumerate(tensors))
@@ -228,7 +228,7 @@ class ServiceTrainer(LanguageModelTrainer):
     # ---- playing
 
     def collect(self, iteration: int) -> Experience:
-        """Play an iteration's problems and prepare what they teach."""
+        """Sample an iteration's problems and prepare the training samples."""
         self._iteration = iteration
         played = self._rollout_of(iteration)
         trajectories, metrics = played.trajectories, dict(played.metrics)
@@ -246,7 +246,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return Experience(samples, metrics | services | self._noted | more)
 
     def _rollout_of(self, iteration: int) -> CollectedRollout:
-        """The rollout that an iteration learns from, sampled now or before."""
+        """Return the rollout of an iteration, sampled now or earlier."""
         if self._async is None:
             return self._play_iteration(iteration)
         played, self._staleness = self._async.take(iteration)
@@ -255,7 +255,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return played
 
     def _play_iteration(self, iteration: int) -> CollectedRollout:
-        """Run problems, and further ones in place of uninformative ones."""
+        """Sample problems, replacing uninformative ones."""
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
@@ -308,7 +308,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
-        """Take DAPO's penalty on long answers off rewards."""
+        """Subtract DAPO's penalty on overlong answers from rewards."""
         max_length = self.agent.sampling.max_new_tokens
         lengths = torch.tensor([one.num_response_tokens for one in trajectories])
         penalties = overlong_penalty(lengths, max_length=max_length, margin=margin)
@@ -317,14 +317,14 @@ class ServiceTrainer(LanguageModelTrainer):
                 trajectory.reward += penalty
 
     def learnt_samples(self, batch: Batch) -> list[Sample]:
-        """The samples of a prepared batch; see `mask_truncated_completions`."""
+        """Return the samples of a prepared batch; see `mask_truncated_completions`."""
         if self.parameters.mask_truncated_completions and "is_cut" in batch.values:
             is_whole_B = batch.values["is_cut"] == 0
             batch.values["row_weights"] = batch.values["row_weights"] * is_whole_B
         return samples_of(batch)
 
     def problem(self, number: int) -> int:
-        """The problem at a place of the run: the data set in random order, again and again."""
+        """Return the problem at a position of the run: the dataset in random order, repeatedly."""
         count = self.task.num_problems("train")
         if count is None:
             return number
@@ -341,7 +341,7 @@ class ServiceTrainer(LanguageModelTrainer):
         *,
         num_runs: int | None = None,
     ) -> TaskRollout:
-        """Play problems with the weights that learn, or those of another agent."""
+        """Sample problems with the current weights, or with another agent."""
         runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
         service = self.service
@@ -363,12 +363,12 @@ class ServiceTrainer(LanguageModelTrainer):
         )
 
     def handlers(self) -> dict[str, Handler]:
-        """Besides those of the base: running parts of a rollout."""
+        """Return the base's handlers and that of rollout parts."""
         run = partial(run_requested, partial(requested_part, self.agent, self.task))
         return super().handlers() | {RUN_PARTS: run}
 
     def _wait_for_playing(self) -> None:
-        """Tokenizers and tasks serve one thread at a time."""
+        """Wait for asynchronous rollouts: tokenizers and tasks are not thread-safe."""
         if self._async is not None:
             self._async.wait()
 
@@ -383,7 +383,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """As the run was when it measured, for who does so apart from training."""
+        """Enter the run's evaluation context, for evaluations apart from training."""
         self._set_seed()
         actors = actor_options(self.settings, self.scenario_instance.num_parameters)
         with using_actors(actors), ExitStack() as stack:
@@ -391,16 +391,16 @@ class ServiceTrainer(LanguageModelTrainer):
             yield
 
     def held_out(self, split: Split, limit: int) -> list[int]:
-        """The first problems of a split, at most all it has."""
+        """Return the first problems of a split, at most all of it."""
         count = self.task.num_problems(split)
         return list(range(limit if count is None else min(limit, count)))
 
     def play_held_out(self, split: Split, problems: Sequence[int], num_runs: int) -> TaskRollout:
-        """Play problems, with the same randomness whenever they are played."""
+        """Sample problems, with the same randomness in every call."""
         return self._play(split, problems, ("evaluation", 0), num_runs=num_runs)
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """Answers with a reward; None without held-out problems."""
+        """Return the answers with a reward; None without held-out problems."""
         if not figures:
             return None
         if "rollout/without_reward" in figures:
@@ -416,7 +416,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return math.ceil(len(self.held_out("test", options.num_problems)) / size)
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
-        """Play the held-out problems, the same with the same randomness before and after."""
+        """Sample the held-out problems, with the same randomness before and after training."""
         self._wait_for_playing()
         options = self.options.evaluation
         problems = self.held_out("test", options.num_problems)
@@ -482,7 +482,7 @@ class ServiceTrainer(LanguageModelTrainer):
         )
 
     def dry_run(self) -> dict[str, Any]:
-        """Play one problem, take the gradient of one minibatch, and estimate a whole run."""
+        """Sample one problem, compute the gradient of one minibatch, and estimate a whole run."""
         services = self.scenario_instance.services
         with ExitStack() as stack:
             self._build_train_context(stack)
@@ -493,7 +493,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return super().dry_run() | estimate
 
     def _num_episodes_of_run(self) -> int:
-        """Episodes of training, without resampling, and of all evaluations."""
+        """Return the episodes of training, without resampling, and of all evaluations."""
         training, options = self.training, self.options.evaluation
         num_iterations, period = training.num_iterations, training.eval_period
         played = training.num_episodes_per_experience * self.parameters.group_size
@@ -509,7 +509,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return self.prepare(known)[0]
 
     def _trajectories_of(self, problem: int) -> list[Trajectory]:
-        """What a problem of the training data gives to learn from."""
+        """Return the trajectories of a training problem."""
         return self._play("train", [problem], ("rollout", 0)).trajectories
 
     # ---- tools of the hooks
@@ -521,15 +521,15 @@ class ServiceTrainer(LanguageModelTrainer):
             self._dumps.write(self.state.iteration, stage, plain)
 
     def _log_rollout_metrics(self, batch: Batch | Sequence[Trajectory]) -> None:
-        """Log figures of what was played with those of the iteration."""
+        """Log metrics of the rollout with those of the iteration."""
         self.log_metrics(log_rollout_metrics(batch))
 
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
-        """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
+        """Return another model's log-probabilities of a batch's tokens, `[B, T]`, no gradient."""
         return score_batch(batch, model.logprobs)
 
     def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
-        """Set the `advantages` of distillation and `teacher_logprobs`; the divergence, to log."""
+        """Set `advantages` and `teacher_logprobs` for distillation; return the divergence."""
         options = self.parameters.distillation
         student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
         teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
@@ -539,7 +539,7 @@ class ServiceTrainer(LanguageModelTrainer):
         return {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
 
     def load_teacher(self) -> TokenScorer:
-        """The frozen model that `distillation.teacher` names."""
+        """Load the frozen model named by `distillation.teacher`."""
         chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
         if chosen is None:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Custom trainers on trajectories: the values that they read, and checks of what hooks return."""
+"""The config of custom trainers on trajectories, and checks of their hooks' results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TrainerConfig:
         scenario_instance: ScenarioInstance,
         settings: ExperimentSettings | None,
     ) -> TrainerConfig:
-        """The values that a run passes to its trainer."""
+        """Return the values that a run passes to its trainer."""
         section = getattr(hyper_params, hyper_params.trainer, None)
         service = getattr(section, "train_service", None)
         values = {
@@ -70,14 +70,14 @@ class TrainerConfig:
 
 
 def takes_config_alone(function: Callable[..., None]) -> bool:
-    """Whether an `__init__` is `def __init__(self, config)`."""
+    """Return whether an `__init__` is `def __init__(self, config)`."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     return len(parameters) == 1 and parameters[0].kind in kinds
 
 
 def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
-    """An `__init__(self, config)` that also takes the three arguments of other trainers."""
+    """Wrap an `__init__(self, config)` to also accept the three arguments of other trainers."""
 
     @functools.wraps(function)
     def build(
@@ -98,11 +98,11 @@ def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
 # ---- what hooks return
 
 TOKEN_FIELDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "loss_mask": torch.bool}
-"""What a batch must hold of each token, and of which dtype."""
+"""Required token fields of a batch, and their dtypes."""
 
 
 def check_takes(hook: Callable[..., Any], *given: str) -> None:
-    """Refuse a hook that does not take the given arguments."""
+    """Raise for a hook that does not accept the given arguments."""
     try:
         inspect.signature(hook).bind(*given)
     except TypeError as error:
@@ -114,7 +114,7 @@ def check_takes(hook: Callable[..., Any], *given: str) -> None:
 
 
 def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict[str, float]]:
-    """The result of `_prepare_batch` of a class; raises ConfigurationError with all faults."""
+    """Return the result of a class's `_prepare_batch`; raise ConfigurationError with all faults."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Batch)):
         raise _error(trainer, "_prepare_batch", [f"it returned {_kind(given)}, not (Batch, dict)"])
     batch, metrics = given
@@ -138,7 +138,7 @@ def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict
 def check_trajectories(
     given: Any, *, trainer: str, needs_advantage: bool, metrics: Any
 ) -> list[Trajectory]:
-    """The result of `_prepare_trajectories`; raises ConfigurationError with all faults."""
+    """Return the result of `_prepare_trajectories`; raise ConfigurationError with all faults."""
     name = "_prepare_trajectories"
     if not isinstance(given, list) or not all(isinstance(one, Trajectory) for one in given):
         raise _error(trainer, name, [f"it returned {_kind(given)}, not list[Trajectory]"])

@@ -1,4 +1,4 @@
-"""Figures of rollouts, of their advantages, and of held-out problems.
+"""Metrics of rollouts, of their advantages, and of held-out problems.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -93,7 +93,7 @@ def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: Metrics) -> Me
 
 
 def _sums(values_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """The sum of the first `lengths_B` values of each row, added as those of a row alone."""
+    """Sum the first `lengths_B` values of each row, with the rounding of a single row."""
     sums_B = values_BT.new_zeros(len(values_BT))
     for length in set(lengths_B.tolist()):
         is_this_B = lengths_B == length
@@ -115,7 +115,7 @@ def _figures(name: str, values: Tensor) -> dict[str, float]:
 def mismatch_metrics(
     sampled_BT: Tensor, scored_BT: Tensor, mask_BT: Tensor, *, level: ImportanceLevel = "token"
 ) -> dict[str, float]:
-    """Differences between the log-probabilities of sampler and trainer.
+    """Measure differences between the log-probabilities of sampler and trainer.
 
     `mismatch/kl` (k3 of KL(sampler || policy), nats per token), `mismatch/largest_gap` (nats) and
     `mismatch/effective_sample_size` (share; 1 where the two agree).
@@ -136,14 +136,14 @@ def mismatch_metrics(
 
 
 def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
-    """Chance that at least one of k runs is right, unbiased (arXiv:2107.03374, eq. 1)."""
+    """Return the probability that one of k runs is correct (unbiased, arXiv:2107.03374, eq. 1)."""
     if num_runs - num_right < k:
         return 1.0
     return 1.0 - math.comb(num_runs - num_right, k) / math.comb(num_runs, k)
 
 
 def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> list[list[Any]]:
-    """Transcripts and rewards of the first episodes, for records."""
+    """Return transcripts and rewards of the first episodes, for records."""
     num_runs = len(rollout.episodes) // max(len(problems), 1)
     rows: list[list[Any]] = []
     for i, one in enumerate(rollout.episodes[:count]):
@@ -156,7 +156,7 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
 def answer_rows(
     rollout: TaskRollout, problems: Sequence[int], success_reward: float
 ) -> list[tuple[Any, ...]]:
-    """A row of `ANSWER_COLUMNS` for each run of some problems."""
+    """Return a row of `ANSWER_COLUMNS` for each run of some problems."""
     num_runs = len(rollout.episodes) // max(len(problems), 1)
     return [
         (
@@ -189,7 +189,7 @@ def _texts_of(episode: Episode) -> tuple[Any, ...]:
 
 @dataclass
 class Tally:
-    """Rewards of episodes, with the problem of each, and whether they are right."""
+    """Rewards of episodes, with the problem of each, and whether they are correct."""
 
     success_reward: float
     problems: list[int] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Tally:
         self.is_right = self.is_right or [one >= self.success_reward for one in self.rewards]
 
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
-        """Count the episodes of some problems, of which each has so many beside each other."""
+        """Count the episodes of some problems, with `num_runs` adjacent episodes each."""
         self.episodes += rollout.episodes
         for index, episode in enumerate(rollout.episodes):
             self.num_runs += 1
@@ -213,8 +213,8 @@ class Tally:
                 self.rewards.append(episode.reward)
 
     def report(self, num_runs: int) -> dict[str, Any]:
-        """Share of right runs with its 95 % interval, mean reward, and for more runs pass@k with
-        its interval over problems, which for pass@1 is that of a share of right runs.
+        """Return the share of correct runs with its 95 % interval, the mean reward, and for several
+        runs pass@k with its interval over problems; for pass@1 it is that of a share.
         """
         is_right = list(map(float, self.is_right))
         rate = rate_estimate(is_right, self.problems)
@@ -232,7 +232,9 @@ class Tally:
         return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
-        """For k of 1, 2, 4 ... over the problems of which every run has a reward, and how many."""
+        """Return pass@k, k = 1, 2, 4, ..., of problems whose runs all have rewards, and their
+        number.
+        """
         counts = Counter(self.problems)
         rights: dict[int, list[float]] = {
             problem: [] for problem, count in counts.items() if count == num_runs

@@ -1,4 +1,4 @@
-"""Parameters that trainers on trajectories share."""
+"""Parameters shared by trainers on trajectories."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from nip_astra.scenario_base.agents import LanguageModelParameters
 
 
 class RolloutParameters(AsyncRolloutParameters):
-    """What every trainer on trajectories reads beside `training`, whose
-    num_episodes_per_experience is the number of problems of an iteration.
+    """Parameters of every trainer on trajectories besides `training`, whose
+    num_episodes_per_experience is the number of problems per iteration.
     """
 
     group_size: int = Field(default=8, ge=1, le=10_000)
-    """Runs of each problem, which are compared with one another. More separate better from worse
-    more surely, on fewer problems for the same cost."""
+    """Runs per problem, which are compared with each other. Larger compares more reliably, on fewer
+    problems for the same cost."""
     mask_truncated_completions: bool = False
-    """Whether trajectories that were cut at the token limit are left out of the loss; they still
+    """Whether trajectories truncated at the token limit are excluded from the loss; they still
     count in the statistics of their group (DAPO, arXiv:2503.14476, section 3.4)."""
     max_resampling_rounds: int = Field(default=0, ge=0)
-    """How often problems whose runs all have one reward are replaced by further ones. Each round
-    plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
-    as much."""
+    """Maximum rounds in which problems with equal rewards in all runs are replaced by other
+    problems. Each round samples at most as many problems as are missing, so an iteration costs at
+    most this plus 1 times as much."""
     train_service: TrainServiceParameters = TrainServiceParameters()
-    """Where the policy learns."""
+    """Training service of the policy."""
     algorithm: dict[str, JsonValue] = {}
-    """Values for a trainer of one's own, which reads them as `self.config.algorithm`."""
+    """Values for a custom trainer, available as `self.config.algorithm`."""
 
     @model_validator(mode="after")
     def _can_be_async(self) -> Self:
@@ -53,53 +53,53 @@ class GrpoParameters(AdvantageParameters, RolloutParameters):
     """How rewards become advantages."""
 
     use_run_ids: bool = True
-    """Whether the trajectories of one run, where it has several, count as one."""
+    """Whether the trajectories of one run, if it has several, count as one."""
     overlong_margin: int = Field(default=0, ge=0)
-    """Tokens before the policy's max_new_tokens over which the reward of a longer trajectory falls
+    """Tokens before the policy's max_new_tokens over which the reward of a trajectory falls
     linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
 
 
 class PolicyLossParameters(LossParameters):
-    """The loss of a trainer that reads the weights."""
+    """The loss of a trainer in this process."""
 
     reduction: Reduction | None = None
-    """How the losses of tokens become one number; see `rl_objectives.reductions.reduce_loss`. null
-    takes the loss's own: sequence for gspo and sapo, as in their papers, token for most others.
+    """Reduction of the token losses; see `rl_objectives.reductions.reduce_loss`. null uses the
+    loss's own: sequence for gspo and sapo, as in their papers, token for most others.
     sum_over_length divides by the policy's max_new_tokens."""
     kl: KlParameters = KlParameters()
-    """Price of the divergence from the untrained policy."""
+    """KL penalty against the untrained policy."""
     rescore: bool = False
-    """Whether trajectories are scored again before they are learned from, for old log-probabilities
-    that are exact where sampler and trainer compute differently. It takes another pass."""
+    """Whether trajectories are rescored before training, for exact old log-probabilities if sampler
+    and trainer compute differently. It takes another pass."""
     correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
-    """How the ratio between trainer and sampler weighs the loss of a token: up to max_mismatch
-    (truncate), with tokens beyond it left out (mask), or not (null). Samples of older weights
-    (max_staleness) are rescored and truncated where this is null."""
+    """Weighting of a token's loss by the ratio between trainer and sampler: up to max_mismatch
+    (truncate), excluding tokens beyond it (mask), or none (null). Samples of older weights
+    (max_staleness) are rescored and truncated if this is null."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
-    """Whether the ratio is of each token or of whole trajectories."""
+    """Whether the ratio is per token or per trajectory."""
     max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
         default=2.0, ge=1
     )
-    """Largest ratio between trainer and sampler that is taken as it is."""
+    """Maximum unchanged ratio between trainer and sampler."""
 
 
 class ImportanceLossParameters(PolicyLossParameters):
-    """The loss of a trainer that reads the weights."""
+    """The loss of a trainer in this process."""
 
     loss: PolicyLossName = "importance_sampling"
     """Loss of each token, see `rl_objectives.policy_losses`."""
 
 
 class DistillationParameters(SubParameters):
-    """Whom the student learns from, and how far it looks ahead."""
+    """The teacher, and the horizon of the divergence."""
 
     teacher: LanguageModelParameters | None = None  # type: ignore[valid-type]
-    """The teacher's backend and weights, for instance those in the folder `model` of a run; it must
-    have the student's tokens, and reads the student's prompts. There is none by default, and
-    without one nothing is trained."""
+    """The teacher's backend and weights, for instance in the folder `model` of a run; it must have
+    the student's tokenizer, and reads the student's prompts. There is no default, and training
+    requires one."""
     weight: float = Field(default=1.0, gt=0)
-    """Advantage per nat of divergence. With an optimizer that divides by the size of gradients it
-    matters beside other terms alone."""
+    """Advantage per nat of divergence. With an optimizer that normalises gradients it matters only
+    relative to other terms."""
     discount: float = Field(default=0.0, ge=0, le=1)
-    """How much the divergence at later tokens counts for earlier ones: 0 is of low variance, 1 has
-    the exact gradient of the divergence of whole answers."""
+    """Weight of the divergence at later tokens for earlier ones: 0 has low variance, 1 has the
+    exact gradient of the divergence between whole answers."""

@@ -1,4 +1,4 @@
-"""Rollouts of a trainer on trajectories: who plays them, and which teach something."""
+"""Rollouts of trainers on trajectories: where they are sampled, and which are informative."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CollectedRollout:
     records: list[list[list[Any]]] = field(default_factory=list)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values and tensors for a checkpoint."""
+        """Return plain values and tensors for a checkpoint."""
         return {
             "trajectories": [one.to_plain() for one in self.trajectories],
             "metrics": self.metrics,
@@ -39,13 +39,13 @@ class CollectedRollout:
 
     @classmethod
     def from_plain(cls, _iteration: int, plain: Mapping[str, Any]) -> CollectedRollout:
-        """The rollout of `to_plain`."""
+        """Restore the rollout of `to_plain`."""
         rows = [Trajectory(**fields) for fields in plain["trajectories"]]
         return cls(rows, plain["metrics"], plain["records"])
 
 
 class SamplingThread:
-    """Collects rollouts beside the main thread, with a copy of the policy's weights.
+    """Collects rollouts in a second thread, with a copy of the policy's weights.
 
     `sampler` is the policy's `sampler_copy`, which only this thread uses.
     """
@@ -79,7 +79,7 @@ def check_who_plays(
     scenario_instance: ScenarioInstance,
     settings: ExperimentSettings | None,
 ) -> None:
-    """Refuse to divide the rollouts of a service or engine, and warn of idle actors."""
+    """Raise if rollouts of a service or engine would be split, and warn of idle actors."""
     agent = scenario_instance.agents.get("policy")
     options = getattr(hyper_params, scenario_instance.kind, None)
     num_parts = int(getattr(options, "num_rollout_parts", 1))
@@ -118,9 +118,9 @@ def informative_groups(
     needs_spread: bool = True,
     use_run_ids: bool = True,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Trajectories of groups that teach something, and the others.
+    """Split trajectories into those of informative groups, and the others.
 
-    A group without any reward teaches nothing, nor, if `needs_spread`, one of equal rewards.
+    A group without any reward is not informative, nor, if `needs_spread`, one of equal rewards.
     """
     if not trajectories:
         return [], []

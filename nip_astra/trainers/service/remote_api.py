@@ -1,4 +1,4 @@
-"""Trainers that hand trajectories with advantages to a training service.
+"""Trainers that pass trajectories with advantages to a training service.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -41,9 +41,9 @@ class RemoteLossParameters(LossParameters):
 
 
 class RemoteApiTrainer(ServiceTrainer):
-    """Learn by a sum over tokens: a subclass gives `_prepare_trajectories`.
+    """Base of trainers with a sum over tokens; subclasses implement `_prepare_trajectories`.
 
-    The loss is a sum over all tokens of the optimizer step, as of Tinker; trajectories whose
+    The loss is a sum over all tokens of the optimizer step, as in Tinker; trajectories whose
     advantage is 0 throughout are left out and counted.
     """
 
@@ -60,7 +60,7 @@ class RemoteApiTrainer(ServiceTrainer):
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
-        """Set `advantage` of each trajectory, a number or one per token; hook.
+        """Hook: set `advantage` of each trajectory, a number or one per token.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class RemoteApiTrainer(ServiceTrainer):
 
 @register_trainer(TrainerType.REMOTE_API_GRPO)
 class RemoteApiGrpoTrainer(RemoteApiTrainer):
-    """Raise the runs that did better than others on the same problem.
+    """GRPO on trajectories, with a loss of the training service.
 
     Advantages are those of `self_hosted_grpo`: `(r - mu) / (std + 1e-6)` by runs of a problem
     (`rl_objectives.advantages`).
@@ -148,7 +148,7 @@ class RemoteApiGrpoTrainer(RemoteApiTrainer):
 
 @register_trainer(TrainerType.REMOTE_API_OPD)
 class RemoteApiOpdTrainer(RemoteApiTrainer):
-    """Imitate the teacher on the student's own samples.
+    """On-policy distillation on trajectories, with a loss of the training service.
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; see `self_hosted_opd`.
@@ -160,7 +160,7 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
         """The teacher, and the loss."""
 
         distillation: DistillationParameters = DistillationParameters()
-        """Whom the student learns from."""
+        """The teacher of the student."""
         policy_loss: RemoteLossParameters = RemoteLossParameters()
         """The loss of a batch."""
 
@@ -187,7 +187,7 @@ class CrossEntropyParameters(RemoteLossParameters):
 
 @register_trainer(TrainerType.REMOTE_API_CROSS_ENTROPY)
 class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
-    """Learn the solutions of a task's problems by heart: `-log pi`, summed over their tokens.
+    """Supervised fine-tuning on a task's solutions: `-log pi`, summed over their tokens.
 
     Nothing is sampled in training; `group_size`, resampling and staleness have no use.
     """
@@ -213,7 +213,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         return trajectories
 
     def _rollout_of(self, iteration: int) -> CollectedRollout:
-        """The openings of an iteration's problems, each followed by its solution."""
+        """Return the openings of an iteration's problems, each followed by its solution."""
         count = self.training.num_episodes_per_experience
         numbers = range(iteration * count, (iteration + 1) * count)
         return CollectedRollout([self._solved(self.problem(number)) for number in numbers], {})

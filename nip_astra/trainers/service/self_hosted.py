@@ -1,4 +1,4 @@
-"""Trainers that prepare whole batches and read the weights.
+"""Trainers on batches of trajectories, with the weights in this process.
 
 Shape suffixes: `B` row, `T` token.
 """
@@ -47,7 +47,7 @@ def policy_loss(
     max_length: int | None,
     kl_weight: float | None = None,
 ) -> LossOutput:
-    """The loss of a batch by the parameters; see `rl_objectives.policy_losses.policy_loss`.
+    """Compute a batch's loss from the parameters; see `rl_objectives.policy_losses.policy_loss`.
 
     `batch` has `old_logprobs`, `advantages`, `trained_mask`, `reference_logprobs` if
     `options.kl.weight` is above 0, and optionally `correction_weights`. `kl_weight` replaces an
@@ -73,10 +73,10 @@ def policy_loss(
 
 
 class SelfHostedTrainer(ServiceTrainer):
-    """Learn from batches: a subclass gives `_prepare_batch`, which sets `values["advantages"]`.
+    """Base of trainers on batches; subclasses implement `_prepare_batch`, which sets advantages.
 
-    The loss is that of `policy_loss` in the parameters; a subclass may give another `loss` of a
-    batch, which holds each field of tokens of the prepared batch beside `old_logprobs`.
+    The loss is that of `policy_loss` in the parameters; a subclass may override `loss` of a batch,
+    which has each token field of the prepared batch beside `old_logprobs`.
     """
 
     class Parameters(RolloutParameters):
@@ -87,7 +87,7 @@ class SelfHostedTrainer(ServiceTrainer):
 
     @abstractmethod
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        """Set the advantages of a batch, and give it back with figures to log; hook.
+        """Hook: set the advantages of a batch, and return it with metrics.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class SelfHostedTrainer(ServiceTrainer):
 
     @cached_property
     def kl(self) -> AdaptiveKl:
-        """The weight of the divergence from the reference, fixed or adapted."""
+        """The weight of the KL penalty, fixed or adapted."""
         options: PolicyLossParameters = self.parameters.policy_loss
         return options.kl.controller()
 
@@ -161,11 +161,11 @@ class SelfHostedTrainer(ServiceTrainer):
         return f"all advantages are 0, of {counted(len(found.samples), 'trajectory')}."
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
-        """The policy's own log-probabilities before the update, `[B, T]`, scored again."""
+        """Rescore the policy's own log-probabilities before the update, `[B, T]`."""
         return score_batch(batch, self.service.compute_logprobs)
 
     def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
-        """Score the samples again and measure the mismatch of sampler and trainer.
+        """Rescore the samples and measure the mismatch of sampler and trainer.
 
         Samples of older weights are corrected for it: by default truncated, see `correction`.
         """
@@ -193,7 +193,7 @@ class SelfHostedTrainer(ServiceTrainer):
 
 @register_trainer(TrainerType.SELF_HOSTED_GRPO)
 class SelfHostedGrpoTrainer(SelfHostedTrainer):
-    """Raise the runs that did better than others on the same problem, lower those that did worse.
+    """GRPO of a language model on the problems of a task.
 
     With `m_k` the mean reward of run k of a problem, mu and std their mean and unbiased standard
     deviation, each token of a trajectory has the advantage `A = (r - mu) / (std + 1e-6)` (GRPO,
@@ -224,7 +224,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return self._compute_advantage(batch), {}
 
     def _reward_fn(self, batch: Batch) -> Tensor:
-        """The reward of each trajectory at the last token of the policy, `[B, T]`."""
+        """Return the reward of each trajectory at the last token of the policy, `[B, T]`."""
         mask_BT = batch.values["loss_mask"]
         place_T = torch.arange(mask_BT.shape[1])
         last_B = torch.where(mask_BT, place_T, -1).amax(dim=1)
@@ -232,7 +232,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return torch.where(is_last_BT, batch.values["rewards"].nan_to_num()[:, None], 0.0)
 
     def _compute_advantage(self, batch: Batch) -> Batch:
-        """Set `advantages`, leave out trajectories without a reward, and log statistics."""
+        """Set `advantages`, exclude trajectories without a reward, and log statistics."""
         options = self.parameters
         runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
         groups = batch.metadata["uid" if "uid" in batch.metadata else "group_ids"]  # as in NexRL
@@ -243,9 +243,9 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         return batch
 
     def _rewards_of_rows(self, batch: Batch) -> Tensor:
-        """The reward of each trajectory, `[B]`: the sum over the tokens of the policy.
+        """Return the reward of each trajectory, `[B]`: the sum over the tokens of the policy.
 
-        Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
+        Token rewards may lack the first column, like those of NexRL's `responses`.
         """
         rewards_B: Tensor = batch.values["rewards"]
         names = ("token_level_rewards", "token_level_scores")
@@ -271,7 +271,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
 
 @register_trainer(TrainerType.SELF_HOSTED_OPD)
 class SelfHostedOpdTrainer(SelfHostedTrainer):
-    """Imitate the teacher on the student's own samples.
+    """On-policy distillation from a teacher, on the student's own samples.
 
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
@@ -281,10 +281,10 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
     learns_from_rewards: ClassVar[bool] = False
 
     class Parameters(RolloutParameters):
-        """The teacher, and which loss is taken."""
+        """The teacher and the loss."""
 
         distillation: DistillationParameters = DistillationParameters()
-        """Whom the student learns from."""
+        """The teacher of the student."""
         policy_loss: ImportanceLossParameters = ImportanceLossParameters()
         """The loss of a batch."""
 

@@ -1,4 +1,4 @@
-"""Rollout analyses of a run: a judge's verdicts on messages of agents, in files and in figures.
+"""Rollout analyses of a run: a judge's verdicts on agents' messages, as files and figures.
 
 Shape suffixes: `N` rollout, `A` agent, `C` channel.
 """
@@ -35,7 +35,7 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 ANALYSES = "analyses"
 """Folder of a run directory."""
 JUDGE = "judge"
-"""Name of the judge where requests are counted."""
+"""Name of the judge in request counts."""
 VERSION = 1
 VERDICTS_SUFFIX = ".verdicts.json"
 _WORDS = {
@@ -57,12 +57,12 @@ class Sampling(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return self.path.parent.name
 
 
 def stored_samplings(run: RunDirectory) -> list[Sampling]:
-    """All rollouts of a run, by split and iteration."""
+    """Return all rollouts of a run, by split and iteration."""
     found = []
     for path in sorted(run.rollouts_dir.glob(f"*/{ROLLOUTS}")):
         split, _, number = path.parent.name.rpartition("_")
@@ -82,14 +82,14 @@ class Analysis(NamedTuple):
 
     @property
     def figures(self) -> dict[str, float]:
-        """`<agent>/share_<analyser>`: the share of yes among yes and no."""
+        """Return `<agent>/share_<analyser>`: the share of yes among yes and no."""
         name = self.summary["analyser"]
         shares = self.summary["shares"]
         return {f"{agent}/share_{name}": one["share"] for agent, one in shares.items()}
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
-        """The verdicts, in the order of `COLUMNS`."""
+        """Return the verdicts, in the order of `COLUMNS`."""
         summary = self.summary
         return [
             (summary["analyser"], summary["split"], *(one[name] for name in COLUMNS[2:]))
@@ -98,7 +98,7 @@ class Analysis(NamedTuple):
 
 
 class RolloutAnalyses:
-    """Lets a judge answer the questions of analysers about rollouts, and keeps its verdicts.
+    """Lets a judge answer the analysers' questions about rollouts, and stores its verdicts.
 
     A folder `analyses/<split>_<iteration>` has, for each analyser, `<analyser>.json` with shares
     and all verdicts with their reasons, and `<analyser>.verdicts.json`, a `NestedArrayDict`.
@@ -125,7 +125,7 @@ class RolloutAnalyses:
                 )
 
     def count_requests(self, rollouts: NestedArrayDict) -> dict[str, int]:
-        """How many requests each analyser would make at least."""
+        """Return the minimum number of requests of each analyser."""
         return {
             one.name: len(requests_of(one, one.subjects(rollouts, self.cast), self.how))
             for one in self.analysers
@@ -139,7 +139,7 @@ class RolloutAnalyses:
         *,
         is_overwritten: bool = False,
     ) -> list[Analysis]:
-        """Judge the rollouts of an iteration by every analyser."""
+        """Judge the rollouts of an iteration with every analyser."""
         folder = None if self.run is None else Path(ANALYSES) / f"{split}_{iteration:04d}"
         if folder is not None and not is_overwritten:
             for analyser in self.analysers:
@@ -158,7 +158,7 @@ class RolloutAnalyses:
 
     @property
     def judge(self) -> dict[str, str]:
-        """Who judges."""
+        """Name and location of the judge."""
         return {"model": self.model.name, "place": self.model.place}
 
     def _check_judge(self, name: Path) -> None:
@@ -211,7 +211,7 @@ class RolloutAnalyses:
 def open_analyses(
     instance: PureTextScenarioInstance, settings: ExperimentSettings
 ) -> RolloutAnalyses | None:
-    """The analyses that an instance's parameters name; None without any."""
+    """Open the analyses named by an instance's parameters; None without any."""
     if instance.analysis is None:
         return None
     chosen = instance.analysis
@@ -221,7 +221,7 @@ def open_analyses(
 
 
 def load_verdicts(run: RunDirectory, split: str, iteration: int, analyser: str) -> NestedArrayDict:
-    """The stored verdicts of an analysis."""
+    """Load the stored verdicts of an analysis."""
     folder = run.path / ANALYSES / f"{split}_{iteration:04d}"
     return NestedArrayDict.load(folder / f"{analyser}{VERDICTS_SUFFIX}")
 
@@ -243,7 +243,7 @@ def _share(
     verdict_NC: np.ndarray[Any, np.dtype[np.int64]],
     datapoint_N: np.ndarray[Any, np.dtype[np.int64]],
 ) -> dict[str, float]:
-    """How often the answer is yes, with a 95 % interval that allows for equal datapoints."""
+    """Return how often the answer is yes, with a 95 % interval clustered by datapoint."""
     places, channels = np.nonzero(verdict_NC <= Verdict.YES)
     yes = verdict_NC[places, channels] == Verdict.YES
     estimate = rate_estimate(yes.astype(float).tolist(), datapoint_N[places].tolist())

@@ -22,12 +22,12 @@ Places = npt.NDArray[np.int64]
 
 
 def above_threshold(returns_N: Floats, threshold: float) -> Places:
-    """The places of returns that are at least the threshold, in order."""
+    """Return the indices of returns that are at least the threshold, in order."""
     return np.flatnonzero(returns_N >= threshold).astype(np.int64)
 
 
 def sampling_weights(returns_N: Floats, *, minimum: float | None, epsilon: float) -> Floats:
-    """Probabilities of rollouts, `[N]`: larger returns are likelier.
+    """Return probabilities of rollouts, `[N]`: larger returns are more likely.
 
     With w the returns less the smallest one, or, where a minimum is given, the returns but at least
     it: `p = (w / sum w + epsilon / N) / (1 + epsilon)`. Where all w are 0, p is uniform.
@@ -47,7 +47,7 @@ def sampling_weights(returns_N: Floats, *, minimum: float | None, epsilon: float
 def weighted_sample(
     weights_N: Floats, *, size_factor: float, with_replacement: bool, seed: int
 ) -> Places:
-    """Places drawn by their probabilities, `round(size_factor N)` of them, in order.
+    """Sample `round(size_factor N)` indices by their probabilities, in order.
 
     Without replacement there are at most as many as have a probability above 0.
     """
@@ -61,7 +61,7 @@ def weighted_sample(
 
 @register_trainer(TrainerType.PURE_TEXT_EI)
 class PureTextEiTrainer(PureTextRlTrainer):
-    """Each model learns to answer as its agents did in rollouts with large returns.
+    """Expert iteration: models are fine-tuned on their agents' answers in high-return rollouts.
 
     For every agent, rollouts are chosen by its own return `R = sum of its rewards`: those with
     `R >= reward_threshold`, or a sample with weights that grow with R. A group's model is then
@@ -73,9 +73,9 @@ class PureTextEiTrainer(PureTextRlTrainer):
         """Expert iteration."""
 
         rollout_selection_method: Literal["threshold", "weighted_sampling"] = "threshold"
-        """How rollouts are chosen: those with a good return, or a sample that leans to them."""
+        """Selection of rollouts: those with a high return, or a sample weighted by returns."""
         reward_threshold: Annotated[float, where("rollout_selection_method", "threshold")] = 0.9
-        """Least return of an agent in a rollout that it learns from. Larger is choosier."""
+        """Minimum return of an agent in a training rollout. Larger is more selective."""
         weighting_use_replacement: Annotated[
             bool, where("rollout_selection_method", "weighted_sampling")
         ] = True
@@ -83,17 +83,17 @@ class PureTextEiTrainer(PureTextRlTrainer):
         weighting_epsilon: Annotated[
             float, where("rollout_selection_method", "weighted_sampling")
         ] = Field(default=0.1, ge=0)
-        """Weight of a uniform choice beside that by returns. Larger leans less to good ones."""
+        """Weight of uniform sampling beside that by returns. Larger prefers high returns less."""
         weighting_minimum: Annotated[
             float | None, where("rollout_selection_method", "weighted_sampling")
         ] = Field(default=None, ge=0)
-        """Returns below it count as it; null counts from the smallest return."""
+        """Lower bound of returns; null counts from the smallest return."""
         weighting_sample_size_factor: Annotated[
             float, where("rollout_selection_method", "weighted_sampling")
         ] = Field(default=0.5, gt=0)
         """Size of the sample, as a multiple of the number of rollouts."""
         fine_tune_on_all_previous_rollouts: bool = False
-        """Whether rollouts of all iterations so far are chosen from, instead of this one's."""
+        """Whether rollouts are selected from all iterations so far, instead of the current one."""
 
     def _stage_create_fine_tune_jobs(self, rollouts: NestedArrayDict) -> None:
         if self.parameters.fine_tune_on_all_previous_rollouts:
@@ -109,7 +109,7 @@ class PureTextEiTrainer(PureTextRlTrainer):
             group.create_supervised_fine_tune_job(chosen, dict.fromkeys(verifiers, replaced))
 
     def _select(self, rollouts: NestedArrayDict, agent: int, name: str) -> npt.NDArray[np.int64]:
-        """The rollouts that an agent learns from."""
+        """Return the rollouts that an agent learns from."""
         parameters, returns_N = self.parameters, episode_returns(rollouts)[:, agent]
         if parameters.rollout_selection_method == "threshold" or not len(returns_N):
             return above_threshold(returns_N, parameters.reward_threshold)

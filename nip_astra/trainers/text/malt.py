@@ -27,7 +27,7 @@ from nip_astra.utils.seeding import derive_seed
 
 @register_trainer(TrainerType.PURE_TEXT_MALT)
 class PureTextMaltTrainer(PureTextRlTrainer):
-    """Each model learns to prefer those of its agents' answers with the larger values (MALT).
+    """MALT: DPO on pairs of answers, from trees of responses.
 
     In each round of a rollout all agents answer several times, which makes a tree. The value of a
     round for an agent is `V(n) = r(n) + mean of V(c) over its children c` (arXiv:2412.01928,
@@ -39,14 +39,14 @@ class PureTextMaltTrainer(PureTextRlTrainer):
     never_reads: ClassVar[tuple[str, ...]] = ("text_rl.verifier_guess_replacement_*",)
 
     class Parameters(SubParameters):
-        """Trees of responses, and learning from their pairs."""
+        """Trees of responses, and DPO on their pairs."""
 
         num_responses_per_timestep: int = Field(default=2, ge=2, le=10_000)
         """Continuations of each conversation in each round. A conversation of R rounds has up to
         this to the power of R ends."""
         dpo_beta: float | None = Field(default=None, gt=0)
         """Inverse temperature of DPO; null uses the service's default. Larger stays closer to the
-        model that a job starts from."""
+        job's initial model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ class PureTextMaltTrainer(PureTextRlTrainer):
 
 
 class TreeValues(NamedTuple):
-    """The nodes of trees, a row each.
+    """The nodes of trees, one row each.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class TreeValues(NamedTuple):
 
 
 def tree_values(rollouts: NestedArrayDict) -> TreeValues:
-    """All nodes of trees with their values.
+    """Return all nodes of trees with their values.
 
     Each child weighs the same, however many ends it has, so that V estimates the return of the
     agents' own policy.
@@ -127,7 +127,7 @@ def preference_pairs(
     *,
     seed: int,
 ) -> list[AnswerPair]:
-    """One pair for each agent and parent node with a good answer and a bad one.
+    """Return one pair for each agent and parent node with a good and a bad answer.
 
     An answer is good if the agent's value of its node is at least the agent's mid-point, see
     `ProtocolHandler.reward_mid_point_estimate`. Of several candidates one is drawn, such that the

@@ -1,4 +1,4 @@
-"""The datapoints of rollouts in words, their files, and sample conversations for reports."""
+"""Datapoints of text rollouts, their files, and sample conversations for reports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
 CLASSES = {REJECT: "negatives", ACCEPT: "positives"}
-"""Names of the datapoints of a label in figures."""
+"""Names of a label's datapoints in metrics."""
 
 
 def episode_returns(rollouts: NestedArrayDict) -> npt.NDArray[np.float64]:
-    """Each agent's return in each rollout, `[N, A]`."""
+    """Return each agent's return in each rollout, `[N, A]`."""
     returns_NA: npt.NDArray[np.float64] = rollouts["agents", "reward"].sum(axis=1)
     return returns_NA
 
@@ -33,7 +33,7 @@ def episode_returns(rollouts: NestedArrayDict) -> npt.NDArray[np.float64]:
 def rollout_statistics(
     rollouts: NestedArrayDict, agent_names: Sequence[str], groupings: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Figures of all rollouts, and of each agent as `<agent>/<figure>`.
+    """Return metrics of all rollouts, and of each agent as `<agent>/<figure>`.
 
     A rollout without a decision counts as wrong. Figures without any data are left out. `groupings`
     are columns of the data, by each value of which the accuracy is added.
@@ -71,7 +71,7 @@ def rollout_statistics(
 def statistics_with_interval(
     rollouts: NestedArrayDict, agent_names: Sequence[str], groupings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same with the number of episodes and a 95 % interval of the accuracy, by datapoint."""
+    """Return statistics, the number of episodes, and a 95 % interval of accuracy, by datapoint."""
     found: dict[str, Any] = dict(rollout_statistics(rollouts, agent_names, groupings))
     is_right_N = rollouts["decision"] == rollouts["y"]
     estimate = rate_estimate(is_right_N.tolist(), rollouts["datapoint_id"].tolist())
@@ -101,7 +101,7 @@ def _of_agent(
 
 
 NUM_SEEDS = 2**16
-"""Seeds that an episode may have."""
+"""Number of possible seeds of an episode."""
 ROLLOUTS, ANSWERS, TRANSCRIPTS = "rollouts.json", "answers.jsonl", "transcripts.json"
 
 
@@ -111,7 +111,7 @@ ROLLOUTS, ANSWERS, TRANSCRIPTS = "rollouts.json", "answers.jsonl", "transcripts.
 def train_episodes(
     instance: PureTextScenarioInstance, *, seed: int, iteration: int, count: int
 ) -> Iterator[TextEpisode]:
-    """An iteration's episodes; each pass over the data has its own order."""
+    """Yield the episodes of an iteration; the order is shuffled for each pass over the data."""
     data = instance.train_data
     for number in range(iteration * count, (iteration + 1) * count):
         epoch, place = divmod(number, len(data))
@@ -123,7 +123,7 @@ def train_episodes(
 def held_out_episodes(
     instance: PureTextScenarioInstance, *, seed: int, count: int | None
 ) -> Iterator[TextEpisode]:
-    """A test's episodes, the same in each test; on all of the data where `count` is None."""
+    """Yield the episodes of a test, equal in each test; all of the data if `count` is None."""
     data = instance.test_data
     rows = range(len(data)) if count is None else shuffled(len(data), seed, "test data")[:count]
     for row in rows:
@@ -133,7 +133,7 @@ def held_out_episodes(
 
 @lru_cache(maxsize=8)
 def shuffled(count: int, *key: str | int) -> tuple[int, ...]:
-    """The numbers below `count` in an order that depends on the key alone."""
+    """Return the numbers below `count` in an order that depends only on the key."""
     return tuple(np.random.default_rng(derive_seed(*key)).permutation(count).tolist())
 
 
@@ -141,7 +141,7 @@ def shuffled(count: int, *key: str | int) -> tuple[int, ...]:
 
 
 class RolloutFiles:
-    """The rollouts of one run, a folder for each sampling; in memory without a run directory.
+    """The rollouts of one run, a folder per sampling; in memory without a run directory.
 
     A folder `rollouts/<split>_<iteration>` has `answers.jsonl`, the answers in the order of their
     arrival; `rollouts.json`, a `NestedArrayDict` with prompts and raw answers; and
@@ -153,7 +153,7 @@ class RolloutFiles:
         self._in_memory: dict[tuple[str, int], NestedArrayDict] = {}
 
     def folder(self, split: str, iteration: int) -> Path | None:
-        """The folder of a sampling; None without a run directory."""
+        """Return the folder of a sampling; None without a run directory."""
         if self.run_directory is None:
             return None
         return self.run_directory.rollouts_dir / f"{split}_{iteration:04d}"
@@ -166,7 +166,7 @@ class RolloutFiles:
         *,
         is_replayed: bool = False,
     ) -> AnswerJournal:
-        """The answers of a sampling so far; see `AnswerJournal` for the options."""
+        """Return the answers of a sampling so far; see `AnswerJournal` for the options."""
         folder = self.folder(split, iteration)
         path = None if folder is None else folder / ANSWERS
         return AnswerJournal(path, run_key, is_replayed)
@@ -180,7 +180,7 @@ class RolloutFiles:
         agent_names: Sequence[str],
         channel_names: Sequence[str],
     ) -> None:
-        """Keep the rollouts of a sampling."""
+        """Store the rollouts of a sampling."""
         folder = self.folder(split, iteration)
         if folder is None or self.run_directory is None:
             self._in_memory[split, iteration] = rollouts
@@ -192,7 +192,7 @@ class RolloutFiles:
         rollouts.save(folder / ROLLOUTS)
 
     def load(self, split: str, iteration: int) -> NestedArrayDict:
-        """The rollouts of an earlier sampling."""
+        """Load the rollouts of an earlier sampling."""
         folder = self.folder(split, iteration)
         if folder is None:
             return self._in_memory[split, iteration]
@@ -205,7 +205,7 @@ class RolloutFiles:
 def episode_rows(
     rollouts: NestedArrayDict, game: TextGame, *, num_episodes: int, step: int, seed: int
 ) -> list[tuple[Any, ...]]:
-    """Rows of a sample of rollouts, half of them with the right decision where there are enough.
+    """Return rows of sampled rollouts, half of them correct if there are enough.
 
     Their columns are those of tensor games (`protocol.statistics.COLUMNS`); a message is a text.
     """
