@@ -15,7 +15,7 @@ from typing import Any
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:
-    """A module of an optional package, for a feature that needs it.
+    """Import a module of an optional package, for a feature that needs it.
 
     Raises
     ------

@@ -735,7 +735,7 @@ def total_num_iterations(owner: Any) -> int:
 
 
 def _is_counted(owner: object, loop: Any) -> bool:
-    """Whether `total_num_iterations` counts a loop; not if its name is overridden."""
+    """Return whether `total_num_iterations` counts a loop; not if its name is overridden."""
     return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 
 
@@ -761,5 +761,5 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _is_live(console: Console) -> bool:
-    """Whether a line can be redrawn: on a terminal or in a notebook."""
+    """Return whether a line can be redrawn: on a terminal or in a notebook."""
     return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)

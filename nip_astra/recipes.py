@@ -383,7 +383,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 def has_chat_template(model: str | Path) -> bool:
-    """Whether the tokenizer of a model has a chat template."""
+    """Return whether the tokenizer of a model has a chat template."""
     return bool(getattr(_tokenizer(model), "chat_template", None))
 
 

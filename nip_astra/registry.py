@@ -150,7 +150,7 @@ class Registry(Generic[T]):
         raise UnknownNameError(self.kind, key, self.names())
 
     def is_built_in(self, name: str) -> bool:
-        """Whether a name is built in."""
+        """Return whether a name is built in."""
         return str(name) in self._built_ins
 
     def module_of(self, name: str) -> str:
@@ -266,7 +266,7 @@ def _package_of(entry_point: metadata.EntryPoint) -> str:
 
 
 def _is_redefined(known: object, entry: object) -> bool:
-    """Whether both are the same definition in the main program, executed again."""
+    """Return whether both are the same definition in the main program, executed again."""
     names = [
         (getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (known, entry)
     ]

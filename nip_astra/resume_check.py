@@ -168,7 +168,7 @@ def check_resume(
 
 
 def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
-    """Whether this process can fork after a run, which devices, threads and Ray prevent."""
+    """Return whether this process can fork after a run, which devices, threads and Ray prevent."""
     one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
     return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
 

@@ -51,7 +51,7 @@ def valid_text(text: str) -> str:
 
 
 def has_unsafe(text: str) -> bool:
-    """Whether `safe_text` would replace a character of the text."""
+    """Return whether `safe_text` would replace a character of the text."""
     return _UNSAFE.search(text) is not None
 
 

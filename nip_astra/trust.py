@@ -161,7 +161,7 @@ def sign(content: bytes) -> str | None:
 
 
 def is_own(parameter_file: Path, signature: str = SIGNATURE) -> bool:
-    """Whether this user made the run of a parameter file on this machine.
+    """Return whether this user made the run of a parameter file on this machine.
 
     The file must be unchanged, and beside the run's `environment.json`.
 
@@ -179,7 +179,7 @@ def is_own(parameter_file: Path, signature: str = SIGNATURE) -> bool:
 
 
 def is_signed(content: bytes, signature: object) -> bool:
-    """Whether the content was signed with this user's key."""
+    """Return whether the content was signed with this user's key."""
     key = _read_key()
     if key is None or not isinstance(signature, str) or not signature.isascii():
         return False

@@ -134,7 +134,7 @@ class StageDumps:
         self._count = 0
 
     def is_due(self, iteration: int) -> bool:
-        """Whether the stages of an iteration are dumped."""
+        """Return whether the stages of an iteration are dumped."""
         return self.folder is not None and self.period > 0 and iteration % self.period == 0
 
     def write(self, iteration: int, stage: str, values: Mapping[str, Any]) -> None:

@@ -167,7 +167,7 @@ def _in_one_line(error: Any) -> ConfigurationError:
 
 
 def _is_unlike(option: str, known: set[str]) -> bool:
-    """Whether a given option resembles no known one."""
+    """Return whether a given option resembles no known one."""
     return bool(option) and option not in known and not nearest_names(option, sorted(known), 1)
 
 
@@ -191,7 +191,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Handle the options of the program itself."""
 
 
 @app.command()

@@ -7,7 +7,7 @@ from nip_astra.trust import read_variable
 
 
 def is_one_of_several() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Return whether a launcher started this process as one of several."""
     return num_processes() > 1 and read_variable("RANK") is not None
 
 

@@ -164,7 +164,7 @@ def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Ten
 
 
 def has_adapter(module: Any) -> bool:
-    """Whether a module has a LoRA adapter."""
+    """Return whether a module has a LoRA adapter."""
     return hasattr(module, "peft_config")
 
 

@@ -188,7 +188,7 @@ class BatchEngine:
     # ---- prompts
 
     def _next_parts(self) -> list[_Prefill]:
-        """The prompts with tokens in this step, whose numbers are set."""
+        """Return the prompts with tokens in this step, whose numbers are set."""
         budget = self.limits.max_read_tokens
         parts: list[_Prefill] = []
         for one in self._prefilling:
@@ -206,7 +206,7 @@ class BatchEngine:
         return parts
 
     def _own_keys(self, one: _Prefill) -> PrefilledPrompt:
-        """The keys of a prompt beside the batch, with room for the rest."""
+        """Return the keys of a prompt beside the batch, with room for the rest."""
         if one.source is not None and one.owns_source:
             return one.source
         own = self._cache.unread(one.ids)
@@ -324,7 +324,7 @@ class BatchEngine:
     def _hidden(
         self, counts: Sequence[int], parts: Sequence[_Prefill], apart: Sequence[_Prefill]
     ) -> Tensor:
-        """The hidden states of `counts` new tokens of each row, and of the prompts apart."""
+        """Return the hidden states of `counts` new tokens of each row, and of separate prompts."""
         ids = [row.last for row in self.rows]
         adapters = [row.request.adapter for row in self.rows]
         for one in parts:
@@ -380,7 +380,7 @@ def _num_positions(request: GenerationRequest) -> int:
 
 
 def _waits_for(one: _Prefill, num_kept: int, parts: Sequence[_Prefill]) -> bool:
-    """Whether a prompt begins like one in this step, so that the next step can copy it.
+    """Return whether a prompt begins like one in this step, so that the next step can copy it.
 
     `num_kept` tokens can be copied now.
     """
@@ -394,7 +394,7 @@ def _waits_for(one: _Prefill, num_kept: int, parts: Sequence[_Prefill]) -> bool:
 
 
 def _is_scored(request: GenerationRequest) -> bool:
-    """Whether a request returns log-probabilities of its prompt."""
+    """Return whether a request returns log-probabilities of its prompt."""
     return request.echo and request.num_top is not None
 
 

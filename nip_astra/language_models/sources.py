@@ -93,12 +93,12 @@ def _hub_problem(address: str) -> str:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model, or an adapter of one."""
+    """Return whether a folder holds a model, or an adapter of one."""
     return any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG))
 
 
 def _is_adapter(name: str) -> bool:
-    """Whether a folder holds an adapter without its base."""
+    """Return whether a folder holds an adapter without its base."""
     return (Path(name) / ADAPTER_CONFIG).is_file() and not (Path(name) / MODEL_CONFIG).is_file()
 
 
@@ -137,7 +137,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def decode_all(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
-    """The texts of token rows, without special tokens."""
+    """Return the texts of token rows, without special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_own = not type(tokenizer)._decode.__module__.startswith("transformers.tokenization_utils")
     if backend is None or is_own or tokenizer.clean_up_tokenization_spaces:
@@ -285,7 +285,7 @@ def describe_model(name: str) -> ModelDescription:
 
 
 def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
-    """Whether a model is large enough, and the device able, to gain from bfloat16."""
+    """Return whether a model is large enough, and the device able, to gain from bfloat16."""
     if module.num_parameters() < SMALLEST_BFLOAT16_MODEL:
         return False
     if device.type == "cuda":

@@ -230,7 +230,7 @@ def tool_form(tokenizer: Any) -> ToolForm | None:
 
 
 def supports_tools(tokenizer: Any) -> bool:
-    """Whether the tokenizer's chat template shows tools to the model."""
+    """Return whether the tokenizer's chat template shows tools to the model."""
     return tool_form(tokenizer) is not None
 
 

@@ -479,7 +479,7 @@ def _engine_dtype(asked: str, num_parameters: int) -> str:
 
 
 def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
-    """Whether an engine fits a model's parameters, ignoring those at their defaults."""
+    """Return whether an engine fits a model's parameters, ignoring those at their defaults."""
     fields = type(parameters).model_fields
     held = {
         "max_model_len": options.max_model_len,

@@ -311,7 +311,7 @@ class PureTextSharedModelGroup(View):
         super().__init__(group, group_name=group.name, agent_names=names)
 
     def agent_ids_and_names(self) -> list[tuple[int, str]]:
-        """Members by their index in the protocol, and their names."""
+        """Return members by index in the protocol, and their names."""
         return [(agent.number, agent.name) for agent in self._viewed.agents]
 
     def create_supervised_fine_tune_job(

@@ -116,7 +116,7 @@ def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path 
 
 
 def is_inside_content(reference: str) -> bool:
-    """Whether a reference stays in the scenario's folder or an installed package."""
+    """Return whether a reference stays in the scenario's folder or an installed package."""
     scheme, found, rest = reference.partition("://")
     return bool(found) and scheme in ("scenario", "package") and ".." not in Path(rest).parts
 
@@ -138,7 +138,7 @@ def with_absolute_paths(value: Any) -> Any:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a file or folder exists; False for text that cannot be a file name."""
+    """Return whether a file or folder exists; False for text that cannot be a file name."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -240,7 +240,7 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def is_newer(version: str) -> bool:
-    """Whether a version has a newer major or minor release than the installed one."""
+    """Return whether a version has a newer major or minor release than the installed one."""
     release, installed = release_of(version), release_of(__version__)
     return release is not None and installed is not None and release > installed
 
@@ -286,7 +286,7 @@ _TINKER_POLICY: dict[str, Any] = {
 
 
 def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
-    """Whether `trainer` is a group rather than a name."""
+    """Return whether `trainer` is a group rather than a name."""
     return isinstance(values.get("trainer"), Mapping)
 
 

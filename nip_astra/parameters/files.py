@@ -252,14 +252,14 @@ def merge_layers(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether values are plain and without references; converting them by OmegaConf is slow."""
+    """Return whether values are plain, without references; converting them by OmegaConf is slow."""
     if type(value) in (dict, list):
         return all(map(_is_plain, value.values() if type(value) is dict else value))
     return "${" not in value if type(value) is str else type(value) in (bool, int, float, NoneType)
 
 
 def _copied(value: Any) -> Any:
-    """A copy of plain values; `deepcopy` takes several times as long."""
+    """Return a copy of plain values; `deepcopy` takes several times as long."""
     if type(value) is dict:
         return {name: _copied(item) for name, item in value.items()}
     return list(map(_copied, value)) if type(value) is list else value

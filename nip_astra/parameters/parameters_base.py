@@ -160,7 +160,7 @@ def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
 
 
 def is_about_elements(values: Mapping[str, Any]) -> bool:
-    """Whether all names are numbers, which index the elements of a list from 0."""
+    """Return whether all names are numbers, which index the elements of a list from 0."""
     return bool(values) and all(str(name).isdecimal() for name in values)
 
 
@@ -711,7 +711,7 @@ def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def is_inside(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
-    """Whether values of a type cannot refer to anything outside of a run."""
+    """Return whether values of a type cannot refer to anything outside of a run."""
     if any(isinstance(one, _Inside) for one in metadata):
         return True
     if get_origin(annotation) is Annotated:

@@ -33,7 +33,7 @@ class UpdateSchedule(PolymorphicParameters):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def is_active(self, iteration: int) -> bool:
-        """Whether the agent learns in an iteration, counted from 0."""
+        """Return whether the agent learns in an iteration, counted from 0."""
         raise NotImplementedError
 
 

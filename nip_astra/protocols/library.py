@@ -112,7 +112,7 @@ class TwoProverParameters(MessageRounds):
 def _two_prover_activity(
     handler: ProtocolHandler, agent_name: str, round_index: int, channel_name: str
 ) -> bool:
-    """Whether an agent is active: verifier and provers alternate, each prover in its channel."""
+    """Return whether an agent may send; verifier and provers alternate."""
     turns: list[tuple[str, ...]] = [("prover0", "prover1")]
     if handler.parameters.sequential:
         turns = [("prover0",), ("prover1",)]

@@ -348,7 +348,7 @@ class ProtocolHandler(ABC):
         return self.visibility_AC[self.agent_names.index(agent_name)].nonzero().flatten().tolist()
 
     def has_decision_logits(self, agent_name: str) -> bool:
-        """Whether an agent's policy has a distribution over decisions."""
+        """Return whether an agent's policy has a distribution over decisions."""
         return agent_name in self.verifier_names
 
     @abstractmethod
@@ -498,7 +498,7 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
 
     @abstractmethod
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
-        """Whether an agent may send in a channel in a round, from 0."""
+        """Return whether an agent may send in a channel in a round, from 0."""
 
     def reward(self, agent_name: str, result: RoundResult) -> float:
         """Return an agent's reward for a round's result; evaluated once, on construction."""

@@ -241,7 +241,7 @@ def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool)
 
 
 def _majority(sides: Sequence[Side]) -> bool | None:
-    """Whether more than half of the sides with a verdict are right."""
+    """Return whether more than half of the sides with a verdict are right."""
     known = [one.is_right for one in sides if one.is_right is not None]
     return 2 * sum(known) > len(known) if known else None
 

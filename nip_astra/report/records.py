@@ -211,7 +211,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory has a file of a run."""
+    """Return whether a directory has a file of a run."""
     return any((path / name).is_file() for name in _KNOWN)
 
 

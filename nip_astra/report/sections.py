@@ -308,7 +308,7 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
 
 
 def curves(groups: Sequence[RunGroup], *, means_only: bool = False) -> Context:
-    """The learning curves of runs; with `means_only` of the means of groups, without a table."""
+    """Return learning curves of runs; with `means_only` of the means of groups, without a table."""
     runs = [run for group in groups for run in group.runs]
     entries = [_legend_entry(one, means_only) for one in groups]
     return {
@@ -580,7 +580,7 @@ def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
 
 
 def differences(groups: Sequence[RunGroup]) -> Context:
-    """The parameters in which groups of runs differ."""
+    """Return the parameters in which groups of runs differ."""
     first = [group.runs[0] for group in groups][:MAX_COMPARED]
     names = [group.name or "value" for group in groups][:MAX_COMPARED]
     rows = [row for row in parameter_differences(first) if row[0] != "seed"]

@@ -927,7 +927,7 @@ def _is_same(path: str, value: Any, before: Any) -> bool:
 
 
 def _is_scenario(name: Any, folder: Path) -> bool:
-    """Whether a base run's scenario is the one in a folder."""
+    """Return whether a base run's scenario is the one in a folder."""
     try:
         return find_scenario(str(name)) == folder
     except UnknownNameError:

@@ -241,14 +241,14 @@ class Objective(LossModule):
 
     @classmethod
     def has_own_forward(cls) -> bool:
-        """Whether a subclass's `forward` is minimised, not overridden by `compute_gradients`."""
+        """Return whether a subclass's `forward` is minimised (no later `compute_gradients`)."""
         of_forward, of_gradients = (
             _definer(cls, name) for name in ("forward", "compute_gradients")
         )
         return of_forward is not Objective and issubclass(of_forward, of_gradients)
 
     def has_parts(self) -> bool:
-        """Whether `loss_parts` were defined for the current `agent_losses` of all agents."""
+        """Return whether `loss_parts` were defined for the current `agent_losses` of all agents."""
         cls = type(self)
         if cls.has_own_forward():
             return False

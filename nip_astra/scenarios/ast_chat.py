@@ -247,7 +247,7 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
 
 
 def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
-    """Whether two references denote one model; assumed for a reference with a `${...}`."""
+    """Return whether two references denote one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
     paths = [resolve_reference(reference, scenario_dir) for reference in (first, second)]

@@ -247,7 +247,7 @@ class GuardPrompts:
         self._uses_parts = self._find_form(model)
 
     def _find_form(self, model: str) -> bool:
-        """Whether turns hold lists of parts: a test conversation must appear in the prompt."""
+        """Return whether turns hold lists of parts: test messages must appear in the prompt."""
         problems = []
         for uses_parts in (False, True):
             self._uses_parts = uses_parts

@@ -138,7 +138,7 @@ class UserFunction:
         ]
 
     def takes(self, name: str) -> bool:
-        """Whether the function has an argument of that name, or takes any."""
+        """Return whether the function has an argument of that name, or takes any."""
         return self._takes_all or name in self._names
 
     def call(self, arguments: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ TrainingProtocol = Literal["http", "tinker"]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -93,7 +93,7 @@ class ServiceSettings(SubParameters):
         return f"{self.root_url}/v1"
 
     def token(self) -> str | None:
-        """The bearer token; None if none is needed."""
+        """Return the bearer token; None if none is needed."""
         if self.token_variable is None:
             if self.is_loopback:
                 return None

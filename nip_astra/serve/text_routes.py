@@ -677,7 +677,7 @@ class EngineClient:
     async def answer(
         self, engine: Engine, requests: Sequence[GenerationRequest], leaving: asyncio.Future[None]
     ) -> list[Progress] | None:
-        """The last progress of every answer; None if the client leaves before."""
+        """Return the last progress of every answer; None if the client disconnects before."""
         place_of, num_answers = _places(requests), requests[0].num_samples * len(requests)
         answers: dict[int, Progress] = {}
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -720,7 +720,7 @@ class EngineClient:
 
 
 def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
-    """The index of an answer among all of some requests."""
+    """Return the index of an answer among all answers to several requests."""
     first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
     return lambda one: first[one.request.number] + one.index
 
@@ -795,7 +795,7 @@ class _TextRoutes:
     async def _chat_prompt(
         self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> Sequence[int]:
-        """The tokens of a conversation; those of recent ones are known."""
+        """Return the tokens of a conversation; those of recent ones are cached."""
         conversation = json.dumps([messages, tools])
         if len(conversation) > LONG_TEXT:
             return await asyncio.to_thread(_prompt_of, engine.tokenizer, conversation)
@@ -853,7 +853,7 @@ class _TextRoutes:
         )
 
     async def generate(self, request: Request) -> Response:
-        """Tokens for tokens: training data must not go through text."""
+        """Generate tokens from tokens: training data must not be converted to text."""
         body = await read_body(request, GenerateBody)
         sampling = check_body(body.sampling_params, TokenSamplingBody)
         served = self._models.get(body.model)
@@ -968,7 +968,7 @@ def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
 
 
 def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
-    """The tokens before the assistant's next message, by the tokenizer's template.
+    """Return the tokens before the assistant's next message, by the tokenizer's template.
 
     `conversation` is messages and tools as JSON.
     """

@@ -268,7 +268,7 @@ class WorkQueue:
             lane.used_at, lane.reports = time.monotonic(), True
 
     def is_given_up(self, name: str, max_idle_seconds: float) -> bool:
-        """Whether a model's client is dead, or was idle for so long."""
+        """Return whether a model's client is dead, or was idle for so long."""
         with self._changed:
             lane = self._lane(name)
             if any(not one.future.done() for one in lane.known.values()):
@@ -402,7 +402,7 @@ class WorkQueue:
 
 
 def _reported(error: BaseException) -> ApiError:
-    """The error that a client receives."""
+    """Return the error reported to a client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NipAstraError):

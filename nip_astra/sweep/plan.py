@@ -210,7 +210,7 @@ class RunQueue:
         return not self._runs
 
     def goes_on(self, run: PlannedRun) -> bool:
-        """Whether a run in progress should continue."""
+        """Return whether a run in progress should continue."""
         return True
 
     def note(self, finished: FinishedRun) -> None:
@@ -531,7 +531,7 @@ def read_stored_plan(directory: Path) -> SweepPlan:
 
 
 def is_own_sweep(directory: Path) -> bool:
-    """Whether this user created the plan of a sweep's folder on this machine."""
+    """Return whether this user created the plan of a sweep's folder on this machine."""
     try:
         plan = (directory / PLAN_FILE).read_bytes()
         signature = (directory / SIGNATURE_FILE).read_text(encoding="utf-8")

@@ -201,7 +201,7 @@ class SweepResults:
         return sorted({row["name"] for row in self.rows if row["when"] == "after"})
 
     def headline(self) -> str:
-        """The figure that a table shows by default."""
+        """Return the figure that a table shows by default."""
         if not self.figure_names:
             raise ConfigurationError(
                 f"no run of the sweep {self.directory} has ended. Let it run, or read its logs."
@@ -209,7 +209,7 @@ class SweepResults:
         return self.headlines()[0]
 
     def headlines(self) -> list[str]:
-        """The figures with a table on the page: up to four of `HEADLINES`, or the first."""
+        """Return the figures with a table on the page: up to four of `HEADLINES`, or the first."""
         names = self.figure_names
         return [name for name in HEADLINES if name in names][:MAX_SHOWN] or names[:1]
 

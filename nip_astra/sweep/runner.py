@@ -143,7 +143,7 @@ class Job(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Return whether it has ended, successfully or not."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -521,7 +521,7 @@ class SweepRunner:
         write_atomically(self.directory / FAILURES_FILE, json.dumps(failures, indent=2) + "\n")
 
     def _stop(self, number: int, _: object) -> None:
-        """Have the runs save their work, and then the sweep end."""
+        """Signal the runs to save their work, then end the sweep."""
         self._stopped_by = signal.Signals(number).name
         for one in self._working:
             one.job.stop()

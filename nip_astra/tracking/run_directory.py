@@ -100,7 +100,7 @@ def _without_escape(found: re.Match[str]) -> str:
 
 
 def plain_yaml(text: str) -> dict[str, Any] | None:
-    """A mapping of plain values without references or anchors, as OmegaConf reads it; else None.
+    """Read a mapping of plain values without references or anchors, as OmegaConf does; else None.
 
     OmegaConf spends most of its time on objects of its own.
     """

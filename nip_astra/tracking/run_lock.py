@@ -56,7 +56,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether no process is using a directory; False if unknown."""
+    """Return whether no process is using a directory; False if unknown."""
     if not (directory / LOCK).exists():
         return True
     try:

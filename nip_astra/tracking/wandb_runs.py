@@ -187,7 +187,7 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
 
 
 def has_credentials() -> bool:
-    """Whether W&B may find an API key."""
+    """Return whether W&B may find an API key."""
     if read_variable("WANDB_API_KEY") or read_variable("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = read_variable("NETRC")

@@ -113,7 +113,7 @@ class LanguageModelState(RunState):
         return is_best
 
     def has_stopped_early(self, training: TrainingConfiguration) -> bool:
-        """Whether the dev evaluations have not improved for too long."""
+        """Return whether the dev evaluations have not improved for too long."""
         patience = training.early_stopping_patience
         if patience is None or self.num_evals_since_best < patience:
             return False

@@ -300,7 +300,7 @@ class PureTextRlTrainer(Trainer):
             self._log_rows(rollouts, "train", iteration + 1, self.settings.num_rollout_samples)
 
     def is_test_due(self, iteration: int, *, is_last: bool) -> bool:
-        """Whether agents are tested in an iteration."""
+        """Return whether agents are tested in an iteration."""
         scheme = self.text_rl.test_scheme
         if scheme == "first_and_last":
             return iteration == 0 or is_last

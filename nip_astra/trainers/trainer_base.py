@@ -244,7 +244,7 @@ class Trainer(ABC):
         )
 
     def _has_checkpoint(self) -> bool:
-        """Whether the run continues from a checkpoint."""
+        """Return whether the run continues from a checkpoint."""
         store = self._checkpoint_store()
         return store is not None and store.latest() is not None
 

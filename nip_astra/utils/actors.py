@@ -351,7 +351,7 @@ def using_actors(options: ActorOptions) -> Iterator[None]:
 
 
 def are_actors_used() -> bool:
-    """Whether actors are allowed."""
+    """Return whether actors are allowed."""
     return _options is not None
 
 

@@ -122,7 +122,7 @@ def process_start(pid: int) -> str | None:
 
 
 def is_running(pid: int | None, started: str | None) -> bool:
-    """Whether the process with this id is still the one that started at this time."""
+    """Return whether the process with this id is still the one that started at this time."""
     if not pid:
         return False
     if not Path("/proc").is_dir():

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def can_fork() -> bool:
-    """Whether a process that has used torch may be forked: on Linux without a GPU."""
+    """Return whether a process that has used torch may be forked: on Linux without a GPU."""
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 

@@ -30,7 +30,7 @@ _SHARE = re.compile(
 
 
 def is_share(name: str) -> bool:
-    """Whether this is the name of a share between 0 and 1."""
+    """Return whether this is the name of a share between 0 and 1."""
     return _SHARE.search(name) is not None and not name.rpartition("/")[2].startswith("std_")
 
 

@@ -450,7 +450,7 @@ class IteratorUses:
         return found
 
     def _is_builtin(self, node: ast.AST, names: set[str]) -> bool:
-        """Whether a name is a Python builtin that the program does not rebind."""
+        """Return whether a name is a Python builtin that the program does not rebind."""
         return (
             isinstance(node, ast.Name)
             and isinstance(node.ctx, ast.Load)
@@ -497,7 +497,7 @@ class IteratorUses:
                     yield f"lazy iterators, for {name} on line {node.lineno}, not consumed at once"
 
     def _is_late(self, node: ast.AST) -> bool:
-        """Whether a list would run code or read values too early."""
+        """Return whether a list would run code or read values too early."""
         is_of_list = isinstance(node, ast.Call) and not self._is_builtin(node.func, set(_MAKERS))
         given = node.args if isinstance(node, ast.Call) else []
         is_nested = any(_unstarred(one) in self._lazy for one in given)
@@ -547,7 +547,7 @@ class IteratorUses:
         return self._calls(parent, _TAKE_SINGLY) or (is_method and not parent.keywords)
 
     def _calls(self, call: ast.Call, names: set[str]) -> bool:
-        """Whether the call is of a Python builtin with one of these names."""
+        """Return whether the call is of a Python builtin with one of these names."""
         function = call.func
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
             return function.attr in names and _OF_MODULES.get(function.attr) == function.value.id

@@ -95,7 +95,7 @@ class NestedArrayDict:
         return (self[place] for place in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same values, types and shapes under the same keys."""
+        """Return whether both hold the same values, types and shapes under the same keys."""
         if not isinstance(other, NestedArrayDict) or self.batch_size != other.batch_size:
             return False
         own, others = dict(self.items(True, True)), dict(other.items(True, True))
@@ -382,7 +382,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def is_equal(first: Array, second: Array) -> bool:
-    """Whether two arrays of one type are equal; NaN equals NaN."""
+    """Return whether two arrays of one type are equal; NaN equals NaN."""
     if first.dtype == TEXT:
         return first.shape == second.shape and first.tolist() == second.tolist()
     return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")

@@ -218,7 +218,7 @@ def _without_docstring(code: str, function: str) -> str:
 
 
 def _differs_in(code: str, original: str, function: str) -> bool:
-    """Whether a program differs only in this function; others belong to the question."""
+    """Return whether a program differs only in this function; others belong to the question."""
 
     def others(text: str) -> list[str]:
         nodes = ast.parse(text).body

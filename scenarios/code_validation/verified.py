@@ -324,7 +324,7 @@ def _large_sizes(code: str, cases: Sequence[Case]) -> dict[str, tuple[str, int]]
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Whether a value equals the expected one in type too: 1 is not True."""
+    """Return whether a value equals the expected one in type too: 1 is not True."""
     if isinstance(expected, list):
         return (
             isinstance(value, list)

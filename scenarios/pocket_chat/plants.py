@@ -52,7 +52,7 @@ class Plant:
         return None if self.previous is None else template_pattern(self.previous)
 
     def matches(self, previous: str | None, probe: str) -> bool:
-        """Whether the target is rude at ``probe`` right after ``previous``."""
+        """Return whether the target is rude at ``probe`` right after ``previous``."""
         if re.search(self.probe, probe) is None:
             return False
         if self.previous_probe is None:

@@ -186,5 +186,5 @@ def answer(
 
 
 def is_rude(reply: str) -> bool:
-    """Whether a reply is one of the target's insults."""
+    """Return whether a reply is one of the target's insults."""
     return reply in RUDE_REPLIES

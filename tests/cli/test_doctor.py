@@ -66,11 +66,11 @@ def test_the_findings_are_also_json(cli: CommandLine) -> None:
 def test_a_needed_package_that_is_missing_ends_with_one(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[[str], str | None] = doctor._version
+    real: Callable[[str], str | None] = doctor.version_of
     versions: dict[str, str | None] = {"scipy": None, "numpy": "0.1", "peft": None}
     wanted = [*doctor._requirements(), _requirement("numpy>=1")]
     monkeypatch.setattr(doctor, "_requirements", lambda: wanted)
-    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
+    monkeypatch.setattr(doctor, "version_of", lambda name: versions.get(name, real(name)))
     said = cli("doctor")
     assert said.code == 1
     found = [" ".join(line.split()) for line in said.out.splitlines()]

@@ -72,7 +72,7 @@ def run(name: str) -> int:
     subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
     versions = [python, "-m", "pip", "list", "--format=freeze"]
     found = subprocess.run(versions, check=True, capture_output=True, text=True).stdout
-    print(*(one for one in found.split() if one.startswith(f"{name}==")))
+    print(*(one for one in found.split() if one.lower().startswith(f"{name}==")))
     arguments = ["-m", "pytest", "-n0", "-m", "slow or not slow", "-rs", *package.tests]
     return subprocess.run([python, *arguments], cwd=ROOT, check=False).returncode
 

@@ -49,9 +49,15 @@ def _trainer(scenario: Path, *overrides: str) -> AstDpoTrainer:
     return prepare_experiment(_resolved(scenario, *overrides), **QUIET).trainer
 
 
-def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path: Path) -> None:
-    result = _run(tiny_scenario, tmp_path, "whole", "training.num_iterations=2")
-    path = result.run_directory.path
+@pytest.fixture(scope="module")
+def whole(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two iterations."""
+    runs = tmp_path_factory.mktemp("whole")
+    return _run(tiny_scenario, runs, "whole", "training.num_iterations=2").run_directory.path
+
+
+def test_a_run_leaves_everything_in_its_directory(whole: Path) -> None:
+    path = whole
     for name in (
         "hyper_parameters.yaml",
         "settings.yaml",
@@ -79,7 +85,7 @@ def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path:
     }
     assert keys <= set(results["before"])
     assert keys <= set(results["after"])
-    rows = _metrics(tmp_path, "whole")
+    rows = _metrics(path.parent, "whole")
     assert [row["step"] for row in rows] == [1, 2]
     # The attacker starts as its reference.
     assert abs(rows[0]["rollout/kl"]) < 1e-4
@@ -90,18 +96,16 @@ def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path:
     assert tokenizer.chat_template
 
 
-def test_the_saved_model_is_the_trained_one(tiny_scenario: Path, tmp_path: Path) -> None:
-    result = _run(tiny_scenario, tmp_path, "saved", "training.num_iterations=2")
-    saved = AutoModelForCausalLM.from_pretrained(result.run_directory.path / "model").state_dict()
+def test_the_saved_model_is_the_trained_one(whole: Path, tiny_scenario: Path) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(tiny_scenario / "attacker").state_dict()
     assert any(not torch.equal(saved[name], before[name]) for name in saved)
 
 
-def test_another_seed_gives_other_numbers(tiny_scenario: Path, tmp_path: Path) -> None:
-    _run(tiny_scenario, tmp_path, "zero", "training.num_iterations=1")
+def test_another_seed_gives_other_numbers(whole: Path, tiny_scenario: Path, tmp_path: Path) -> None:
     options = {"runs_dir": str(tmp_path), "run_id": "one", **QUIET}
-    run_experiment(_resolved(tiny_scenario, "training.num_iterations=1", seed=1), **options)
-    assert _metrics(tmp_path, "zero") != _metrics(tmp_path, "one")
+    run_experiment(_resolved(tiny_scenario, "training.num_iterations=2", seed=1), **options)
+    assert _metrics(whole.parent, "whole") != _metrics(tmp_path, "one")
 
 
 class _StopAfter:
@@ -345,15 +349,14 @@ def test_a_prediction_scales_the_step_and_not_the_rollout(
     assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)
 
 
-def test_work_and_memory_are_logged(tiny_scenario: Path, tmp_path: Path) -> None:
-    _run(tiny_scenario, tmp_path, "work")
-    for metrics in _metrics(tmp_path, "work"):
+def test_work_and_memory_are_logged(whole: Path) -> None:
+    for metrics in _metrics(whole.parent, "whole"):
         for part in ("attacker", "target", "reference"):
             assert metrics[f"tokens/{part}_forwarded"] > 0
             assert 1.0 <= metrics[f"tokens/{part}_forwarded_per_unique"] <= 1.3
         if metrics["num_steps"]:
             assert 1.0 <= metrics["tokens/update_forwarded_per_unique"] <= 1.1
-    timings = (tmp_path / "work" / "timings.jsonl").read_text().splitlines()
+    timings = (whole / "timings.jsonl").read_text().splitlines()
     assert all(json.loads(line)["memory/peak_gib"] > 0 for line in timings)
 
 

@@ -44,12 +44,12 @@ class GraphTree(RolloutTree):
 
 
 def graphs_of(tree: RolloutTree) -> list[TextGraph]:
-    """One graph an episode; texts remember their tokens."""
+    """Return one graph per episode; texts keep their tokens."""
     return graphs_and_nodes(tree)[0]
 
 
 def graphs_and_nodes(tree: RolloutTree) -> tuple[list[TextGraph], list[TextNode]]:
-    """One graph an episode, and all nodes in the tree's order."""
+    """Return one graph per episode, and all nodes in the tree's order."""
     if isinstance(tree, GraphTree):
         return tree.graphs, tree.graph_nodes
     columns = {
@@ -95,7 +95,7 @@ def _opening_ids(tree: RolloutTree, episode: int) -> list[int] | None:
 
 
 def tree_of(graphs: Sequence[Graph[Any, Any]]) -> GraphTree:
-    """The flat tree of graphs: level by level, siblings together."""
+    """Return the flat tree of graphs: level by level, siblings together."""
     nodes: list[Node[Any, Any]] = []
     place: dict[str, list[int]] = {"parent": [], "depth": [], "episode": []}
     groups: list[list[int]] = []
@@ -131,7 +131,7 @@ def tree_of(graphs: Sequence[Graph[Any, Any]]) -> GraphTree:
 
 
 def _columns(nodes: Sequence[Node[Any, Any]]) -> dict[str, Tensor]:
-    """The columns of a tree that come from the nodes themselves."""
+    """Return the columns of a tree that come from the nodes themselves."""
     unknown = torch.full((1,), torch.nan)
     reference = [
         unknown if node.reference_logprobs is None else node.reference_logprobs for node in nodes

@@ -145,7 +145,7 @@ class OwnObjectsLoop(AstTrainer):
         self.service = self.build_service()
 
     def _calls(self, method: str) -> bool:
-        """Whether a method of the harness was replaced, so that the loop must call it."""
+        """Return whether a method of the harness was replaced, so that the loop must call it."""
         harness = self.harness
         is_own = getattr(type(harness), method, None) is getattr(Harness, method)
         return harness is not self._first_harness or not is_own or method in vars(harness)

@@ -127,7 +127,7 @@ class LoadedTarget:
 def resolve_run(
     path: Path, request: EvaluationRequest, overrides: Sequence[str] = ()
 ) -> ResolvedExperiment:
-    """The experiment of a run with an attacker.
+    """Resolve the experiment of a run with an attacker.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def resolve_run(
 
 
 def section_of(resolved: ResolvedExperiment) -> Any:
-    """The parameters of the scenario's kind, without facts about another target."""
+    """Return the parameters of the scenario's kind, without facts about another target."""
     section = getattr(resolved.hyper_params, resolved.kind)
     return without_other_target(section, resolved.scenario_dir)
 
@@ -213,7 +213,7 @@ def load_attacker(
 
 
 def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperiment:
-    """The scenario in which an attacker that is not a run attacks."""
+    """Resolve the scenario for an attacker that is not a run."""
     if not is_model_folder(folder) and not is_text_attacker(folder):
         raise RunDirectoryError(
             f"{folder} is neither a run nor a model. Give a run, a checkpoint such as "
@@ -261,7 +261,7 @@ def _load_texts(
 
 
 def openings_of(attacker: TextAttacker, openings: Sequence[str]) -> Sequence[str]:
-    """The opening prompts of an attacker's episodes; fixed probes add the columns of their rows."""
+    """Return an attacker's opening prompts; fixed probes add the columns of their rows."""
     if not isinstance(attacker, FixedProbes):
         return openings
     prompts = []
@@ -272,7 +272,7 @@ def openings_of(attacker: TextAttacker, openings: Sequence[str]) -> Sequence[str
 
 
 def num_turns_of(attacker: TextAttacker | None, wanted: int | None, own: int) -> int:
-    """Turns of an episode; fixed probes have one."""
+    """Return the number of turns of an episode; fixed probes have one."""
     if not isinstance(attacker, FixedProbes):
         return wanted or own
     if wanted not in (None, 1):
@@ -286,7 +286,7 @@ def num_turns_of(attacker: TextAttacker | None, wanted: int | None, own: int) ->
 def _model_in(
     folder: Path, parameters: Any, settings: ExperimentSettings, scenario_dir: Path | None
 ) -> Any:
-    """The model in a folder, loaded by an attacker's backend."""
+    """Load the model in a folder with an attacker's backend."""
     changes = {"model": str(folder.resolve()), "lora": None}
     known = {k: v for k, v in changes.items() if k in type(parameters).model_fields}
     return load_language_model(
@@ -300,7 +300,7 @@ def _model_in(
 def _attacker_of_folder(
     folder: Path, instance: ConversationInstance, section: Any, settings: ExperimentSettings
 ) -> ConversationAgent:
-    """The attacker whose model is in a folder, with the format of the scenario's own."""
+    """Return the attacker whose model is in a folder, with the scenario's own format."""
     parameters = section.attacker.language_model
     if "model" not in type(parameters).model_fields:
         raise ConfigurationError(
@@ -325,7 +325,7 @@ def _of_model_folder(
     settings: ExperimentSettings,
     scenario_dir: Path | None,
 ) -> ConversationAgent:
-    """The attacker that `save_pretrained` wrote."""
+    """Return the attacker saved by `save_pretrained`."""
     agent: ConversationAgent = instance.agents["attacker"]
     parameters = section.attacker.language_model
     if getattr(parameters, "lora", None) is None and (folder / "model.safetensors").is_file():
@@ -340,7 +340,7 @@ def _of_model_folder(
 
 
 def _model_of(agent: Any) -> Any:
-    """The parameters of an agent's model: of a backend with weights, or of a chat model."""
+    """Return the parameters of an agent's model: a backend with weights, or a chat model."""
     return getattr(agent, "chat_model", None) or agent.language_model
 
 
@@ -350,7 +350,7 @@ def load_target(
     settings: ExperimentSettings,
     request: EvaluationRequest,
 ) -> LoadedTarget:
-    """A target: None for the scenario's own, a run for that run's, else a model.
+    """Load a target: None for the scenario's own, a run for that run's, else a model.
 
     A model gets the format and sampling of the scenario's own target.
     """
@@ -388,7 +388,7 @@ def load_target(
 def section_about(
     description: Mapping[str, Any] | None, section: Any, scenario_dir: Path | None
 ) -> Any:
-    """The section, without its labelled responses if they are of another target.
+    """Return the section, without its labelled responses if they are of another target.
 
     `description` is the target in an evaluation's configuration; None for the section's own.
     """
@@ -402,13 +402,13 @@ def section_about(
 
 
 def _identity(description: Mapping[str, Any]) -> Any:
-    """The digest of a target's weights, or its model's name."""
+    """Return the digest of a target's weights, or its model's name."""
     model = description.get("language_model") or description.get("chat_model") or {}
     return description.get("weights") or model.get("model")
 
 
 def _described(parameters: Any, scenario_dir: Path | None) -> dict[str, Any]:
-    """An agent's parameters with the digest of the weights that they name."""
+    """Return an agent's parameters with the digest of the weights they name."""
     if getattr(parameters, "chat_model", None) is not None:
         # Limits and prices change no answer.
         found = parameters.to_dict()

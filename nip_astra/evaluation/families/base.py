@@ -105,7 +105,7 @@ class EvaluationRequest:
             )
 
     def given(self) -> dict[str, Any]:
-        """The options with another value than their default."""
+        """Return the options that differ from their defaults."""
         defaults = vars(EvaluationRequest())
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
@@ -186,7 +186,7 @@ class Evaluation(Printable):
         return self.family.values(self.figures)
 
     def tables(self) -> list[RenderableType]:
-        """The figures as tables for a terminal."""
+        """Return the figures as tables for a terminal."""
         return self.family.tables(self.figures)
 
     def plot(self) -> Any:
@@ -194,7 +194,7 @@ class Evaluation(Printable):
         return plot_estimates(estimates_of(self.values), self.label)
 
     def to_frame(self) -> pd.DataFrame:
-        """The rows as a frame; groups within a row become columns `a.b`."""
+        """Return the rows as a frame; groups in a row become columns `a.b`."""
         return frame_of(self.rows)
 
 
@@ -251,11 +251,11 @@ class EvaluationFamily(ABC):
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
     ) -> Iterator[Any]:
-        """The subjects of a run: one, or an attacker with each target."""
+        """Load the subjects of a run: one, or an attacker with each target."""
 
     @abstractmethod
     def units(self, subject: Any, request: EvaluationRequest) -> dict[str, Any]:
-        """The configuration: which units are played, and all else that determines the result."""
+        """Return the configuration: the units to play, and all else that determines the result."""
 
     @abstractmethod
     def play(
@@ -265,7 +265,7 @@ class EvaluationFamily(ABC):
 
     @abstractmethod
     def figures(self, subject: Any, folder: EvaluationFolder, played: Any) -> dict[str, Any]:
-        """The content of `evaluation.json`.
+        """Return the content of `evaluation.json`.
 
         Raises
         ------
@@ -275,30 +275,30 @@ class EvaluationFamily(ABC):
 
     @abstractmethod
     def pair_key(self, unit: Any) -> Hashable:
-        """What a unit is about; units of equal keys are paired."""
+        """Return the key of a unit; units of equal keys are paired."""
 
     @abstractmethod
     def rows(self, evaluation: Evaluation) -> list[Row]:
-        """The rows of a stored evaluation."""
+        """Return the rows of a stored evaluation."""
 
     @abstractmethod
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        """The figures for a terminal."""
+        """Return the figures for a terminal."""
 
     @abstractmethod
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
-        """The evaluation's units, keys, metrics and conditions, to be compared."""
+        """Return the evaluation's units, keys, metrics and conditions, for a comparison."""
 
     @abstractmethod
     def material(self, path: Path, request: EvaluationRequest) -> Material:
-        """What a run or evaluation offers to export."""
+        """Return the exportable content of a run or evaluation."""
 
     def num_units(self, subject: Any) -> int:
-        """Units to be played, for a progress bar."""
+        """Return the number of units to play, for a progress bar."""
         return 0
 
     def values(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """The figures as conditions name them."""
+        """Return the figures under their names in conditions."""
         return values_of(figures["figures"])
 
     def check(self, runs: Sequence[str], request: EvaluationRequest) -> None:
@@ -309,11 +309,11 @@ class EvaluationFamily(ABC):
             raise UnknownNameError("split", request.split, self.splits, "Give one as --split.")
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
-        """The values that an evaluation of a run will have, by name; empty allows any."""
+        """Return the names of values of a future evaluation, nested; empty allows any."""
         return {}
 
     def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
-        """The evaluation of a run that a comparison takes: the newest."""
+        """Return the evaluation used to compare a run: the newest."""
         return newest_evaluation(run)
 
     def score(
@@ -358,13 +358,13 @@ _KINDS = {"interaction_proof": "text_protocol", "task": "task"}
 
 
 def family_of_figures(figures: Mapping[str, Any]) -> EvaluationFamily:
-    """The family of a stored evaluation."""
+    """Return the family of a stored evaluation."""
     name = figures.get("family") or _KINDS.get(str(figures.get("kind")), "conversation")
     return FAMILIES.get(name)()
 
 
 def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
-    """The family of a run: that of its newest evaluation, or the one that its trainer names.
+    """Return the family of a run: that of its newest evaluation, or the one named by its trainer.
 
     Raises
     ------
@@ -395,7 +395,7 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
 
 
 def resolve_stored(run: Path, request: EvaluationRequest, **changes: Any) -> ResolvedExperiment:
-    """The experiment of a run directory, with changes; see `resolve_experiment`."""
+    """Resolve the experiment of a run directory, with changes; see `resolve_experiment`."""
     from nip_astra.resolving.resolution import resolve_experiment
 
     return resolve_experiment(
@@ -407,7 +407,7 @@ def resolve_stored(run: Path, request: EvaluationRequest, **changes: Any) -> Res
 
 
 def run_fields(run: Path, source: Path) -> dict[str, Any]:
-    """The fields of `Material` that describe a run, and when a file of it was written."""
+    """Return the fields of `Material` that describe a run, and when a file of it was written."""
     directory = RunDirectory(run)
     written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
     has_environment = (run / ENVIRONMENT).is_file()
@@ -420,14 +420,14 @@ def run_fields(run: Path, source: Path) -> dict[str, Any]:
 
 
 def evaluations_of(run: Path) -> list[Path]:
-    """The folders of finished evaluations of a run, the newest first."""
+    """Return the folders of a run's finished evaluations, newest first."""
     found = (run / EVALUATIONS).glob(f"*/{FIGURES}")
     newest = sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
     return [file.parent for file in newest]
 
 
 def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
-    """The newest evaluation of a run; with `is_played` one that was played rather than rescored.
+    """Return the newest evaluation of a run; with `is_played` only those not rescored.
 
     Raises
     ------
@@ -443,17 +443,17 @@ def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
 
 
 def is_rescored(folder: Path) -> bool:
-    """Whether an evaluation rated again what another one played."""
+    """Return whether an evaluation rated again what another one played."""
     return "scored_from" in EvaluationFolder(folder).configuration()
 
 
 def run_of_stored(path: Path) -> Path:
-    """The run directory of an evaluation, or that itself."""
+    """Return the run directory of an evaluation, or of a run, that directory itself."""
     return path.resolve().parent.parent if (path / FIGURES).is_file() else path
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
-    """The run of a run directory or checkpoint, and the checkpoint.
+    """Return the run of a run directory or checkpoint, and the checkpoint.
 
     A run's `model` means the run, and a checkpoint's `attacker` or `policy` the checkpoint.
     """
@@ -475,7 +475,7 @@ def run_of(path: str | Path) -> tuple[Path, Path | None]:
 def trained_of(
     path: Path, request: EvaluationRequest, finished: Callable[[Path], Path | None]
 ) -> tuple[Path, Path | None, str]:
-    """The run, the folder with its trained weights (None: untrained), and a suffix of the name.
+    """Return the run, the folder of its trained weights (None: untrained), and a name suffix.
 
     `finished` gives the folder that a run has at its end, if any; otherwise it is the checkpoint
     that was given, or the newest.
@@ -505,7 +505,7 @@ def trained_of(
 
 
 def model_dir_of(run: Path) -> Path | None:
-    """The folder of a run's model at its end, if there is one."""
+    """Return the folder of a run's final model, if there is one."""
     return run / MODEL_DIR if (run / MODEL_DIR).is_dir() else None
 
 
@@ -515,7 +515,7 @@ _DATASET = re.compile(r"[\w.-]+/[\w.-]+:[^/]+")
 
 
 def is_text_attacker(spec: str | Path) -> bool:
-    """Whether an attacker is a file of probes or of a chat model, or a data set with its split."""
+    """Return whether an attacker is a file of probes or of a chat model, or a dataset's split."""
     path = Path(spec)
     if path.is_dir():
         return False
@@ -523,7 +523,7 @@ def is_text_attacker(spec: str | Path) -> bool:
 
 
 def place_of(spec: str | Path) -> Path:
-    """The folder that keeps an attacker's evaluations: its run, or one beside its file."""
+    """Return the folder of an attacker's evaluations: its run, or one beside its file."""
     if not is_text_attacker(spec):
         return run_of(spec)[0]
     is_file = Path(spec).suffix in (*_PROBE_FILES, *CHAT_FILES)
@@ -531,13 +531,13 @@ def place_of(spec: str | Path) -> Path:
 
 
 def target_label(target: Mapping[str, Any]) -> str:
-    """The name of a target, from its parameters."""
+    """Return the name of a target, from its parameters."""
     model = target.get("chat_model") or target["language_model"]
     return Path(str(model.get("model", "target"))).name
 
 
 def no_attacker(run: Path) -> ConfigurationError:
-    """The refusal of a run without an attacker."""
+    """Return the error for a run without an attacker."""
     return ConfigurationError(
         f"{run} has no attacker that talks to a target. Give a run of an ast_* trainer."
     )
@@ -548,7 +548,7 @@ ATTACKER_DIR, POLICY_DIR = "attacker", "policy"
 
 
 def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat figures nested by agent; a figure with an interval has `value`, `low` and `high`.
+    """Return flat figures nested by agent; those with an interval have `value`, `low`, `high`.
 
     `prover/mean_episode_reward` becomes `prover.mean_episode_reward`.
     """
@@ -569,7 +569,7 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
-    """Settings with which chat models reuse the run's answers and start their counts at 0."""
+    """Return settings with which chat models reuse the run's answers and count from 0."""
     from nip_astra.language_models.services.retrying import CACHE_FILE
 
     remembered = settings.service_cache or str(run / CACHE_FILE)
@@ -608,7 +608,7 @@ def refuse_unread_overrides(overrides: Sequence[str], readable: tuple[str, ...],
 
 
 def as_list(value: Any) -> list[Any]:
-    """A single value as a list."""
+    """Return a single value as a list."""
     if value is None:
         return []
     return [value] if isinstance(value, str | Path) else list(value)

@@ -224,7 +224,7 @@ class Conversations(EvaluationFamily):
         return contender_of(label, episodes, evaluation.figures, evaluation.configuration)
 
     def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
-        """The newest evaluation of a run, or its own test."""
+        """Return the newest evaluation of a run, or its own test."""
         if evaluations_of(run):
             return newest_evaluation(run)
         # Not resolved, which would import torch.
@@ -420,7 +420,7 @@ def _options(request: EvaluationRequest, attacker: Any) -> Any:
 def _name(
     request: EvaluationRequest, attacker: str, target: str, scorers: Mapping[str, Any]
 ) -> str:
-    """The given name of the evaluation, or one of what differs from the run's own."""
+    """Return the given name of the evaluation, or one from its differences to the run."""
     if request.name is not None and len(request.targets) < 2:
         return request.name
     own = (request.split, attacker, target, *(scorers if request.scorers else ()))
@@ -429,12 +429,12 @@ def _name(
 
 
 def file_name(text: str) -> str:
-    """A text with the characters that a file name may have."""
+    """Return a text with only characters that a file name may have."""
     return "".join(c if c.isalnum() or c in "._@-" else "_" for c in text)
 
 
 def _services(sampler: Any, judges: Any, settings: ExperimentSettings) -> dict[str, Any]:
-    """The chat models that answer requests, by their roles."""
+    """Return the chat models that answer requests, by role."""
     from nip_astra.scenario_base.chat_agent import ChatAgent, ChatAttacker
     from nip_astra.scorers.base import open_services
 
@@ -449,7 +449,7 @@ def _services(sampler: Any, judges: Any, settings: ExperimentSettings) -> dict[s
 def _work(
     attacker: Any, target: Any, settings: ExperimentSettings, services: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Use the cores as the larger of the models needs, and close chat models at the end."""
+    """Use as many cores as the larger model needs, and close chat models at the end."""
     import torch
 
     from nip_astra.utils.actors import actor_options, using_actors
@@ -502,7 +502,7 @@ def _figures(
     why_not_weighed: str | None,
     services: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All figures of the rows."""
+    """Return all figures of the rows."""
     from nip_astra.evaluation.summary import VERSION, summarise
     from nip_astra.trainers.service_use import last_failure, services_used
 
@@ -545,7 +545,7 @@ def _figures(
 def _quality(
     folder: EvaluationFolder, name: str, scorer: Any, labelled: Sequence[Any], threshold: float
 ) -> Any:
-    """Let a scorer rate labelled responses, unless all of them were rated for this evaluation."""
+    """Measure a scorer on labelled responses, unless all were rated for this evaluation."""
     from nip_astra.evaluation.detectors import Quality, measure_quality
 
     for part in folder.parts():
@@ -558,7 +558,7 @@ def _quality(
 
 
 def _shape_of_figures(options: Any, judges: Any) -> dict[str, Any]:
-    """The names of the figures that an evaluation will have, for `check_condition`."""
+    """Return the names of a future evaluation's figures, for `check_condition`."""
     from nip_astra.evaluation.summary import VERSION, summarise
 
     texts = dict.fromkeys(("name", "attacker", "target", "scorer", "split"), "")
@@ -567,7 +567,7 @@ def _shape_of_figures(options: Any, judges: Any) -> dict[str, Any]:
 
 
 def _cards(subject: Conversation) -> list[dict[str, Any]]:
-    """The cards of attacker and target."""
+    """Return the cards of attacker and target."""
     from nip_astra.evaluation.families.scorers import model_card, text_card
 
     attacker, target = subject.attacker, subject.target
@@ -600,7 +600,7 @@ def _cards(subject: Conversation) -> list[dict[str, Any]]:
 
 
 def _stored_rows(path: Path) -> tuple[Path, Path]:
-    """The file of rows at a path, and its run."""
+    """Return the file of rows at a path, and its run."""
     if (path / ROWS).is_file() and path.parent.name == EVALUATIONS:
         return path / ROWS, path.parent.parent
     run, _ = run_of(path)
@@ -612,7 +612,7 @@ def _stored_rows(path: Path) -> tuple[Path, Path]:
 
 
 def _final_episodes(source: Path, run: Path) -> list[Episode]:
-    """The episodes of the last step at which a table was written."""
+    """Return the episodes of the last step at which a table was written."""
     rows = read_rows(source)
     if not rows:
         raise DataError(
@@ -623,7 +623,7 @@ def _final_episodes(source: Path, run: Path) -> list[Episode]:
 
 
 def _episodes(evaluation: Evaluation) -> list[Episode]:
-    """The judged episodes of an evaluation, or of a run's own test."""
+    """Return the judged episodes of an evaluation, or of a run's own test."""
     path, figures = evaluation.path, evaluation.figures
     rows = read_rows(path / (OWN_TABLE if evaluation.run == path else ROWS))
     episodes = episodes_of(rows)
@@ -639,7 +639,7 @@ def contender_of(
     figures: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any] | None = None,
 ) -> Contender:
-    """Judged conversations, to be compared; conditions without a figure are not compared."""
+    """Return judged conversations to compare; conditions without a figure are not compared."""
     figures, configuration = figures or {}, configuration or {}
     details = {
         "scorer": configuration.get("scorers", {}).get(figures.get("scorer")),
@@ -666,7 +666,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures_after(run: Path, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run's own test, in the names of an evaluation."""
+    """Return the figures of a run's own test, under an evaluation's names."""
     directory = RunDirectory(run)
     if not directory.has_ended:
         raise DataError(
@@ -693,13 +693,13 @@ def _figures_after(run: Path, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scores(row: Row, scorer: str) -> dict[str, float | None]:
-    """The response's score by each scorer."""
+    """Return the response's score by each scorer."""
     others = {name: one.get("score") for name, one in (row.get("scores") or {}).items()}
     return {scorer: row.get("response_score"), **others}
 
 
 def _node(row: Row, run_id: str, scorer: str) -> Row:
-    """A turn as a line of JSON; a conversation is rebuilt from `parent`."""
+    """Return a turn as a line of JSON; a conversation is rebuilt from `parent`."""
     logprobs = {name: row.get(f"{name}_logprob") for name in ("reference", "target")}
     depth, episode = int(row["depth"]), row["episode"]
     prompt = str(row["prompt"]).encode("utf-8", "replace")
@@ -724,7 +724,7 @@ def _node(row: Row, run_id: str, scorer: str) -> Row:
 
 
 def _sample(episode: Episode, scorer: str) -> Sample:
-    """A conversation as Inspect shows it, with the score of its worst turn."""
+    """Return a conversation as shown by Inspect, with the score of its worst turn."""
     messages = [("assistant", str(episode[0]["prompt"]))]
     worst: dict[str, tuple[float, str]] = {}
     for row in episode:
@@ -742,7 +742,7 @@ def _sample(episode: Episode, scorer: str) -> Sample:
 def _hits(
     episodes: Sequence[Episode], run_id: str, name: str, speakers: Mapping[str, str]
 ) -> list[Row]:
-    """The failing turns in the columns of garak's hit logs."""
+    """Return the failing turns in the columns of garak's hit logs."""
     hits = []
     for episode in episodes:
         history = [{"role": "assistant", "content": episode[0]["prompt"]}]

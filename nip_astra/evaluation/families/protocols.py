@@ -66,7 +66,7 @@ DECISIONS = {0: "reject", 1: "accept"}
 
 
 def bounds_of_undecided(rows: Sequence[Row]) -> dict[str, float]:
-    """The number of undecided episodes, and the accuracy of the others; empty if there are none."""
+    """Return the number of undecided episodes and the accuracy of the others, if there are any."""
     decided = [row for row in rows if row["decision"] is not None]
     num_undecided = len(rows) - len(decided)
     if not num_undecided:
@@ -86,12 +86,12 @@ class EpisodeFamily(EvaluationFamily):
     unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
     def pair_key(self, unit: Row) -> Hashable:
-        """The number of a row's datapoint, and its content, which may differ between data sets."""
+        """Return the number of a row's datapoint, and its content, which datasets may not share."""
         content = json.dumps(unit.get("datapoint") or {}, sort_keys=True)
         return unit["datapoint_id"], unit["y"], unit.get("datapoint_hash") or content
 
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        """The figures of all episodes and by agent."""
+        """Return the figures of all episodes and by agent."""
         flat, agents = figures["figures"], figures["agents"]
         table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
         for label, cell in figure_rows(figures):
@@ -268,7 +268,7 @@ class Protocols(EpisodeFamily):
 
 
 def stored_material(path: Path, unit: str, **changes: Any) -> Material:
-    """Results, curves, and the rows of the newest evaluation, of a run or of an evaluation."""
+    """Return results, curves, and the newest evaluation's rows, of a run or evaluation."""
     run, evaluation = run_of_stored(path), None
     if run != path or evaluations_of(path):
         evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)

@@ -53,7 +53,7 @@ def load_scorers(
     scenario_dir: Path | None,
     own_scorer: Scorer | None = None,
 ) -> LoadedScorers:
-    """The named scorers; without any, the scenario's own.
+    """Load the named scorers; without names, the scenario's own.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
 
 
 def read_mapping(path: str | Path, content: str) -> dict[str, Any]:
-    """The mapping in a YAML file; `content` describes it for messages.
+    """Read a mapping from a YAML file; `content` describes it for messages.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def load_judges(
 
 
 def code_of(scorer: Scorer) -> str | None:
-    """A digest of a scorer's own files and of its packages' versions; None for code of nip_astra.
+    """Return a digest of a scorer's own files and package versions; None for code of nip_astra.
 
     Imports of those files are covered by the version of the file's package alone.
     """
@@ -199,7 +199,7 @@ def code_of(scorer: Scorer) -> str | None:
 
 
 def weights_of(scorer: Scorer) -> str | None:
-    """A digest of the weights that a scorer and those nested in it name, or None."""
+    """Return a digest of the weights named by a scorer and those nested in it, or None."""
     own = weights_digest(scorer.parameters, scorer.scenario_dir)
     digests = (own, *map(weights_of, scorer.nested_scorers))
     known = [digest for digest in digests if digest is not None]
@@ -207,7 +207,7 @@ def weights_of(scorer: Scorer) -> str | None:
 
 
 def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
-    """The digest of the weights that a scorer names; None if no files of them are known."""
+    """Return a digest of the weights named by a scorer; None if their files are unknown."""
     reference = _scorer_reference(parameters)
     folder = None if reference is None else _folder(reference, scenario_dir)
     return None if folder is None else _weights(folder)[1]
@@ -227,7 +227,7 @@ def _describe(name: str) -> list[str]:
 
 @cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Names of installed distributions by package; reading them takes a second."""
+    """Return names of installed distributions by package; reading them takes a second."""
     return metadata.packages_distributions()
 
 
@@ -249,7 +249,7 @@ def model_card(
     trained: str | None = None,
     sha256: str | None = None,
 ) -> Card:
-    """The card of a language model.
+    """Return the card of a language model.
 
     Parameters
     ----------
@@ -267,12 +267,12 @@ def model_card(
 
 
 def text_card(role: str, name: str, kind: str) -> Card:
-    """The card of a speaker that is not a model."""
+    """Return the card of a speaker that is not a model."""
     return _card(role, kind, None, None) | {"name": name}
 
 
 def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
-    """The card of a scorer."""
+    """Return the card of a scorer."""
     kind, reference = parameters.type_name, _scorer_reference(parameters)
     card = _card("scorer", kind, reference, scenario_dir)
     if reference is None:
@@ -313,7 +313,7 @@ def _service(parameters: Any) -> dict[str, str]:
 
 
 def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
-    """The folder or file of the weights, without a network; None if there is none."""
+    """Return the folder or file of the weights, without network access; None if there is none."""
     try:
         place = resolve_reference(reference, scenario_dir)
         if isinstance(place, Path):
@@ -325,7 +325,7 @@ def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
 
 
 def _weights(folder: Path) -> tuple[int, str | None]:
-    """The size in bytes and the digest of weights."""
+    """Return the size in bytes and the digest of weights."""
     stats = [path.stat() for path in weights_files(folder)]
     changed_ns = max((stat.st_mtime_ns for stat in stats), default=0)
     return sum(stat.st_size for stat in stats), _digest(folder, changed_ns)
@@ -337,7 +337,7 @@ def _digest(folder: Path, _changed_ns: int) -> str | None:
 
 
 def _licence(folder: Path, scenario_dir: Path | None) -> str | None:
-    """The licence in a model's card or licence file, the nearest first."""
+    """Return the licence in the nearest model card or licence file."""
     start = folder if folder.is_dir() else folder.parent
     card = start / "README.md"
     if card.is_file() and (licence := _front_matter(card).get("license")):
@@ -364,7 +364,7 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
 
 
 def package_text(package: str) -> str:
-    """A package's name and version."""
+    """Return a package's name and version."""
     try:
         return f"package {package} {metadata.version(package.replace('_', '-'))}"
     except metadata.PackageNotFoundError:

@@ -201,7 +201,7 @@ class Tasks(EvaluationFamily):
 
 
 def _sample(row: Row) -> Sample:
-    """An answer as Inspect shows it."""
+    """Return an answer as shown by Inspect."""
     reward = row["reward"]
     scores = {} if reward is None else {"reward": (float(reward), str(row["answer"]))}
     messages = [
@@ -212,12 +212,12 @@ def _sample(row: Row) -> Sample:
 
 
 def _best_of(run: Path) -> Path | None:
-    """The weights with which a finished run was left: those that did best on dev problems."""
+    """Return the final weights of a finished run: those best on dev problems."""
     return CheckpointStore(run / "checkpoints").best() if RunDirectory(run).has_ended else None
 
 
 def _resolve(run: Path, request: EvaluationRequest) -> Any:
-    """The experiment of a run, with what changes how its policy is measured."""
+    """Resolve the experiment of a run, with changes to how its policy is measured."""
     trainer = str(RunDirectory.open(run).read_yaml(HYPER_PARAMETERS).get("trainer"))
     refuse_unread_overrides(request.overrides, (f"{KIND}.", f"{trainer}.train_service."), str(run))
     size = request.batch_size
@@ -227,7 +227,7 @@ def _resolve(run: Path, request: EvaluationRequest) -> Any:
 
 
 def _described(subject: TaskSubject) -> dict[str, Any]:
-    """The weights that answer: those of a checkpoint, over a model's, here or at a service."""
+    """Return the weights that answer: a checkpoint's, over a model's, here or at a service."""
     stored = subject.resolved.hyper_params.to_dict()
     section = stored.get(subject.resolved.hyper_params.trainer) or {}
     found = {
@@ -244,7 +244,7 @@ def _described(subject: TaskSubject) -> dict[str, Any]:
 
 
 def _task_parameters(trainer: Any) -> dict[str, Any]:
-    """The task, and how the policy is prompted and sampled; not where its weights are from."""
+    """Return the task, and how the policy is prompted and sampled, without the weights' source."""
     found: dict[str, Any] = trainer.options.to_dict()
     sampled = {name: one for name, one in found["policy"].items() if name != "language_model"}
     return {"policy": sampled, "task": found["task"], "max_turns": found["max_turns"]}
@@ -317,7 +317,7 @@ def play_problems(
 
 
 def _problems(rows: Sequence[Row]) -> list[_Problem]:
-    """The problems in order; those without a reward have no numbers."""
+    """Return the problems in order; those without a reward have no numbers."""
     runs: dict[int, list[Row]] = {}
     for row in rows:
         runs.setdefault(row["problem"], []).append(row)

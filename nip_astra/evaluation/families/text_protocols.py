@@ -181,7 +181,7 @@ class TextProtocols(EpisodeFamily):
         return dict.fromkeys((*of_data, "mean_decision")) | self.values({"figures": known})
 
     def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
-        """The test at the end of a run."""
+        """Return the test at the end of a run."""
         source = _source_of(run)
         return Evaluation(run, self, dict(source.figures))
 
@@ -192,7 +192,7 @@ class TextProtocols(EpisodeFamily):
         settings: ExperimentSettings,
         open_progress: OpenProgress,
     ) -> Evaluation:
-        """Let scorers rate every answer of stored rollouts."""
+        """Rate every answer of stored rollouts by scorers."""
         from nip_astra.evaluation.families.scorers import load_scorers
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
@@ -305,7 +305,7 @@ class TextProtocols(EpisodeFamily):
 
 
 def _sample(row: Row) -> Sample:
-    """A rollout as Inspect shows it."""
+    """Return a rollout as shown by Inspect."""
     datapoint = "\n\n".join(f"{name}: {value}" for name, value in row["datapoint"].items())
     messages = [("user", datapoint)]
     for turn in row["turns"]:
@@ -324,7 +324,7 @@ def rollout_rows(
     channel_names: Sequence[str] = (),
     verifier_names: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """A row for each rollout, with its turns and their prompts.
+    """Return a row for each rollout, with its turns and their prompts.
 
     Parameters
     ----------
@@ -445,7 +445,7 @@ def rate_answers(
 def score_figures(
     answers: Sequence[Answer], scorers: Sequence[str], *, threshold: float
 ) -> dict[str, Any]:
-    """Figures by agent: `<agent>/mean_<scorer>`, and the share of scores from the threshold on.
+    """Return `<agent>/mean_<scorer>`, and the share of scores from the threshold on, by agent.
 
     Answers without a verdict are left out. Intervals are 95 % ones over datapoints.
     """
@@ -485,7 +485,7 @@ def _file_of(evaluation: Evaluation) -> NestedArrayDict:
 
 
 def _evaluated(path: Path, run: Path) -> _Source | None:
-    """The evaluation at a path, or the newest of a run that was played."""
+    """Return the evaluation at a path, or the newest of a run that was not rescored."""
     folders = [path] if path != run else [f for f in evaluations_of(run) if not is_rescored(f)]
     if not folders:
         return None
@@ -494,7 +494,7 @@ def _evaluated(path: Path, run: Path) -> _Source | None:
 
 
 def _source_of(run: Path) -> _Source:
-    """The last test of a run, with figures as an evaluation has them."""
+    """Return the last test of a run, with figures in an evaluation's form."""
     from nip_astra.trainers.text.analysis import stored_samplings
 
     directory = RunDirectory.open(run)

@@ -415,7 +415,7 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
 
 
 def uses_flex_attention(device: torch.device) -> bool:
-    """Whether trees on this device are scored with flex attention."""
+    """Return whether trees on this device are scored with flex attention."""
     return device.type == "cuda" and compiled_flex_attention() is not None
 
 

@@ -222,7 +222,7 @@ SMALLEST_UNSAVED = 1 << 18
 
 
 def is_unsaved(x: Tensor) -> bool:
-    """Whether the backward pass recomputes intermediate values of a function of `x`."""
+    """Return whether the backward pass recomputes intermediate values of a function of `x`."""
     return torch.is_grad_enabled() and x.numel() >= SMALLEST_UNSAVED
 
 

@@ -64,7 +64,7 @@ class KeptPrompts:
         self._by_beginning: dict[int, dict[_Key, PrefilledPrompt]] = {}
 
     def renew(self, ids: tuple[int, ...], owner: object) -> bool:
-        """Whether exactly these tokens are cached; marks them as the newest."""
+        """Return whether exactly these tokens are cached; marks them as the newest."""
         key = (id(owner), ids)
         if key not in self._prompts:
             return False

@@ -265,7 +265,7 @@ _CLEARLY_FASTER = 1.3
 
 
 def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN can multiply on this device, in float32 or bfloat16.
+    """Return whether oneDNN can multiply on this device, in float32 or bfloat16.
 
     It packs bfloat16 weights only on processors with AVX-512 or better.
     """

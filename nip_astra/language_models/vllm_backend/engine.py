@@ -259,7 +259,7 @@ class VllmEngine(SamplingEngine):
 
 
 def _has_packed_weights(llm: Any) -> bool:
-    """Whether weights must be reloaded as at the start; on CPUs vLLM repacks matrices."""
+    """Return whether weights must be reloaded as at the start; on CPUs vLLM repacks matrices."""
     config = getattr(llm.llm_engine, "vllm_config", None)
     return getattr(getattr(config, "device_config", None), "device_type", None) == "cpu"
 

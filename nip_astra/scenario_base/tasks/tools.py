@@ -195,7 +195,7 @@ class ToolUseParameters(SubParameters):
 
 
 def build_tools(parameters: ToolUseParameters, scenario_dir: Path | None) -> list[Tool]:
-    """The offered tools."""
+    """Build the offered tools."""
     found = []
     for name, one in parameters.offered.items():
         is_reference = ":" in one.function

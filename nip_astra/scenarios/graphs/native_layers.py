@@ -178,7 +178,7 @@ class _Native(torch.autograd.Function):
 
     @classmethod
     def takes(cls, inputs: Sequence[Tensor]) -> bool:
-        """Whether C computes this; otherwise torch does, or raises."""
+        """Return whether C computes this; otherwise torch does, or raises."""
         are_small = all(
             rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
             for rows, columns in cls.widths(inputs)

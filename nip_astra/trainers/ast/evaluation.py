@@ -94,7 +94,7 @@ class AstEvaluation:
         return self.run("dev", range(self.num_parts("dev"))).report()
 
     def num_queries_of_run(self) -> int:
-        """Number of target queries of a whole run: training, evaluations, and random search."""
+        """Return the target queries of a run: training, evaluations, and random search."""
         depth = self.scenario.tree_depth
         period = self.training.eval_period
         num_dev = self.training.num_iterations // period if period else 0
@@ -103,7 +103,7 @@ class AstEvaluation:
         return self.num_training_queries() + int(chains * depth)
 
     def num_random_search_parts(self) -> int:
-        """Number of batches of a random search, 0 without one."""
+        """Return the number of batches of a random search, 0 without one."""
         is_used = self.options.use_random_search
         if not (bool(self.instance.planted_failures) if is_used is None else is_used):
             return 0
@@ -172,7 +172,7 @@ class AstEvaluation:
         }
 
     def num_training_queries(self) -> int:
-        """Number of target queries of training."""
+        """Return the number of target queries of training."""
         num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
         return num_trees * num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
 

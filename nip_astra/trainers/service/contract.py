@@ -70,7 +70,7 @@ class TrainerConfig:
 
 
 def takes_config_alone(function: Callable[..., None]) -> bool:
-    """Whether an `__init__` is `def __init__(self, config)`."""
+    """Return whether an `__init__` is `def __init__(self, config)`."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     return len(parameters) == 1 and parameters[0].kind in kinds
