@@ -29,21 +29,16 @@ HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
 START, REST = "start", "rest"
 LAYERS = {
-    ("nip_astra.trainers.language_model_base", "LanguageModelTrainer"): {
-        "_run_before_loop": "evaluation",
-        "_run_test_loop": "evaluation",
-        "_collect": "rollouts of training",
-        "_update": "updates",
-    },
-    ("nip_astra.trainers.ast_base", "AstTrainer"): {"_run_random_search_loop": "random search"},
-    ("nip_astra.trainers.rl_pure_text_base", "PureTextRlTrainer"): {
-        "_play": "rollouts",
-        "_keep": "files of rollouts",
-        "_stage_await_fine_tune_jobs": "fine-tuning",
-    },
-    ("nip_astra.run", None): {"_write_report": "report"},
+    "_run_before_loop": "evaluation",
+    "_run_test_loop": "evaluation",
+    "_run_random_search_loop": "random search",
+    "_collect": "rollouts of training",
+    "_update": "updates",
+    "_play": "rollouts",
+    "_keep": "files of rollouts",
+    "_stage_await_fine_tune_jobs": "fine-tuning",
 }
-"""Methods and functions, by module and class, and the layer of which their calls are."""
+"""Methods of trainers, and the layer of which their calls are."""
 
 
 def run_and_measure(words: list[str], out: Path) -> None:
@@ -73,18 +68,16 @@ def run_and_measure(words: list[str], out: Path) -> None:
 
     import nip_astra.run as runner
 
-    train = runner._train
+    train, write_report = runner._train, runner._write_report
 
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        for (module, owner), names in LAYERS.items():
-            found = sys.modules.get(module)
-            place = found if owner is None else getattr(found, owner, None)
-            for name, layer_name in names.items() if place is not None else ():
-                setattr(place, name, counted(getattr(place, name), layer_name))
+    def begin(trainer: Any, *args: Any) -> Any:
+        for owner in type(trainer).__mro__:
+            for name in LAYERS.keys() & vars(owner).keys():
+                setattr(owner, name, counted(vars(owner)[name], LAYERS[name]))
         enter(REST)
-        return train(*args, **kwargs)
+        return train(trainer, *args)
 
-    runner._train = begin
+    runner._train, runner._write_report = begin, counted(write_report, "report")
     sys.argv = ["run.py", *words]
     try:
         runpy.run_path("run.py", run_name="__main__")

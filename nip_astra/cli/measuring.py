@@ -420,4 +420,4 @@ def compare_dumps(
 
 
 COMMANDS = (evaluate, score, compare, report, export, push, doctor)
-"""The commands in the order of the help."""
+"""Commands in the order of the help."""

@@ -1,4 +1,4 @@
-"""The commands `task` and `stress`: runs without a parameter file."""
+"""Commands `task` and `stress`: runs without a parameter file."""
 
 from __future__ import annotations
 

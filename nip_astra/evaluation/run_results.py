@@ -69,7 +69,7 @@ class RunResults(Shown):
 
     @property
     def status(self) -> Literal["finished", "failed", "unfinished"]:
-        """How the run ended; why it failed is under `error` in `results`."""
+        """Status of the run; the reason of a failure is under `error` in `results`."""
         if self.results.get("status") == FAILED:
             return "failed"
         return "finished" if self.results else "unfinished"

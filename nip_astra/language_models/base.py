@@ -104,7 +104,7 @@ class TokenModel(Counted, ABC):
     can_be_copied: bool = False
     """Whether a pickled copy in another process may sample and score."""
     is_in_this_process: bool = False
-    """Whether this process holds the weights, so that each process of a run has such a model."""
+    """Whether this process holds the weights; if so, each process of a run has a copy."""
     can_score_contexts: bool = True
     """Whether sessions return log-probabilities of spans of contexts."""
     voices: Sequence[TokenModel] = ()

@@ -55,7 +55,7 @@ ATTACKED = dict(
         strict=True,
     )
 )
-"""The same names for stress tests, in which an attacker succeeds if its target fails."""
+"""Names in stress tests, in which an attacker succeeds if its target fails."""
 BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
 BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
 BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
@@ -81,7 +81,7 @@ class Side(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Its correctness in words."""
+        """Correctness in words."""
         return {True: RIGHT, False: WRONG, None: UNKNOWN}[self.is_right]
 
 

@@ -79,7 +79,7 @@ class AgentFigures:
 
     @property
     def accuracy_text(self) -> str:
-        """That share with its interval and counts."""
+        """The share with its interval and counts."""
         return format_figure(self.overall, accuracy_name(self.overall))
 
     @property

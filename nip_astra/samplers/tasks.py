@@ -267,7 +267,7 @@ def _take_turns(
             generation = sample(contexts, shared, rows, agent.sampling)
         else:
             assert session is not None
-            generation = agent.speak(session, contexts, shared, rows).generation
+            generation = session.generate(contexts, shared, rows, agent.sampling).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
         _act(active, agent, generation)
@@ -337,12 +337,12 @@ def _act(
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
-    told = [
+    observed = [
         (one, reaction.messages)
         for one, (reaction, _) in zip(episodes, reactions, strict=True)
         if reaction.messages
     ]
-    observe_together(agent, [one for one, _ in told], [messages for _, messages in told])
+    observe_together(agent, [one for one, _ in observed], [messages for _, messages in observed])
 
 
 def _reactions(

@@ -514,8 +514,9 @@ class _TreeGrowth:
         assert session is not None
         uniforms = self._uniforms(self.attacker, children)
         with self.timed("attacker"):
-            probes = self.attacker.speak(
-                session, contexts, self.shape.tree_width, uniforms
+            sampling = self.attacker.sampling
+            probes = session.generate(
+                contexts, self.shape.tree_width, uniforms, sampling
             ).generation
         _check_logprobs(self.attacker, probes.logprobs_BT, probes.mask_BT, self.shape)
         self._note("attacker", contexts, probes)
@@ -592,11 +593,11 @@ class _TreeGrowth:
             ]
         uniforms = self._uniforms(target, children)
         with self.timed("target"):
-            answered = target.speak(
-                self._target_session,
+            answered = self._target_session.generate(
                 contexts,
                 1,
                 uniforms,
+                target.sampling,
                 branching=self.shape.tree_width,
                 spans=spans,
             )

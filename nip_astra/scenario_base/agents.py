@@ -9,20 +9,17 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     LANGUAGE_MODELS,
     Generation,
-    GenerationSession,
     Learner,
     SamplingOptions,
     TokenModel,
     TokenSampler,
     TokenScorer,
-    Turns,
     as_sampler,
     as_scorer,
 )
@@ -147,21 +144,6 @@ class ConversationAgent:
         ]
         self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
         return [context.ids for context in fitted]
-
-    def speak(
-        self,
-        session: GenerationSession,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        """Sample turns; see `GenerationSession.generate`."""
-        return session.generate(
-            contexts, rows_per_context, uniforms_RT, self.sampling, branching=branching, spans=spans
-        )
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
         """Return each turn's tokens without its end token."""

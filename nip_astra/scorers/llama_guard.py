@@ -61,7 +61,7 @@ class LlamaGuardScorer(ModelScorer):
         safe_answer: PlainText = "safe"
         """The guard's answer for a safe conversation; "No" for some families."""
         unsafe_answer: PlainText = "unsafe"
-        """Its answer for an unsafe conversation; "Yes" for some families."""
+        """Answer that marks a conversation as unsafe; "Yes" for some families."""
         min_answer_probability: float = Field(default=0.1, ge=0, le=1)
         """Minimum total probability of the two answers. Below it there is no verdict, because the
         model would answer something else. Larger accepts fewer answers."""

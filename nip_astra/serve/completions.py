@@ -22,7 +22,7 @@ REPLAYED = {"Idempotent-Replayed": "true"}
 NUM_KEPT = 200_000
 """Maximum number of stored requests; older ones are deleted."""
 SECONDS_UNWRITTEN = 0.1
-"""How long the log entry of a request without a key may wait to be written with others."""
+"""Maximum seconds for which log entries of requests without a key are held back to be batched."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, key TEXT, digest TEXT NOT NULL,

@@ -234,7 +234,7 @@ class ServedModels:
         return served
 
     def remove(self, served: ServedModel) -> None:
-        """Stop serving a model; its unfinished answers fail if it has weights of its own."""
+        """Stop serving a model; its unfinished answers fail if it has its own weights."""
         with self._lock:
             self._models.pop(served.name, None)
             is_shared = any(one.engine is served.engine for one in self._models.values())

@@ -123,7 +123,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Name in tables."""
         return " ".join([self.trainer, *([self.scenario] if self.scenario else []), *self._varied])
 
     def run_id(self, seed: int) -> str:
@@ -163,7 +163,7 @@ class PlannedRun:
 
     @property
     def run_id(self) -> str:
-        """Its id, also in the names of its logs."""
+        """Id of the run, also in the names of its logs."""
         return self.arm.run_id(self.seed)
 
     def folder_in(self, directory: Path) -> Path:
@@ -181,7 +181,7 @@ class RunStatus(StrEnum):
     PRUNED = "pruned"
     """Stopped permanently because other trials did better."""
     FAILED = "failed"
-    """Its process ended with an error in this call of the sweep."""
+    """The process ended with an error in this call of the sweep."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ POLL_SECONDS = 0.2
 MAX_LINE_BYTES = 4096
 """Bytes at the end of a log that are searched for the last line."""
 MAX_RETRIES = 3
-"""How often Ray restarts a run whose worker died; each continues from the latest checkpoint."""
+"""Maximum restarts by Ray of a run whose worker died; each resumes the latest checkpoint."""
 FIRST_GUESS = 10
 """Assumed iterations of a run until one has reported its own."""
 

@@ -103,7 +103,7 @@ class Trainer(ABC):
     """Groups of the hyper-parameters, or single ones such as `rl.lr`, that the trainer reads beside
     its own section. Values given to others are refused; None refuses nothing."""
     evaluation_family: ClassVar[str | None] = None
-    """How `evaluate` measures its runs again; see `nip_astra.evaluation.families`. None: not."""
+    """Evaluation family of its runs, see `nip_astra.evaluation.families`; None for none."""
     sections_of_others: ClassVar[tuple[str, ...]] = ()
     """Trainers whose sections of the hyper-parameters this trainer also reads."""
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}

@@ -29,7 +29,7 @@ from nip_astra.utils.processor import (
 from nip_astra.utils.ray_cluster import check_ray_lives, open_ray
 
 MAX_RESTARTS = 3
-"""How often a dead actor is replaced; its call is repeated."""
+"""Maximum replacements of a dead actor; its call is repeated."""
 SECONDS_BETWEEN_CHECKS = 2.0
 """Period of the check that Ray is still running."""
 

@@ -219,7 +219,7 @@ class SandboxResult:
     """Exit code; negative for a signal, as in `subprocess`."""
     stdout: str
     stderr: str
-    """What it wrote, at most `file_mib` each; bytes that are no UTF-8 are replaced."""
+    """Output of the program, at most `file_mib` each; bytes that are no UTF-8 are replaced."""
     seconds: float
     """Wall-clock seconds."""
 

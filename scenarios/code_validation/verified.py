@@ -200,7 +200,7 @@ class Solution:
     mutation: str = ""
     """The change; empty for the correct program."""
     line: int = 0
-    """Its line; 0 for the correct program."""
+    """Changed line; 0 for the correct program."""
 
 
 def expected_values(code: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Case]:

@@ -1,1 +1,1 @@
-"""How runs of each family are evaluated, scored, compared and exported."""
+"""Evaluation, scoring, comparison and export of runs of each family."""

@@ -228,7 +228,7 @@ OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
 
 
 class EvaluationFamily(ABC):
-    """How runs of one kind are evaluated. A subclass provides the five abstract methods.
+    """Base of evaluations of one family of runs. Subclasses implement the five abstract methods.
 
     Attributes
     ----------

@@ -384,7 +384,7 @@ class ChatModel(ABC):
         limits: LimitParameters = LimitParameters()
         """Rate limits, timeouts and retries."""
         prices: PriceParameters | None = None
-        """Its prices; null if unknown or zero."""
+        """Prices of the model; null if unknown or zero."""
 
     name: str
     place: str = ""

@@ -151,7 +151,7 @@ class OwnService:
 
     @property
     def address(self) -> str | None:
-        """Its address; None while it is not running."""
+        """Address of the service; None while it is not running."""
         process = self._process
         return process.base_url if process is not None and process.is_alive else None
 

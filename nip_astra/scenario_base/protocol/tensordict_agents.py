@@ -107,11 +107,11 @@ class PolicyOutput(NamedTuple):
     """Output of a policy head: unnormalised log-probabilities."""
 
     message_logits_BVPS: Tensor
-    """Of symbols, `MASKED` where impossible."""
+    """Logits of symbols, `MASKED` where impossible."""
     decision_logits_B3: Tensor | None = None
-    """Of reject, accept, continue; None for an agent without decisions."""
+    """Logits of reject, accept, continue; None for an agent without decisions."""
     linear_logits_BVPL: Tensor | None = None
-    """Of linear symbols, if any."""
+    """Logits of linear symbols, if any."""
 
 
 class AgentBody(nn.Module, ABC):

@@ -36,7 +36,7 @@ from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves, P
 from nip_astra.utils.seeding import derive_seed
 
 DECISION_WORDS = {REJECT: "reject", ACCEPT: "accept"}
-"""How decisions are written."""
+"""Words for decisions."""
 _DECISION = re.compile(r"\bdecision\W{0,4}\s*:\W*(accept|reject)\b", re.IGNORECASE)
 
 
@@ -203,7 +203,7 @@ class TextEpisode:
     seed: int
     """The episode's seed, on which the order of turns may depend."""
     has_decided: tuple[bool, ...]
-    """By agent, from the protocol's last step."""
+    """Whether each agent has decided, from the protocol's last step."""
     round: int = 0
     """Number of completed rounds."""
     said: tuple[tuple[ChannelMessage, ...], ...] = ()
@@ -232,7 +232,7 @@ class RoundOutcome(NamedTuple):
     episode: TextEpisode
     """The episode after the round."""
     rewards: tuple[float, ...]
-    """By agent."""
+    """Rewards by agent."""
     decision: int
     """The decision that counted; 2 for none."""
     is_out_of_rounds: bool

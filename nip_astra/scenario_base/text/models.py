@@ -64,7 +64,7 @@ class TextAgentParameters(SubParameters):
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False
     """Whether each job starts from the first model, instead of from the last job's."""
     human_name: PlainText | None = None
-    """Its name in messages; null for its name in the protocol."""
+    """Name in messages; null for the name in the protocol."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -44,7 +44,7 @@ class ScriptedChatModel(ChatModel):
     """
 
     class Parameters(ChatModel.Parameters):
-        """The answers."""
+        """Scripted answers."""
 
         answers: list[PlainText] = Field(default=["I see."], min_length=1)
         """Answers if no pattern matches; the request determines the first, further samples take the
