@@ -439,6 +439,8 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     shipped: dict[str, dict[str, str]] = {}
     for _, text in _sources():
         for its_kind, name, purpose in _REGISTERED.findall(text):
+            # An environment is registered as the task that draws it.
+            its_kind = "task" if its_kind == "environment" else its_kind
             shipped.setdefault(its_kind, {})[name.lower()] = purpose
     kinds = sorted({*homes, *ALL_REGISTRIES})
     if kind is not None:

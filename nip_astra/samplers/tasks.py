@@ -337,12 +337,12 @@ def _act(
         one.is_over = reaction.is_over
         if reaction.is_over:
             one.episode.reward = reaction.reward
-    told = [
+    observed = [
         (one, reaction.messages)
         for one, (reaction, _) in zip(episodes, reactions, strict=True)
         if reaction.messages
     ]
-    observe_together(agent, [one for one, _ in told], [messages for _, messages in told])
+    observe_together(agent, [one for one, _ in observed], [messages for _, messages in observed])
 
 
 def _reactions(
